@@ -1,0 +1,14 @@
+"""Runs cli.py, for ``python -m cupyfa`` and for the installed command."""
+
+import runpy
+
+from cupyfa.sources import ROOT
+
+
+def main() -> None:
+    """The command line."""
+    runpy.run_path(str(ROOT / "cli.py"))["main"](prog_name="cupyfa")
+
+
+if __name__ == "__main__":
+    main()

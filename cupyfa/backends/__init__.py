@@ -1,0 +1,172 @@
+"""Where plans run: the interface of a backend, and a run on top of it.
+
+A backend is a place with memory and a way to launch: ``cuda`` (CuPy) or ``simulator`` (a C++
+compiler). Its arrays are CuPy's or NumPy's; all else about them is the same to this module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from cupyfa.kernel import Matmul
+from cupyfa.planning import Limits, Plan, PlannedLaunch
+
+# How a kernel receives an array: the struct Tensor of tensor.cuh, strides in elements.
+TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
+
+
+class DeviceError(RuntimeError):
+    """The device's own failure: out of memory, a kernel that trapped, a lost device."""
+
+
+class Backend(ABC):
+    """A place with memory and a way to launch kernels on it."""
+
+    name: str
+    limits: Limits
+
+    @abstractmethod
+    def owns(self, array: Any) -> bool:
+        """Whether the array already lies in this backend's memory."""
+
+    def adopt(self, array: Any) -> Any:
+        """An array of another library in this backend's memory as one of its own, uncopied."""
+        return array
+
+    @abstractmethod
+    def upload(self, array: np.ndarray) -> Any:
+        """An array of this backend with these elements; arrays of its own stay what they are."""
+
+    @abstractmethod
+    def download(self, array: Any) -> np.ndarray:
+        """The elements as a NumPy array, after all work before it is done."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A new contiguous array with unspecified elements."""
+
+    @abstractmethod
+    def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
+        """An array over bytes of this backend: element 0 at a byte offset, strides in bytes."""
+
+    @abstractmethod
+    def address(self, array: Any) -> int:
+        """The address of element 0."""
+
+    @abstractmethod
+    def prepare(self, launch: PlannedLaunch) -> Any:
+        """The compiled kernel of a launch; raises before anything has run."""
+
+    @abstractmethod
+    def launch(self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping) -> None:
+        """Starts a prepared kernel; ``arrays`` are all it may touch."""
+
+    @abstractmethod
+    def matmul(self, a: Any, b: Any, out: Any, scale: float) -> None:
+        """out = a b * scale over the last two axes; heads of b are shared by groups of a's."""
+
+    @abstractmethod
+    def time(self, call: Callable[[], Any], repeat: int) -> list[float]:
+        """Milliseconds of each of so many calls, measured where the work is done."""
+
+    def resources(self, prepared: Any) -> dict[str, int]:
+        """Registers and spilled bytes of a thread, where known."""
+        return {}
+
+    def working_on(self, array: Any) -> AbstractContextManager:
+        """The context to work on an array in: its device, and errors as DeviceError."""
+        return nullcontext()
+
+
+def run(
+    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> None:
+    """Runs a plan on arrays of the backend and fills the outputs.
+
+    Everything is compiled before anything is launched, so that an error leaves them untouched.
+    """
+    prepared = [backend.prepare(launch) for launch in plan.launches]
+    scratch = {name: backend.empty(*allocation) for name, allocation in plan.scratch.items()}
+    execute(backend, plan, prepared, {**inputs, **outputs, **scratch})
+
+
+def execute(
+    backend: Backend, plan: Plan, prepared: Sequence[Any], arrays: Mapping[str, Any]
+) -> None:
+    """Launches the steps of a plan on arrays that are all there."""
+    kernels = iter(prepared)
+    for step in plan.steps:
+        if isinstance(step, Matmul):
+            _multiply(backend, plan, step, arrays)
+            continue
+        kernel = next(kernels)
+        if all(step.grid):  # an empty problem has no blocks, and CUDA refuses an empty grid
+            used = {name.removesuffix(".data") for name in step.launch.args.split()}
+            touched = {name: array for name, array in arrays.items() if name in used}
+            backend.launch(kernel, step, arguments(backend, plan, step, arrays), touched)
+
+
+def arguments(
+    backend: Backend, plan: Plan, step: PlannedLaunch, arrays: Mapping[str, Any]
+) -> list[Any]:
+    """The values of a launch's arguments, each with the bytes that the kernel's parameter has."""
+    p = plan.problem
+    numbers = {
+        name: np.int32(getattr(p, name))
+        for name in ("M", "N", "heads", "kv_heads", "batch", "group", "diagonal")
+    }
+    scale = {"scale": p.dtype.sums.type(p.scale)}
+    values = []
+    for name in step.launch.args.split():
+        array, _, data = name.partition(".")
+        if array in arrays:
+            address = backend.address(arrays[array])
+            values.append(np.uint64(address) if data else tensor(arrays[array], address))
+        elif name in numbers or name in scale:
+            values.append((numbers | scale)[name])
+        else:
+            raise ValueError(
+                f"{step.entry}: argument {name!r} is unknown; arrays are {', '.join(arrays)}, "
+                f"numbers are {', '.join(numbers)}, scale"
+            )
+    return values
+
+
+def tensor(array: Any, address: int) -> np.ndarray:
+    """The struct Tensor of an array [batch, heads, rows] or [batch, heads, rows, columns]."""
+    batch, head, row = (stride // array.dtype.itemsize for stride in array.strides[:3])
+    return np.array((address, batch, head, row), TENSOR)
+
+
+def _multiply(backend: Backend, plan: Plan, step: Matmul, arrays: Mapping[str, Any]) -> None:
+    b = arrays[step.b.removesuffix(".T")]
+    if step.b.endswith(".T"):
+        b = b.swapaxes(-1, -2)
+    scale = plan.problem.scale if step.scaled else 1.0
+    backend.matmul(arrays[step.a], b, arrays[step.out], scale)
+
+
+def extent(array: Any) -> tuple[int, int]:
+    """Where an array's elements begin and end, in bytes from its element 0."""
+    if array.size == 0:
+        return 0, 0
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides)]
+    low, high = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
+    return low, high + array.dtype.itemsize
+
+
+def span(backend: Backend, array: Any) -> tuple[int, int]:
+    """The lowest address of an array's elements, and the bytes from there to their end."""
+    low, high = extent(array)
+    return backend.address(array) + low, high - low
+
+
+def overlap(backend: Backend, a: Any, b: Any) -> bool:
+    """Whether two arrays may share memory: whether their spans meet."""
+    (start_a, size_a), (start_b, size_b) = span(backend, a), span(backend, b)
+    return start_a < start_b + size_b and start_b < start_a + size_a

@@ -1,0 +1,97 @@
+"""Matrix products of the baselines through cuBLAS, sums in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from cupy.cuda import cublas, device
+
+# Element type and compute type, by the numbers of library_types.h and cublas_api.h.
+_TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
+_DEFAULT_ALGORITHM = -1
+_INT_MAX = 2**31 - 1
+
+
+def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
+    """out = a b * scale per head: a [batch, heads, M, K], b [batch, kv_heads, K, N].
+
+    cuBLAS counts columns first, so it is asked for out^T = b^T a^T.
+    """
+    batch, heads, M, N = out.shape
+    K = a.shape[-1]
+    if out.size == 0:
+        return
+    if K == 0:
+        out.fill(0)
+        return
+    a, (_, ldb) = _leading(a)
+    b, (transposed, lda) = _leading(b)
+    element, compute = _TYPES[str(out.dtype)]
+    sums = np.float64 if out.dtype == np.float64 else np.float32
+    alpha, beta = np.array([scale, 0], sums).reshape(2, 1)
+    size = out.dtype.itemsize
+    for start_a, start_b, start_out, step_a, step_b, step_out, count in _batches(a, b, out):
+        cublas.gemmStridedBatchedEx(
+            device.get_cublas_handle(),
+            cublas.CUBLAS_OP_T if transposed else cublas.CUBLAS_OP_N,
+            cublas.CUBLAS_OP_N,
+            N,
+            M,
+            K,
+            alpha.ctypes.data,
+            b.data.ptr + start_b,
+            element,
+            lda,
+            step_b // size,
+            a.data.ptr + start_a,
+            element,
+            ldb,
+            step_a // size,
+            beta.ctypes.data,
+            out.data.ptr + start_out,
+            element,
+            max(out.strides[-2] // size, N),
+            step_out // size,
+            count,
+            compute,
+            _DEFAULT_ALGORITHM,
+        )
+
+
+def _leading(array: Any) -> tuple[Any, tuple[bool, int]]:
+    """An array cuBLAS can read, whether its matrices are transposed, and their row length."""
+    size = array.dtype.itemsize
+    for transposed, row, column in ((False, -2, -1), (True, -1, -2)):
+        length = array.strides[row] // size if array.shape[row] > 1 else array.shape[column]
+        dense = array.strides[column] == size or array.shape[column] == 1
+        if dense and array.shape[column] <= length <= _INT_MAX and min(array.strides[:2]) >= 0:
+            return array, (transposed, length)
+    return _leading(array.copy())
+
+
+def _batches(a: Any, b: Any, out: Any) -> list[tuple[int, ...]]:
+    """(starts of a, b, out; steps of a, b, out; count), in bytes, one for each call of cuBLAS.
+
+    One call does everything if batches follow heads evenly; else there is one for each batch
+    and each query head of a group, over the key heads.
+    """
+    batch, heads = out.shape[:2]
+    kv_heads = b.shape[1]
+    group = heads // kv_heads
+    arrays = (a, b, out)
+    even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
+    if even and group == 1:
+        return [(0, 0, 0, *(x.strides[1] for x in arrays), batch * heads)]
+    steps = (group * a.strides[1], b.strides[1], group * out.strides[1])
+    return [
+        (
+            i * a.strides[0] + g * a.strides[1],
+            i * b.strides[0],
+            i * out.strides[0] + g * out.strides[1],
+            *steps,
+            kv_heads,
+        )
+        for i in range(batch)
+        for g in range(group)
+    ]

@@ -1,0 +1,102 @@
+"""Which backend a call runs on, by its name and by where its arrays lie."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyfa.backends import Backend, DeviceError
+
+NAMES = ("auto", "cuda", "simulator")
+_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
+
+
+def backend_named(backend: str | Backend) -> Backend:
+    """A backend by its name, or as it is. "auto" is CUDA if there is a device.
+
+    Raises DeviceError if "cuda" is asked for and there is none.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if backend == "auto":
+        return _automatic()
+    if backend == "cuda":
+        return _cuda()
+    if backend == "simulator":
+        return _simulator()
+    raise ValueError(f"backend {backend!r} is unknown; use one of {', '.join(NAMES)}")
+
+
+def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
+    """The backend for these arrays, and the arrays as NumPy's or CuPy's, without a copy.
+
+    NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
+    on CUDA. Raises TypeError for anything else and for a mixture.
+    """
+    host = {name: _on_host(name, array) for name, array in arrays.items()}
+    if len(set(host.values())) > 1:
+        where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
+        raise TypeError(f"the arrays are of different kinds ({where}); move them to one side")
+    if all(host.values()):
+        return backend_named(backend), [_numpy(name, array) for name, array in arrays.items()]
+    if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
+        raise TypeError("the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy")
+    engine = backend_named("cuda" if backend == "auto" else backend)
+    return engine, [engine.adopt(array) for array in arrays.values()]
+
+
+def _on_host(name: str, array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "__dlpack_device__"):
+        device = array.__dlpack_device__()[0]
+        if device == _HOST:
+            return True
+        if device in (_CUDA, _CUDA_MANAGED):
+            return False
+    elif hasattr(array, "__cuda_array_interface__"):
+        return False
+    raise TypeError(
+        f"{name} is a {type(array).__name__}; pass a NumPy or CuPy array, or one that has "
+        "__dlpack__ or __cuda_array_interface__"
+    )
+
+
+def _numpy(name: str, array: Any) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{name}, a {type(array).__name__}, cannot be seen by NumPy: {error}; "
+            "pass it as a NumPy array"
+        ) from None
+
+
+@cache
+def _automatic() -> Backend:
+    try:
+        return _cuda()
+    except (DeviceError, ImportError) as reason:
+        warnings.warn(f"{reason}: running in the simulator, on the CPU", stacklevel=2)
+        return _simulator()
+
+
+@cache
+def _cuda() -> Backend:
+    try:
+        from cupyfa.backends.cuda import Cuda
+    except ImportError as error:
+        raise DeviceError(f"CuPy cannot be imported: {error}") from None
+    return Cuda()
+
+
+@cache
+def _simulator() -> Backend:
+    from cupyfa.backends.simulator import Simulator
+
+    return Simulator()

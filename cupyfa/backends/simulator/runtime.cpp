@@ -1,0 +1,1651 @@
+// The machine a simulated kernel runs on: threads, barriers, warps, and a check of every access.
+//
+// Each CUDA thread is a fiber with a stack of its own; an OS thread ("worker") runs the fibers of
+// one block after the other until each has returned, and several workers share the grid's blocks.
+// Fibers change only inside a collective (a barrier, a shuffle, a wait), so a block's run depends
+// on nothing but the kernel, its inputs and the schedule: never on the number of workers.
+//
+// The kernel is compiled with the compiler's thread and bounds instrumentation, and linked without
+// any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
+// here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
+// For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
+// clocks with one component per warp; two accesses that no barrier orders are a race.
+//
+// This file is compiled once, for all kernels. Of the C++ library it uses only what needs no
+// linking: where the compiler is zig, building that library would take most of a minute.
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define COLD __attribute__((noinline, cold))
+#define CALLER __builtin_return_address(0)
+
+namespace {
+
+constexpr int warp_size = 32;
+constexpr int max_warps = 32;
+constexpr int max_threads = warp_size * max_warps;
+constexpr int barrier_count = 16;
+constexpr std::size_t max_value_bytes = 128;  // of one lane's value in a collective
+constexpr std::size_t report_bytes = 2048;
+constexpr int max_workers = 256;
+
+// ---------------------------------------------------------------------------------------------
+// What Python hands in and gets back; machine.py declares the same records.
+
+struct Region {
+  const char* name;
+  std::uintptr_t address;
+  std::size_t bytes;
+};
+
+struct Request {
+  void (*entry)(void** arguments);
+  void* const* arguments;
+  const std::size_t* argument_bytes;
+  std::size_t argument_count;
+  unsigned grid[3];
+  unsigned block[3];
+  std::size_t shared_bytes;
+  const Region* regions;
+  std::size_t region_count;
+  int workers;
+  int shuffled;  // whether `seed` decides the order of threads
+  std::uint64_t seed;
+};
+
+// A place is written {address in the object;file:line}; Python makes it readable.
+struct Report {
+  char text[report_bytes];
+  char place[report_bytes];
+  unsigned block[3];
+  unsigned thread[3];
+};
+
+// ---------------------------------------------------------------------------------------------
+// Text, locks
+
+struct Text {
+  char chars[report_bytes];
+};
+
+Text format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+Text format(const char* pattern, ...) {
+  Text text;
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(text.chars, sizeof text.chars, pattern, arguments);
+  va_end(arguments);
+  return text;
+}
+
+class Guard {
+ public:
+  explicit Guard(pthread_mutex_t& mutex) : mutex_(mutex) { pthread_mutex_lock(&mutex_); }
+  ~Guard() { pthread_mutex_unlock(&mutex_); }
+  Guard(const Guard&) = delete;
+
+ private:
+  pthread_mutex_t& mutex_;
+};
+
+// ---------------------------------------------------------------------------------------------
+// Fibers
+
+// Saves the callee-saved registers and the stack pointer in *from, and continues on `to`.
+extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, void* to) asm(
+    "cupyfa_switch_stack");
+
+#if defined(__x86_64__)
+// Fibers mostly wait in the same calls, so the processor predicts this return, and those of the
+// calls around it, as if no stack had changed.
+asm(R"(
+  .text
+  .globl cupyfa_switch_stack
+  .hidden cupyfa_switch_stack
+  .p2align 4
+cupyfa_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+constexpr int saved_words = 7;
+constexpr int entry_word = 6;
+#elif defined(__aarch64__)
+asm(R"(
+  .text
+  .globl cupyfa_switch_stack
+  .hidden cupyfa_switch_stack
+  .p2align 4
+cupyfa_switch_stack:
+  sub sp, sp, #160
+  stp x19, x20, [sp]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+constexpr int saved_words = 20;
+constexpr int entry_word = 11;
+#else
+#error "the simulator switches stacks on x86-64 and aarch64 only"
+#endif
+
+// What a kernel sees as threadIdx, blockIdx, blockDim, gridDim; simulator.h declares the same.
+struct Coordinates {
+  unsigned thread[3];
+  unsigned block[3];
+  unsigned block_dim[3];
+  unsigned grid_dim[3];
+};
+
+// Where the kernel's text calls a collective, and the address it called from.
+struct Place {
+  const char* file = nullptr;
+  int line = 0;
+  const void* pc = nullptr;
+};
+
+struct Exchange;
+
+// Memory a twin keeps for one thread of the block.
+struct Storage {
+  Storage* next;
+  const void* key;
+  alignas(16) unsigned char bytes[];
+};
+
+struct Fiber {
+  void* stack_pointer;
+  std::uintptr_t stack_low;
+  Coordinates* coordinates;  // at the top of the stack, where the kernel may read
+  int index;
+  int warp;
+  int lane;
+  bool finished;
+  const char* operation;  // the collective it waits in, or nullptr
+  Place place;            // of that collective
+  int barrier;            // its number, or -1
+  Exchange* exchange;     // the warp collective it took part in last
+  Storage* storage;
+};
+
+// ---------------------------------------------------------------------------------------------
+// Stacks: slabs of one warp each, kept for the next launch
+
+constexpr std::size_t page = 4096;
+// Not a power of two: equal offsets in neighbouring stacks then fall into different cache sets.
+constexpr std::size_t stack_bytes = 65 * page;
+constexpr std::size_t slab_bytes = stack_bytes * warp_size;
+
+// A free slab's second page points to the next free one; the first is a guard.
+char* free_slabs = nullptr;
+pthread_mutex_t slab_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+char*& next_slab(char* slab) {
+  return *reinterpret_cast<char**>(slab + page);
+}
+
+char* map_slab() {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* slab = mmap(nullptr, slab_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (slab == MAP_FAILED) return nullptr;
+  for (int i = 0; i < warp_size; ++i) {
+    // A system out of mappings refuses this; the stacks then work without their guard pages.
+    (void)mprotect(static_cast<char*>(slab) + i * stack_bytes, page, PROT_NONE);
+  }
+  return static_cast<char*>(slab);
+}
+
+char* take_slab() {
+  {
+    Guard guard(slab_mutex);
+    if (char* slab = free_slabs) {
+      free_slabs = next_slab(slab);
+      return slab;
+    }
+  }
+  return map_slab();
+}
+
+void give_slab(char* slab) {
+  Guard guard(slab_mutex);
+  next_slab(slab) = free_slabs;
+  free_slabs = slab;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Vector clocks and the shadow of shared memory
+
+// When a thread did something: its warp's clock, whether it was an atomic, and the thread.
+using Epoch = std::uint64_t;
+using Clock = std::uint64_t;
+constexpr int clock_shift = 11;
+constexpr Epoch atomic_bit = 1u << 10;
+
+inline int thread_of(Epoch epoch) {
+  return static_cast<int>(epoch % max_threads);
+}
+inline Clock clock_of(Epoch epoch) {
+  return epoch >> clock_shift;
+}
+
+// Two bytes of shared memory: the last write, and the last reads by two different threads.
+struct Cell {
+  Epoch writer;
+  Epoch readers[2];
+};
+constexpr std::size_t cell_bytes = 2;
+
+struct Arena {
+  std::uintptr_t address = 0;
+  std::size_t bytes = 0;
+  Cell* cells = nullptr;
+  const char* name = "";
+
+  bool allocate_cells() {
+    cells = static_cast<Cell*>(std::calloc(bytes / cell_bytes + 2, sizeof(Cell)));
+    return cells != nullptr;
+  }
+};
+
+// The values the lanes of one warp bring to a collective. It stays until all have moved on.
+struct Exchange {
+  unsigned mask;
+  unsigned arrived;
+  unsigned votes;  // the lanes whose predicate holds
+  int readers;
+  std::size_t size;
+  const char* operation;
+  Exchange* next;       // of the free ones
+  Exchange* next_made;  // of all
+  alignas(64) unsigned char values[warp_size * max_value_bytes];
+};
+
+struct Warp {
+  Clock clock;
+  Clock seen[max_warps];  // how far each warp's past is known here; of itself: clock - 1
+  unsigned lanes;         // that exist
+  unsigned ready;         // that could run now
+  unsigned polling;       // that wait for a condition
+  int open_count;
+  Exchange* open[warp_size];  // collectives some lanes have yet to reach
+
+  void tick(int self) { seen[self] = clock++; }
+};
+
+struct Barrier {
+  int expected;
+  int arrived;
+  const char* operation;
+  unsigned warps;               // those with a thread waiting
+  unsigned waiting[max_warps];  // the lanes waiting
+  Place places[max_warps];      // where each warp's first lane came from
+  bool has_past;                // whether `past` holds that of threads which did not wait
+  Clock past[max_warps];
+  unsigned count, any, all;  // the predicates of __syncthreads_count, _or, _and
+  unsigned result[3];        // of the last completed round
+};
+
+// What was known to a thread when it published an object.
+struct Past {
+  Past* next;
+  const void* object;
+  Clock seen[max_warps];
+};
+
+// ---------------------------------------------------------------------------------------------
+// One launch, and one worker of it
+
+inline bool inside(const Region& region, std::uintptr_t address, std::size_t bytes) {
+  std::size_t offset = address - region.address;
+  return offset < region.bytes && bytes <= region.bytes - offset;
+}
+
+struct RegionList {
+  static constexpr int capacity = 16;
+  Region regions[capacity];
+  int count = 0;
+
+  void add(const Region& region) {
+    if (count < capacity) regions[count++] = region;
+  }
+  bool contain(std::uintptr_t address, std::size_t bytes) const {
+    for (int i = 0; i < count; ++i) {
+      if (inside(regions[i], address, bytes)) return true;
+    }
+    return false;
+  }
+};
+
+struct Module {
+  std::uintptr_t base = 0;
+  RegionList readable;
+  RegionList writable;
+  std::size_t tls_module = 0;
+  std::size_t tls_bytes = 0;
+};
+
+struct Launch {
+  const Request* request;
+  Module module;
+  std::uint64_t blocks;
+  int threads;
+  std::atomic<std::uint64_t> next_block{0};
+  // The lowest block with a fault. Blocks above it are given up, those below run on, so that
+  // the fault reported does not depend on which worker was faster.
+  std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  Report* report;
+};
+
+struct Worker {
+  // Read by every access check.
+  std::uintptr_t stack_low = 0;
+  Region hit{};  // the buffer touched last
+  Arena dynamic;
+  Arena fixed;
+  Fiber* fiber = nullptr;
+  Warp* warp = nullptr;
+  Clock floor = 0;  // accesses up to this clock belong to earlier blocks
+
+  Launch* launch = nullptr;
+  void* main_stack_pointer = nullptr;
+  std::uint64_t block = 0;
+  int threads = 0;
+  int warp_count = 0;
+  int finished = 0;
+  int idle_polls = 0;  // since anything but polling happened
+  bool abandoned = false;
+  bool shuffled = false;
+  std::uint64_t random = 0;
+  unsigned ready_warps = 0;
+  void** arguments = nullptr;
+  Region argument_block{};
+  char* slabs[max_warps] = {};
+  Exchange* free_exchanges = nullptr;
+  Exchange* made_exchanges = nullptr;
+  Past* pasts = nullptr;
+  Warp warps[max_warps];
+  Barrier barriers[barrier_count];
+  Fiber fibers[max_threads];
+};
+
+__attribute__((tls_model("initial-exec"))) thread_local Worker* self = nullptr;
+
+// ---------------------------------------------------------------------------------------------
+// Faults
+
+void thread_coordinates(const Worker& worker, int index, unsigned (&out)[3]) {
+  const unsigned* dim = worker.launch->request->block;
+  out[0] = index % dim[0];
+  out[1] = index / dim[0] % dim[1];
+  out[2] = index / dim[0] / dim[1];
+}
+
+void block_coordinates(const Worker& worker, unsigned (&out)[3]) {
+  const unsigned* dim = worker.launch->request->grid;
+  out[0] = static_cast<unsigned>(worker.block % dim[0]);
+  out[1] = static_cast<unsigned>(worker.block / dim[0] % dim[1]);
+  out[2] = static_cast<unsigned>(worker.block / dim[0] / dim[1]);
+}
+
+Text thread_name(const Worker& worker, int index) {
+  unsigned at[3];
+  thread_coordinates(worker, index, at);
+  return format("thread (%u, %u, %u)", at[0], at[1], at[2]);
+}
+
+Text place_name(const Worker& worker, const Place& place) {
+  // The call ends before the address it returns to: one byte less lies within its line.
+  std::uintptr_t pc = reinterpret_cast<std::uintptr_t>(place.pc);
+  std::uintptr_t offset = pc == 0 ? 0 : pc - worker.launch->module.base - 1;
+  return format("{%lx;%s:%d}", static_cast<unsigned long>(offset), place.file ? place.file : "",
+                place.line);
+}
+
+void record(Worker& worker, int thread, const Place& place, const Text& text) {
+  Launch& launch = *worker.launch;
+  Guard guard(launch.mutex);
+  if (worker.block >= launch.faulty_block.load()) return;
+  launch.faulty_block.store(worker.block);
+  Report& report = *launch.report;
+  std::snprintf(report.text, sizeof report.text, "%s", text.chars);
+  std::snprintf(report.place, sizeof report.place, "%s", place_name(worker, place).chars);
+  block_coordinates(worker, report.block);
+  thread_coordinates(worker, thread, report.thread);
+}
+
+// Leaves the block's fibers as they stand and returns to the worker's loop.
+[[noreturn]] COLD void abandon(Worker& worker) {
+  worker.abandoned = true;
+  void* nowhere;
+  switch_stack(&nowhere, worker.main_stack_pointer);
+  __builtin_unreachable();
+}
+
+[[noreturn]] COLD void fault(Worker& worker, const Place& place, const Text& text) {
+  record(worker, worker.fiber->index, place, text);
+  abandon(worker);
+}
+
+// ---------------------------------------------------------------------------------------------
+// The schedule
+
+std::uint64_t next_random(std::uint64_t& state) {
+  state += 0x9e3779b97f4a7c15u;
+  std::uint64_t z = state;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// The first set bit at or after `start`, or else the first of all.
+inline int bit_from(unsigned bits, int start) {
+  unsigned later = bits & (~0u << start);
+  return __builtin_ctz(later != 0 ? later : bits);
+}
+
+inline void make_ready(Worker& worker, int warp, unsigned lanes) {
+  worker.warps[warp].ready |= lanes;
+  worker.ready_warps |= lanes != 0 ? 1u << warp : 0;
+}
+
+void wake_polling(Worker& worker) {
+  for (int warp = 0; warp < worker.warp_count; ++warp) {
+    make_ready(worker, warp, worker.warps[warp].polling);
+    worker.warps[warp].polling = 0;
+  }
+}
+
+inline Fiber* take_ready(Worker& worker, int warp, int start) {
+  Warp& from = worker.warps[warp];
+  int lane = bit_from(from.ready, start);
+  from.ready &= ~(1u << lane);
+  if (from.ready == 0) worker.ready_warps &= ~(1u << warp);
+  return &worker.fibers[warp * warp_size + lane];
+}
+
+// The next thread to run: of the same warp while it has one, then of the next warp; or any, by
+// the seed. nullptr when none can run.
+inline Fiber* next_fiber(Worker& worker) {
+  if (worker.ready_warps == 0) {
+    wake_polling(worker);
+    if (worker.ready_warps == 0) return nullptr;
+  }
+  if (worker.shuffled) {
+    std::uint64_t random = next_random(worker.random);
+    int warp = bit_from(worker.ready_warps, random % warp_size);
+    return take_ready(worker, warp, random / warp_size % warp_size);
+  }
+  int warp = worker.fiber->warp;
+  if (worker.warps[warp].ready != 0) return take_ready(worker, warp, worker.fiber->lane);
+  return take_ready(worker, bit_from(worker.ready_warps, warp), 0);
+}
+
+inline void enter(Worker& worker, Fiber* fiber) {
+  worker.fiber = fiber;
+  worker.warp = &worker.warps[fiber->warp];
+  worker.stack_low = fiber->stack_low;
+}
+
+// Lets other threads run until this one is ready again.
+inline void suspend(Worker& worker) {
+  if (worker.launch->faulty_block.load(std::memory_order_relaxed) < worker.block) abandon(worker);
+  Fiber* from = worker.fiber;
+  Fiber* to = next_fiber(worker);
+  if (to == from) return;
+  if (to == nullptr) {
+    switch_stack(&from->stack_pointer, worker.main_stack_pointer);
+    return;
+  }
+  enter(worker, to);
+  switch_stack(&from->stack_pointer, to->stack_pointer);
+}
+
+inline void wait_in(Worker& worker, const char* operation, const Place& place) {
+  worker.idle_polls = 0;
+  Fiber* fiber = worker.fiber;
+  fiber->operation = operation;
+  fiber->place = place;
+  suspend(worker);
+  fiber->operation = nullptr;
+}
+
+// With a seed, the thread that completed a collective takes its turn with those it woke.
+inline void take_turn(Worker& worker) {
+  worker.idle_polls = 0;
+  if (!worker.shuffled) return;
+  make_ready(worker, worker.fiber->warp, 1u << worker.fiber->lane);
+  suspend(worker);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Warp collectives
+
+Exchange* new_exchange(Worker& worker) {
+  Exchange* exchange = worker.free_exchanges;
+  if (exchange != nullptr) {
+    worker.free_exchanges = exchange->next;
+    return exchange;
+  }
+  exchange = static_cast<Exchange*>(aligned_alloc(alignof(Exchange), sizeof(Exchange)));
+  exchange->next_made = worker.made_exchanges;
+  worker.made_exchanges = exchange;
+  return exchange;
+}
+
+void free_exchange(Worker& worker, Exchange* exchange) {
+  exchange->next = worker.free_exchanges;
+  worker.free_exchanges = exchange;
+}
+
+inline void let_go(Worker& worker, Fiber& fiber) {
+  Exchange* exchange = fiber.exchange;
+  if (exchange != nullptr && --exchange->readers == 0) free_exchange(worker, exchange);
+  fiber.exchange = nullptr;
+}
+
+Exchange* open_exchange(Worker& worker, unsigned mask, std::size_t size, const char* operation) {
+  Exchange* exchange = new_exchange(worker);
+  exchange->mask = mask;
+  exchange->arrived = 0;
+  exchange->votes = 0;
+  exchange->readers = __builtin_popcount(mask);
+  exchange->size = size;
+  exchange->operation = operation;
+  worker.warp->open[worker.warp->open_count++] = exchange;
+  return exchange;
+}
+
+inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
+                               const char* operation) {
+  Warp& warp = *worker.warp;
+  for (int i = 0; i < warp.open_count; ++i) {
+    if (warp.open[i]->mask == mask) return warp.open[i];
+  }
+  return open_exchange(worker, mask, size, operation);
+}
+
+inline void complete(Worker& worker, Exchange* exchange) {
+  Warp& warp = *worker.warp;
+  Fiber& fiber = *worker.fiber;
+  int i = 0;
+  while (warp.open[i] != exchange) ++i;
+  warp.open[i] = warp.open[--warp.open_count];
+  warp.tick(fiber.warp);
+  make_ready(worker, fiber.warp, exchange->mask & ~(1u << fiber.lane));
+}
+
+COLD void check_mask(Worker& worker, unsigned mask, const char* operation, const Place& place) {
+  if (mask >> worker.fiber->lane & 1) return;
+  fault(worker, place,
+        format("calls %s with mask 0x%08x, which lacks its own lane %d", operation, mask,
+               worker.fiber->lane));
+}
+
+COLD void check_same(Worker& worker, const Exchange& exchange, std::size_t size,
+                     const char* operation, const Place& place) {
+  if (exchange.operation == operation && exchange.size == size) return;
+  Text bytes = format(" (of %zu and %zu bytes)", size, exchange.size);
+  fault(worker, place,
+        format("calls %s while other lanes of its warp wait in %s%s", operation, exchange.operation,
+               exchange.size == size ? "" : bytes.chars));
+}
+
+// Waits until all lanes of the mask have brought their value, and returns them all.
+inline Exchange* meet(unsigned mask, const void* value, std::size_t size, bool predicate,
+                      const char* operation, const Place& place) {
+  Worker& worker = *self;
+  Fiber& fiber = *worker.fiber;
+  unsigned lane_bit = 1u << fiber.lane;
+  let_go(worker, fiber);
+  if ((mask & lane_bit) == 0) check_mask(worker, mask, operation, place);
+  mask &= worker.warp->lanes;
+  Exchange* exchange = find_exchange(worker, mask, size, operation);
+  if (exchange->operation != operation || exchange->size != size) {
+    check_same(worker, *exchange, size, operation, place);
+  }
+  if (size > 0) std::memcpy(exchange->values + fiber.lane * size, value, size);
+  exchange->votes |= predicate ? lane_bit : 0;
+  exchange->arrived |= lane_bit;
+  fiber.exchange = exchange;
+  if (exchange->arrived == mask) {
+    complete(worker, exchange);
+    take_turn(worker);
+  } else {
+    fiber.barrier = -1;
+    wait_in(worker, operation, place);
+  }
+  return exchange;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Block barriers
+
+void join(Clock (&into)[max_warps], const Clock (&from)[max_warps], int count) {
+  for (int i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
+}
+
+// What each waiting warp did before the barrier, all of them know after it.
+void join_clocks(Worker& worker, Barrier& barrier) {
+  int count = worker.warp_count;
+  Clock joined[max_warps] = {};
+  if (barrier.has_past) join(joined, barrier.past, count);
+  for (int w = 0; w < count; ++w) {
+    if ((barrier.warps >> w & 1) == 0) continue;
+    join(joined, worker.warps[w].seen, count);
+    joined[w] = std::max(joined[w], worker.warps[w].clock);
+  }
+  for (int w = 0; w < count; ++w) {
+    if ((barrier.warps >> w & 1) == 0) continue;
+    join(worker.warps[w].seen, joined, count);
+    worker.warps[w].tick(w);
+  }
+}
+
+void release(Worker& worker, Barrier& barrier) {
+  join_clocks(worker, barrier);
+  for (int w = 0; w < worker.warp_count; ++w) {
+    if ((barrier.warps >> w & 1) == 0) continue;
+    unsigned lanes = barrier.waiting[w];
+    barrier.waiting[w] = 0;
+    if (w == worker.fiber->warp) lanes &= ~(1u << worker.fiber->lane);
+    make_ready(worker, w, lanes);
+  }
+  barrier.result[0] = barrier.count;
+  barrier.result[1] = barrier.any;
+  barrier.result[2] = barrier.all;
+  barrier.arrived = 0;
+  barrier.warps = 0;
+  barrier.has_past = false;
+}
+
+void first_arrival(Barrier& barrier, int expected, const char* operation) {
+  barrier.expected = expected;
+  barrier.operation = operation;
+  barrier.count = 0;
+  barrier.any = 0;
+  barrier.all = 1;
+  barrier.has_past = false;
+}
+
+COLD void check_barrier(Worker& worker, int id, int threads, const char* operation,
+                        const Place& place) {
+  if (id < 0 || id >= barrier_count) {
+    fault(worker, place,
+          format("calls %s on barrier %d; a block has barriers 0 to %d", operation, id,
+                 barrier_count - 1));
+  }
+  int rounded = worker.warp_count * warp_size;
+  bool whole = threads == worker.threads;
+  if (!whole && (threads <= 0 || threads % warp_size != 0 || threads > rounded)) {
+    fault(worker, place,
+          format("calls %s for %d threads; a barrier counts whole warps of this block's %d threads",
+                 operation, threads, worker.threads));
+  }
+}
+
+COLD void check_round(Worker& worker, int id, int threads, const char* operation,
+                      const Place& place) {
+  const Barrier& barrier = worker.barriers[id];
+  if (barrier.expected == threads) return;
+  fault(worker, place,
+        format("calls %s on barrier %d for %d threads, where others came for %d threads (%s)",
+               operation, id, threads, barrier.expected, barrier.operation));
+}
+
+COLD void check_divergence(Worker& worker, const Barrier& barrier, const Place& place) {
+  const Place& other = barrier.places[worker.fiber->warp];
+  if (std::strcmp(other.file, place.file) == 0 && other.line == place.line) return;
+  fault(worker, place,
+        format("calls %s while other lanes of its warp wait in the one at %s; "
+               "all threads must reach the same barrier",
+               barrier.operation, place_name(worker, other).chars));
+}
+
+COLD void check_operation(Worker& worker, const Barrier& barrier, const char* operation,
+                          const Place& place) {
+  fault(
+      worker, place,
+      format("calls %s while other threads of its block wait in %s", operation, barrier.operation));
+}
+
+void add_past(Worker& worker, Clock (&past)[max_warps]) {
+  Fiber& fiber = *worker.fiber;
+  join(past, worker.warp->seen, worker.warp_count);
+  past[fiber.warp] = std::max(past[fiber.warp], worker.warp->clock);
+  worker.warp->tick(fiber.warp);
+}
+
+void arrive(Worker& worker, Barrier& barrier) {
+  if (!barrier.has_past) std::memset(barrier.past, 0, sizeof barrier.past);
+  barrier.has_past = true;
+  add_past(worker, barrier.past);
+}
+
+inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  unsigned warp_bit = 1u << fiber.warp;
+  if ((barrier.warps & warp_bit) == 0) {
+    barrier.places[fiber.warp] = place;
+  } else if (barrier.places[fiber.warp].line != place.line) {
+    check_divergence(worker, barrier, place);
+  }
+  barrier.warps |= warp_bit;
+  barrier.waiting[fiber.warp] |= 1u << fiber.lane;
+}
+
+inline Barrier& pass_barrier(Worker& worker, int id, int threads, bool waits, bool predicate,
+                             const char* operation, const Place& place) {
+  Barrier& barrier = worker.barriers[id];
+  if (barrier.arrived == 0) {
+    first_arrival(barrier, threads, operation);
+  } else if (barrier.expected != threads) {
+    check_round(worker, id, threads, operation, place);
+  }
+  barrier.count += predicate;
+  barrier.any |= predicate;
+  barrier.all &= predicate;
+  if (waits) {
+    wait_at(worker, barrier, place);
+  } else {
+    arrive(worker, barrier);
+  }
+  if (++barrier.arrived == barrier.expected) {
+    release(worker, barrier);
+    take_turn(worker);
+  } else if (waits) {
+    worker.fiber->barrier = id;
+    wait_in(worker, operation, place);
+  }
+  return barrier;
+}
+
+Past* find_past(Worker& worker, const void* object) {
+  Past* past = worker.pasts;
+  while (past != nullptr && past->object != object) past = past->next;
+  return past;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Barriers some thread never reaches
+
+bool waits_with(const Fiber& one, const Fiber& other) {
+  if (other.operation == nullptr) return false;
+  if (one.barrier >= 0) return other.barrier == one.barrier;
+  if (one.exchange == nullptr) return &one == &other;
+  return other.barrier < 0 && other.exchange == one.exchange;
+}
+
+bool expected_with(const Fiber& one, const Fiber& other) {
+  if (one.barrier >= 0) return true;
+  if (one.exchange == nullptr) return false;
+  return other.warp == one.warp && (one.exchange->mask >> other.lane & 1) != 0;
+}
+
+const Fiber* first_waiting(const Worker& worker) {
+  for (int i = 0; i < worker.threads; ++i) {
+    if (worker.fibers[i].operation != nullptr) return &worker.fibers[i];
+  }
+  return nullptr;
+}
+
+// The first thread that the waiting one waits for in vain.
+const Fiber* first_missing(const Worker& worker, const Fiber& waiting) {
+  for (int i = 0; i < worker.threads; ++i) {
+    const Fiber& other = worker.fibers[i];
+    if (expected_with(waiting, other) && !waits_with(waiting, other)) return &other;
+  }
+  return nullptr;
+}
+
+Text whereabouts(const Worker& worker, const Fiber& fiber) {
+  if (fiber.finished) return format("has returned");
+  return format("waits in %s at %s", fiber.operation ? fiber.operation : "nothing",
+                place_name(worker, fiber.place).chars);
+}
+
+Text waiting_text(const Worker& worker, const Fiber& waiting) {
+  int count = 0;
+  for (int i = 0; i < worker.threads; ++i) count += waits_with(waiting, worker.fibers[i]);
+  Text place = place_name(worker, waiting.place);
+  if (waiting.barrier > 0) {
+    const Barrier& barrier = worker.barriers[waiting.barrier];
+    return format("%d threads wait in %s on barrier %d at %s, where %d of %d arrived", count,
+                  waiting.operation, waiting.barrier, place.chars, barrier.arrived,
+                  barrier.expected);
+  }
+  return format("%d %s in %s at %s", count, count == 1 ? "thread waits" : "threads wait",
+                waiting.operation, place.chars);
+}
+
+COLD void report_stuck(Worker& worker) {
+  const Fiber* waiting = first_waiting(worker);
+  const Fiber* missing = first_missing(worker, *waiting);
+  Text text = waiting_text(worker, *waiting);
+  if (missing == nullptr) {
+    record(worker, waiting->index, waiting->place, format("waits for ever: %s", text.chars));
+    return;
+  }
+  record(worker, missing->index, waiting->place,
+         format("never reaches a barrier: %s; this thread %s", text.chars,
+                whereabouts(worker, *missing).chars));
+}
+
+// ---------------------------------------------------------------------------------------------
+// Access checks
+
+enum class Access { read, write, atomic };
+
+const char* verb(Access access) {
+  if (access == Access::read) return "reads";
+  return access == Access::write ? "writes" : "updates";
+}
+
+struct Touch {
+  Access access;
+  std::uintptr_t address;
+  std::size_t bytes;
+  const void* pc;
+};
+
+[[noreturn]] COLD void fault_at(Worker& worker, const Touch& touch, const Text& text) {
+  Place place;
+  place.pc = touch.pc;
+  fault(worker, place, format("%s %zu bytes%s", verb(touch.access), touch.bytes, text.chars));
+}
+
+[[noreturn]] COLD void fault_uninitialised(Worker& worker, const Arena& arena, const Touch& touch) {
+  fault_at(worker, touch,
+           format(" at byte %zu of %s that no thread of this block has written",
+                  static_cast<std::size_t>(touch.address - arena.address), arena.name));
+}
+
+[[noreturn]] COLD void fault_race(Worker& worker, const Arena& arena, const Touch& touch,
+                                  Epoch other, bool other_read) {
+  Place place;
+  place.pc = touch.pc;
+  const char* done = other_read ? "read" : "wrote";
+  if (!other_read && (other & atomic_bit) != 0) done = "updated";
+  fault(worker, place,
+        format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
+               thread_name(worker, thread_of(other)).chars, done, verb(touch.access),
+               static_cast<std::size_t>(touch.address - arena.address), arena.name));
+}
+
+inline bool ordered(const Worker& worker, Epoch epoch, int thread) {
+  int other = thread_of(epoch);
+  return other == thread || clock_of(epoch) <= worker.warp->seen[other / warp_size];
+}
+
+template <Access access>
+inline void check_cell(Worker& worker, Arena& arena, Cell& cell, Epoch now, bool racing,
+                       const Touch& touch) {
+  int thread = thread_of(now);
+  if (access == Access::read) {
+    if (cell.readers[0] == now) return;
+    if (clock_of(cell.writer) <= worker.floor) fault_uninitialised(worker, arena, touch);
+    if (!racing) return;
+    if (!ordered(worker, cell.writer, thread)) {
+      fault_race(worker, arena, touch, cell.writer, false);
+    }
+    if (thread_of(cell.readers[0]) != thread) cell.readers[1] = cell.readers[0];
+    cell.readers[0] = now;
+    return;
+  }
+  if (access == Access::atomic && clock_of(cell.writer) <= worker.floor) {
+    fault_uninitialised(worker, arena, touch);
+  }
+  bool both_atomic = access == Access::atomic && (cell.writer & atomic_bit) != 0;
+  if (racing) {
+    if (!both_atomic && !ordered(worker, cell.writer, thread)) {
+      fault_race(worker, arena, touch, cell.writer, false);
+    }
+    for (Epoch reader : cell.readers) {
+      if (!ordered(worker, reader, thread)) fault_race(worker, arena, touch, reader, true);
+    }
+  }
+  cell.writer = access == Access::atomic ? now | atomic_bit : now;
+  cell.readers[0] = 0;
+  cell.readers[1] = 0;
+}
+
+template <Access access>
+COLD void fault_outside(Worker& worker, const Touch& touch);
+
+template <Access access>
+inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
+  std::size_t offset = touch.address - arena.address;
+  if (__builtin_expect(offset + touch.bytes > arena.bytes, 0)) fault_outside<access>(worker, touch);
+  Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
+  Cell* cell = &arena.cells[offset / cell_bytes];
+  std::size_t cells = (offset % cell_bytes + touch.bytes + cell_bytes - 1) / cell_bytes;
+  // Two threads may well use the two bytes of one cell.
+  bool racing = touch.bytes > 1;
+  for (std::size_t i = 0; i < cells; ++i) {
+    check_cell<access>(worker, arena, cell[i], now, racing, touch);
+  }
+}
+
+// How far the access lies from the region; 0 if they overlap.
+std::size_t distance(const Region& region, const Touch& touch) {
+  if (touch.address + touch.bytes <= region.address) return region.address - touch.address;
+  std::uintptr_t end = region.address + region.bytes;
+  return touch.address >= end ? touch.address - end + 1 : 0;
+}
+
+Text outside_text(const Region& region, const Touch& touch) {
+  Text size = format("%s (%zu bytes)", region.name, region.bytes);
+  std::uintptr_t end = region.address + region.bytes;
+  if (touch.address < region.address) {
+    return format(", %zu bytes before the start of %s",
+                  static_cast<std::size_t>(region.address - touch.address), size.chars);
+  }
+  if (touch.address < end) return format(", partly past the end of %s", size.chars);
+  if (touch.address == end) return format(", just past the end of %s", size.chars);
+  return format(", %zu bytes past the end of %s", static_cast<std::size_t>(touch.address - end),
+                size.chars);
+}
+
+Region nearest_region(const Worker& worker, const Touch& touch) {
+  const Request& request = *worker.launch->request;
+  Region nearest{};
+  auto consider = [&](const Region& region) {
+    if (region.bytes == 0) return;
+    if (nearest.bytes == 0 || distance(region, touch) < distance(nearest, touch)) nearest = region;
+  };
+  std::for_each(request.regions, request.regions + request.region_count, consider);
+  for (const Arena* arena : {&worker.dynamic, &worker.fixed}) {
+    consider({arena->name, arena->address, arena->bytes});
+  }
+  return nearest;
+}
+
+const Fiber* stack_owner(const Worker& worker, std::uintptr_t address) {
+  for (int i = 0; i < worker.threads; ++i) {
+    if (address - worker.fibers[i].stack_low < stack_bytes) return &worker.fibers[i];
+  }
+  return nullptr;
+}
+
+Text nearest_text(const Worker& worker, const Touch& touch) {
+  constexpr std::size_t far = 1 << 26;
+  Text address = format(" at address 0x%lx", static_cast<unsigned long>(touch.address));
+  if (touch.address < page) return format("%s, through a null pointer", address.chars);
+  const Fiber* owner = stack_owner(worker, touch.address);
+  if (owner != nullptr) {
+    return format(" of the local memory of %s", thread_name(worker, owner->index).chars);
+  }
+  Region nearest = nearest_region(worker, touch);
+  if (nearest.bytes == 0 || distance(nearest, touch) > far) {
+    return format("%s, outside every array of this launch", address.chars);
+  }
+  return outside_text(nearest, touch);
+}
+
+template <Access access>
+COLD void fault_outside(Worker& worker, const Touch& touch) {
+  fault_at(worker, touch, nearest_text(worker, touch));
+}
+
+bool inside_exchange(const Worker& worker, std::uintptr_t address, std::size_t bytes) {
+  const Exchange* exchange = worker.fiber->exchange;
+  if (exchange == nullptr) return false;
+  Region values{"", reinterpret_cast<std::uintptr_t>(exchange->values), sizeof exchange->values};
+  return inside(values, address, bytes);
+}
+
+template <Access access>
+__attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touch) {
+  const Request& request = *worker.launch->request;
+  for (std::size_t i = 0; i < request.region_count; ++i) {
+    if (inside(request.regions[i], touch.address, touch.bytes)) {
+      worker.hit = request.regions[i];
+      return;
+    }
+  }
+  const Module& module = worker.launch->module;
+  if (module.writable.contain(touch.address, touch.bytes)) return;
+  if (access == Access::read) {
+    if (module.readable.contain(touch.address, touch.bytes)) return;
+    if (inside(worker.argument_block, touch.address, touch.bytes)) return;
+    if (inside_exchange(worker, touch.address, touch.bytes)) return;
+  }
+  fault_outside<access>(worker, touch);
+}
+
+template <Access access>
+inline void check(const void* pointer, std::size_t bytes, const void* pc) {
+  Worker* worker = self;
+  if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
+  Touch touch{access, reinterpret_cast<std::uintptr_t>(pointer), bytes, pc};
+  if (touch.address - worker->dynamic.address < worker->dynamic.bytes) {
+    check_shared<access>(*worker, worker->dynamic, touch);
+  } else if (inside(worker->hit, touch.address, bytes)) {
+    return;
+  } else if (touch.address - worker->stack_low < stack_bytes) {
+    return;
+  } else if (touch.address - worker->fixed.address < worker->fixed.bytes) {
+    check_shared<access>(*worker, worker->fixed, touch);
+  } else {
+    check_elsewhere<access>(*worker, touch);
+  }
+}
+
+[[noreturn]] COLD void fault_misaligned(Worker& worker, const Touch& touch) {
+  fault_at(worker, touch,
+           format(" at address 0x%lx, which is not a multiple of %zu",
+                  static_cast<unsigned long>(touch.address), touch.bytes));
+}
+
+template <Access access, std::size_t bytes>
+inline void check_aligned(const void* pointer, const void* pc) {
+  std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  if (__builtin_expect(address % bytes != 0 && self != nullptr, 0)) {
+    fault_misaligned(*self, {access, address, bytes, pc});
+  }
+  check<access>(pointer, bytes, pc);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Running blocks
+
+[[noreturn]] void finish(Worker& worker) {
+  Fiber& fiber = *worker.fiber;
+  let_go(worker, fiber);
+  fiber.finished = true;
+  ++worker.finished;
+  worker.idle_polls = 0;
+  suspend(worker);
+  __builtin_unreachable();
+}
+
+void fiber_main() {
+  Worker& worker = *self;
+  worker.launch->request->entry(worker.arguments);
+  finish(worker);
+}
+
+template <class Node>
+void free_all(Node*& list) {
+  while (list != nullptr) {
+    Node* next = list->next;
+    std::free(list);
+    list = next;
+  }
+}
+
+void prepare_fiber(Worker& worker, int index) {
+  Fiber& fiber = worker.fibers[index];
+  fiber.finished = false;
+  fiber.operation = nullptr;
+  fiber.exchange = nullptr;
+  fiber.barrier = -1;
+  free_all(fiber.storage);
+  block_coordinates(worker, fiber.coordinates->block);
+  // The stack a switch expects: saved registers, then where to go on.
+  std::uintptr_t top = reinterpret_cast<std::uintptr_t>(fiber.coordinates) & ~std::uintptr_t{63};
+  void** words = reinterpret_cast<void**>(top) - saved_words - 1;
+  std::memset(words, 0, saved_words * sizeof(void*));
+  words[entry_word] = reinterpret_cast<void*>(&fiber_main);
+  fiber.stack_pointer = words;
+}
+
+void prepare_clocks(Worker& worker) {
+  Clock floor = worker.floor;
+  for (int w = 0; w < worker.warp_count; ++w) floor = std::max(floor, worker.warps[w].clock);
+  worker.floor = floor;
+  for (int w = 0; w < worker.warp_count; ++w) {
+    Warp& warp = worker.warps[w];
+    warp.clock = floor + 1;
+    std::fill_n(warp.seen, max_warps, floor);
+    warp.open_count = 0;
+    warp.polling = 0;
+    warp.ready = 0;
+    make_ready(worker, w, warp.lanes);
+  }
+}
+
+void prepare_block(Worker& worker, std::uint64_t block) {
+  const Request& request = *worker.launch->request;
+  worker.block = block;
+  worker.finished = 0;
+  worker.idle_polls = 0;
+  worker.random = request.seed * 0x2545f4914f6cdd1du ^ block;
+  worker.ready_warps = 0;
+  free_all(worker.pasts);
+  for (Arena* arena : {&worker.dynamic, &worker.fixed}) {
+    std::memset(reinterpret_cast<void*>(arena->address), 0xff, arena->bytes);
+  }
+  for (Barrier& barrier : worker.barriers) barrier = Barrier{};
+  prepare_clocks(worker);
+  for (int i = 0; i < worker.threads; ++i) prepare_fiber(worker, i);
+}
+
+void run_block(Worker& worker, std::uint64_t block) {
+  prepare_block(worker, block);
+  Fiber start{};  // the turn before the first, so that thread 0 comes next
+  worker.fiber = &start;
+  Fiber* first = next_fiber(worker);
+  enter(worker, first);
+  switch_stack(&worker.main_stack_pointer, first->stack_pointer);
+  if (!worker.abandoned && worker.finished < worker.threads) {
+    report_stuck(worker);
+    worker.abandoned = true;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Setting up a worker
+
+// Shared memory declared inside the kernel is the object's thread-local segment: every worker
+// has one, and nothing else is in it.
+std::uintptr_t fixed_shared(const Module& module) {
+  if (module.tls_bytes == 0) return 0;
+  struct Index {
+    std::size_t module, offset;
+  } index{module.tls_module, 0};
+  void* (*get_address)(Index*) =
+      reinterpret_cast<void* (*)(Index*)>(dlsym(RTLD_DEFAULT, "__tls_get_addr"));
+  return get_address == nullptr ? 0 : reinterpret_cast<std::uintptr_t>(get_address(&index));
+}
+
+bool prepare_shared(Worker& worker) {
+  constexpr std::size_t alignment = 1024;  // what swizzled layouts ask of shared memory
+  const Launch& launch = *worker.launch;
+  worker.dynamic.bytes = launch.request->shared_bytes;
+  std::size_t rounded = (worker.dynamic.bytes / alignment + 1) * alignment;
+  worker.dynamic.address = reinterpret_cast<std::uintptr_t>(aligned_alloc(alignment, rounded));
+  worker.dynamic.name = "shared memory";
+  worker.fixed.address = fixed_shared(launch.module);
+  worker.fixed.bytes = worker.fixed.address == 0 ? 0 : launch.module.tls_bytes;
+  worker.fixed.name = "the kernel's __shared__ variables";
+  bool complete = worker.dynamic.allocate_cells() && worker.fixed.allocate_cells();
+  return complete && worker.dynamic.address != 0;
+}
+
+void place_fiber(Worker& worker, int index) {
+  Fiber& fiber = worker.fibers[index];
+  fiber.index = index;
+  fiber.warp = index / warp_size;
+  fiber.lane = index % warp_size;
+  char* low = worker.slabs[fiber.warp] + fiber.lane * stack_bytes;
+  fiber.stack_low = reinterpret_cast<std::uintptr_t>(low);
+  // Equal depths of different stacks would compete for the same few cache lines.
+  std::size_t shift = index * 13 % 64 * 64;
+  char* top = low + stack_bytes - shift - sizeof(Coordinates);
+  fiber.coordinates = reinterpret_cast<Coordinates*>(top);
+  const Request& request = *worker.launch->request;
+  thread_coordinates(worker, index, fiber.coordinates->thread);
+  std::memcpy(fiber.coordinates->block_dim, request.block, sizeof request.block);
+  std::memcpy(fiber.coordinates->grid_dim, request.grid, sizeof request.grid);
+}
+
+bool prepare_threads(Worker& worker) {
+  worker.threads = worker.launch->threads;
+  worker.warp_count = (worker.threads + warp_size - 1) / warp_size;
+  for (int w = 0; w < worker.warp_count; ++w) {
+    worker.slabs[w] = take_slab();
+    if (worker.slabs[w] == nullptr) return false;
+    int lanes = std::min(warp_size, worker.threads - w * warp_size);
+    worker.warps[w].lanes = lanes == warp_size ? ~0u : (1u << lanes) - 1;
+    worker.warps[w].clock = 0;
+  }
+  for (int i = 0; i < worker.threads; ++i) place_fiber(worker, i);
+  return true;
+}
+
+constexpr std::size_t argument_alignment = 128;  // as strict as any type asks for
+
+std::size_t argument_room(std::size_t bytes) {
+  return (bytes / argument_alignment + 1) * argument_alignment;
+}
+
+// Copies the arguments to aligned memory of the worker's own, behind the pointers to them.
+bool copy_arguments(Worker& worker, const Request& request) {
+  std::size_t pointer_bytes = argument_room(request.argument_count * sizeof(void*));
+  std::size_t total = pointer_bytes;
+  for (std::size_t i = 0; i < request.argument_count; ++i) {
+    total += argument_room(request.argument_bytes[i]);
+  }
+  char* memory = static_cast<char*>(aligned_alloc(argument_alignment, total));
+  if (memory == nullptr) return false;
+  worker.arguments = reinterpret_cast<void**>(memory);
+  worker.argument_block = {"", reinterpret_cast<std::uintptr_t>(memory), total};
+  char* at = memory + pointer_bytes;
+  for (std::size_t i = 0; i < request.argument_count; ++i) {
+    worker.arguments[i] = at;
+    std::memcpy(at, request.arguments[i], request.argument_bytes[i]);
+    at += argument_room(request.argument_bytes[i]);
+  }
+  return true;
+}
+
+void report_no_memory(Launch& launch) {
+  Guard guard(launch.mutex);
+  std::snprintf(launch.report->text, report_bytes,
+                "no memory for the stacks and shared memory of %d threads; use fewer workers",
+                launch.threads);
+  launch.faulty_block.store(0);
+}
+
+bool prepare_worker(Worker& worker, Launch& launch) {
+  worker.launch = &launch;
+  worker.shuffled = launch.request->shuffled != 0;
+  bool copied = copy_arguments(worker, *launch.request);
+  return copied && prepare_shared(worker) && prepare_threads(worker);
+}
+
+void free_exchanges(Worker& worker) {
+  while (Exchange* exchange = worker.made_exchanges) {
+    worker.made_exchanges = exchange->next_made;
+    std::free(exchange);
+  }
+}
+
+void free_worker(Worker& worker) {
+  for (char* slab : worker.slabs) {
+    if (slab != nullptr) give_slab(slab);
+  }
+  for (Fiber& fiber : worker.fibers) free_all(fiber.storage);
+  free_all(worker.pasts);
+  free_exchanges(worker);
+  std::free(reinterpret_cast<void*>(worker.dynamic.address));
+  std::free(worker.dynamic.cells);
+  std::free(worker.fixed.cells);
+  std::free(worker.arguments);
+  std::free(&worker);
+}
+
+void* work(void* data) {
+  Launch& launch = *static_cast<Launch*>(data);
+  // Zero bytes are every member's first value.
+  Worker* worker = static_cast<Worker*>(std::calloc(1, sizeof(Worker)));
+  bool ready = worker != nullptr && prepare_worker(*worker, launch);
+  if (!ready) report_no_memory(launch);
+  self = worker;
+  while (ready && !worker->abandoned) {
+    std::uint64_t block = launch.next_block.fetch_add(1);
+    if (block >= launch.blocks || block > launch.faulty_block.load()) break;
+    run_block(*worker, block);
+  }
+  self = nullptr;
+  if (worker != nullptr) free_worker(*worker);
+  return nullptr;
+}
+
+struct ModuleSearch {
+  std::uintptr_t address;
+  Module* module;
+};
+
+int describe_module(dl_phdr_info* info, std::size_t, void* data) {
+  auto* search = static_cast<ModuleSearch*>(data);
+  Module found;
+  found.base = info->dlpi_addr;
+  bool is_it = false;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& header = info->dlpi_phdr[i];
+    Region region{"", info->dlpi_addr + header.p_vaddr, header.p_memsz};
+    if (header.p_type == PT_TLS) found.tls_bytes = header.p_memsz;
+    if (header.p_type != PT_LOAD) continue;
+    is_it = is_it || inside(region, search->address, 1);
+    ((header.p_flags & PF_W) != 0 ? found.writable : found.readable).add(region);
+  }
+  if (!is_it) return 0;
+  found.tls_module = info->dlpi_tls_modid;
+  *search->module = found;
+  return 1;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------
+// Called by machine.py
+
+// Runs a grid; returns 0, or 1 with the fault in *report.
+EXPORTED int cupyfa_launch(const Request* request, Report* report) {
+  Launch launch;
+  launch.request = request;
+  launch.report = report;
+  launch.blocks = std::uint64_t{request->grid[0]} * request->grid[1] * request->grid[2];
+  launch.threads = request->block[0] * request->block[1] * request->block[2];
+  ModuleSearch search{reinterpret_cast<std::uintptr_t>(request->entry), &launch.module};
+  dl_iterate_phdr(describe_module, &search);
+  std::uint64_t wanted = std::clamp(request->workers, 1, max_workers);
+  int workers = static_cast<int>(std::min(wanted, launch.blocks));
+  pthread_t threads[max_workers];
+  int started = 0;
+  while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
+    ++started;
+  }
+  // A system out of threads leaves the work to those that started, or to this one.
+  if (started == 0) work(&launch);
+  for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
+  return launch.faulty_block.load() != UINT64_MAX;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Called by simulator.h, which describes them
+
+EXPORTED const Coordinates* simulator_coordinates() {
+  return self->fiber->coordinates;
+}
+
+EXPORTED unsigned char* simulator_shared_memory() {
+  return reinterpret_cast<unsigned char*>(self->dynamic.address);
+}
+
+EXPORTED std::size_t simulator_shared_bytes() {
+  return self->dynamic.bytes;
+}
+
+EXPORTED std::uint64_t simulator_shuffle(unsigned mask, std::uint64_t value, int source,
+                                         const char* operation, const char* file, int line) {
+  Exchange* exchange = meet(mask, &value, sizeof value, false, operation, {file, line, CALLER});
+  // What a lane outside the mask holds is undefined: -1, and NaN in every floating type.
+  if ((exchange->arrived >> source & 1) == 0) return ~std::uint64_t{0};
+  std::uint64_t result;
+  std::memcpy(&result, exchange->values + source * sizeof result, sizeof result);
+  return result;
+}
+
+EXPORTED unsigned simulator_ballot(unsigned mask, bool predicate, const char* operation,
+                                   const char* file, int line) {
+  return meet(mask, nullptr, 0, predicate, operation, {file, line, CALLER})->votes;
+}
+
+EXPORTED const void* simulator_gather(unsigned mask, const void* mine, std::size_t size,
+                                      const char* operation, const char* file, int line) {
+  return meet(mask, mine, size, false, operation, {file, line, CALLER})->values;
+}
+
+EXPORTED int simulator_lane() {
+  return self->fiber->lane;
+}
+
+EXPORTED unsigned simulator_lanes() {
+  return self->warp->lanes;
+}
+
+EXPORTED unsigned simulator_block_barrier(bool predicate, int which, const char* operation,
+                                          const char* file, int line) {
+  Worker& worker = *self;
+  Place place{file, line, CALLER};
+  const Barrier& barrier = worker.barriers[0];
+  if (barrier.arrived > 0 && barrier.operation != operation) {
+    check_operation(worker, barrier, operation, place);
+  }
+  return pass_barrier(worker, 0, worker.threads, true, predicate, operation, place).result[which];
+}
+
+EXPORTED void simulator_named_barrier(int id, int threads, bool waits, const char* operation,
+                                      const char* file, int line) {
+  Worker& worker = *self;
+  Place place{file, line, CALLER};
+  check_barrier(worker, id, threads, operation, place);
+  pass_barrier(worker, id, threads, waits, false, operation, place);
+}
+
+EXPORTED void simulator_pause(bool again, const char* operation, const char* file, int line) {
+  Worker& worker = *self;
+  Fiber& fiber = *worker.fiber;
+  worker.idle_polls = again ? worker.idle_polls + 1 : 0;
+  fiber.operation = operation;
+  fiber.place = {file, line, CALLER};
+  fiber.barrier = -1;
+  let_go(worker, fiber);
+  // Every thread has looked again since anything happened: nothing ever will.
+  if (worker.idle_polls > 2 * worker.threads) {
+    switch_stack(&fiber.stack_pointer, worker.main_stack_pointer);
+  }
+  worker.warp->polling |= 1u << fiber.lane;
+  suspend(worker);
+  fiber.operation = nullptr;
+}
+
+EXPORTED void simulator_publish(const void* object) {
+  Worker& worker = *self;
+  Past* past = find_past(worker, object);
+  if (past == nullptr) {
+    past = static_cast<Past*>(std::calloc(1, sizeof(Past)));
+    past->object = object;
+    past->next = worker.pasts;
+    worker.pasts = past;
+  }
+  add_past(worker, past->seen);
+}
+
+EXPORTED void simulator_observe(const void* object) {
+  Worker& worker = *self;
+  Past* past = find_past(worker, object);
+  if (past == nullptr) return;
+  Clock own = worker.warp->seen[worker.fiber->warp];
+  join(worker.warp->seen, past->seen, worker.warp_count);
+  worker.warp->seen[worker.fiber->warp] = own;
+}
+
+EXPORTED void* simulator_thread_storage(const void* key, std::size_t bytes) {
+  Fiber& fiber = *self->fiber;
+  for (Storage* storage = fiber.storage; storage != nullptr; storage = storage->next) {
+    if (storage->key == key) return storage->bytes;
+  }
+  Storage* storage = static_cast<Storage*>(std::calloc(1, sizeof(Storage) + bytes));
+  storage->key = key;
+  storage->next = fiber.storage;
+  fiber.storage = storage;
+  return storage->bytes;
+}
+
+EXPORTED void simulator_check_read(const void* pointer, std::size_t bytes) {
+  if (bytes > 0) check<Access::read>(pointer, bytes, CALLER);
+}
+
+EXPORTED void simulator_check_write(const void* pointer, std::size_t bytes) {
+  if (bytes > 0) check<Access::write>(pointer, bytes, CALLER);
+}
+
+EXPORTED std::uint64_t simulator_atomic_load(const void* pointer, std::size_t bytes) {
+  check<Access::atomic>(pointer, bytes, CALLER);
+  if (reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0) {
+    fault_misaligned(*self,
+                     {Access::atomic, reinterpret_cast<std::uintptr_t>(pointer), bytes, CALLER});
+  }
+  switch (bytes) {
+    case 2:
+      return __atomic_load_n(static_cast<const std::uint16_t*>(pointer), __ATOMIC_SEQ_CST);
+    case 4:
+      return __atomic_load_n(static_cast<const std::uint32_t*>(pointer), __ATOMIC_SEQ_CST);
+    default:
+      return __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
+  }
+}
+
+template <class T>
+bool exchange_if(void* pointer, std::uint64_t expected, std::uint64_t desired) {
+  T old = static_cast<T>(expected);
+  return __atomic_compare_exchange_n(static_cast<T*>(pointer), &old, static_cast<T>(desired), false,
+                                     __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+EXPORTED bool simulator_compare_exchange(void* pointer, std::size_t bytes, std::uint64_t expected,
+                                         std::uint64_t desired) {
+  switch (bytes) {
+    case 2:
+      return exchange_if<std::uint16_t>(pointer, expected, desired);
+    case 4:
+      return exchange_if<std::uint32_t>(pointer, expected, desired);
+    default:
+      return exchange_if<std::uint64_t>(pointer, expected, desired);
+  }
+}
+
+EXPORTED void simulator_fault(const char* text, const char* file, int line) {
+  fault(*self, {file, line, CALLER}, format("%s", text));
+}
+
+EXPORTED void* simulator_memcpy(void* to, const void* from, std::size_t bytes) {
+  simulator_check_read(from, bytes);
+  simulator_check_write(to, bytes);
+  return std::memcpy(to, from, bytes);
+}
+
+EXPORTED void* simulator_memset(void* to, int value, std::size_t bytes) {
+  simulator_check_write(to, bytes);
+  return std::memset(to, value, bytes);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Called by the instrumentation the compiler adds to the kernel
+
+// One pair of functions per size: the compiler chooses by name.
+#define HOOKS(bytes)                                              \
+  EXPORTED void __tsan_read##bytes(void* p) {                     \
+    check_aligned<Access::read, bytes>(p, CALLER);                \
+  }                                                               \
+  EXPORTED void __tsan_write##bytes(void* p) {                    \
+    check_aligned<Access::write, bytes>(p, CALLER);               \
+  }                                                               \
+  EXPORTED void __tsan_volatile_read##bytes(void* p) {            \
+    check_aligned<Access::read, bytes>(p, CALLER);                \
+  }                                                               \
+  EXPORTED void __tsan_volatile_write##bytes(void* p) {           \
+    check_aligned<Access::write, bytes>(p, CALLER);               \
+  }                                                               \
+  EXPORTED void __tsan_unaligned_read##bytes(void* p) {           \
+    check<Access::read>(p, bytes, CALLER);                        \
+  }                                                               \
+  EXPORTED void __tsan_unaligned_write##bytes(void* p) {          \
+    check<Access::write>(p, bytes, CALLER);                       \
+  }                                                               \
+  EXPORTED void __tsan_unaligned_volatile_read##bytes(void* p) {  \
+    check<Access::read>(p, bytes, CALLER);                        \
+  }                                                               \
+  EXPORTED void __tsan_unaligned_volatile_write##bytes(void* p) { \
+    check<Access::write>(p, bytes, CALLER);                       \
+  }
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+
+EXPORTED void __tsan_read_range(void* p, std::size_t bytes) {
+  if (bytes > 0) check<Access::read>(p, bytes, CALLER);
+}
+EXPORTED void __tsan_write_range(void* p, std::size_t bytes) {
+  if (bytes > 0) check<Access::write>(p, bytes, CALLER);
+}
+EXPORTED void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0) return to;
+  check<Access::read>(from, bytes, CALLER);
+  check<Access::write>(to, bytes, CALLER);
+  return std::memcpy(to, from, bytes);
+}
+EXPORTED void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0) return to;
+  check<Access::read>(from, bytes, CALLER);
+  check<Access::write>(to, bytes, CALLER);
+  return std::memmove(to, from, bytes);
+}
+EXPORTED void* __tsan_memset(void* to, int value, std::size_t bytes) {
+  if (bytes == 0) return to;
+  check<Access::write>(to, bytes, CALLER);
+  return std::memset(to, value, bytes);
+}
+EXPORTED void __tsan_init() {}
+EXPORTED void __tsan_func_entry(void*) {}
+EXPORTED void __tsan_func_exit() {}
+EXPORTED void __tsan_vptr_update(void**, void*) {}
+EXPORTED void __tsan_vptr_read(void**) {}
+
+// What the compiler's other checks pass: the place in the text, and the types.
+struct CheckPlace {
+  const char* file;
+  std::uint32_t line, column;
+};
+struct CheckType {
+  std::uint16_t kind;  // 0 for an integer
+  std::uint16_t info;  // of an integer: whether it is signed, and log2 of its bits
+  char name[1];
+};
+struct BoundsCheck {
+  CheckPlace place;
+  const CheckType* array;
+  const CheckType* index;
+};
+struct AlignmentCheck {
+  CheckPlace place;
+  const CheckType* type;
+  unsigned char log2_alignment;
+  unsigned char kind;
+};
+
+// The kernel's fault, or nothing in the object's own start-up.
+COLD void fault_check(const CheckPlace& place, const Text& text) {
+  if (self != nullptr) fault(*self, {place.file, static_cast<int>(place.line), nullptr}, text);
+}
+
+long index_value(const CheckType& type, std::uintptr_t bits) {
+  bool is_signed = type.kind == 0 && (type.info & 1) != 0;
+  int unused = 64 - (1 << (type.info >> 1));
+  if (!is_signed || unused <= 0) return static_cast<long>(bits);
+  return static_cast<long>(bits << unused) >> unused;
+}
+
+EXPORTED void __ubsan_handle_out_of_bounds(const BoundsCheck* check, std::uintptr_t index) {
+  fault_check(check->place, format("index %ld is out of bounds for %s",
+                                   index_value(*check->index, index), check->array->name));
+}
+EXPORTED void __ubsan_handle_divrem_overflow(const CheckPlace* check, std::uintptr_t,
+                                             std::uintptr_t) {
+  fault_check(*check, format("divides an integer by zero"));
+}
+EXPORTED void __ubsan_handle_type_mismatch_v1(const AlignmentCheck* check, std::uintptr_t address) {
+  fault_check(check->place, format("accesses %s at address 0x%lx, which is not a multiple of %d",
+                                   check->type->name, static_cast<unsigned long>(address),
+                                   1 << check->log2_alignment));
+}

@@ -1,0 +1,112 @@
+"""One call: the arrays on the way from the caller to a plan and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyfa import tolerance
+from cupyfa.backends import Backend, overlap, run
+from cupyfa.backends.guard import run_guarded
+from cupyfa.operations import OPERATIONS
+from cupyfa.planning import Plan
+
+Arrays = Mapping[str, Any]
+
+
+def target(engine: Backend, out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Arrays):
+    """The array a kernel writes its result to: the caller's, if it lies on the GPU, or a new one.
+
+    Host memory is filled only at the end of a call, when nothing can fail any more. Raises if
+    the caller's array cannot hold the result or overlaps an input.
+    """
+    if out is None:
+        return engine.empty(shape, dtype)
+    kind = type(next(iter(inputs.values())))
+    if not isinstance(out, kind):
+        raise TypeError(f"out is a {type(out).__name__}, the inputs are {kind.__name__}s")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}"
+        )
+    lies_here = engine.owns(out) and not isinstance(out, np.ndarray)
+    for name, array in inputs.items():
+        if np.may_share_memory(out, array) if not lies_here else overlap(engine, out, array):
+            raise ValueError(f"out overlaps the input {name}, which must not be written")
+    writable = lies_here and out.ndim <= 4 and _columns_contiguous(out)
+    return out if writable else engine.empty(shape, dtype)
+
+
+def fill(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays, *, check: bool) -> None:
+    """Computes the outputs; with ``check`` from a run among canaries that was found right.
+
+    Arrays are [batch, heads, rows, columns]. Inputs may lie on the host or with the engine,
+    outputs lie with the engine. Raises WrongResult if a check fails.
+    """
+    inputs = readable(plan, inputs)
+    outputs = {name: outputs[name] for name in plan.outputs}
+    sized = {name: _with_columns(engine, outputs[name], *plan.outputs[name]) for name in outputs}
+    if check:
+        for name, array in checked(engine, plan, inputs, sized).items():
+            sized[name][...] = engine.upload(array)
+    else:
+        run(engine, plan, {name: engine.upload(x) for name, x in inputs.items()}, sized)
+
+
+def checked(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays) -> dict[str, np.ndarray]:
+    """The results of a run among canaries, if they are right; else raises WrongResult."""
+    results = run_guarded(engine, plan, inputs, outputs)
+    tolerance.require(judge(engine, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}")
+    return results
+
+
+def judge(
+    engine: Backend, plan: Plan, inputs: Arrays, results: Mapping[str, np.ndarray]
+) -> list[tolerance.Verdict]:
+    """How far results lie from the reference."""
+    operation = OPERATIONS[plan.kernel.operation]
+    on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
+    return operation.verdicts(results, on_host, plan.problem, plan.kernel.rounding)
+
+
+def deliver(engine: Backend, result: Any, out: Any, *, to_host: bool) -> Any:
+    """A result as the caller gets it: in ``out`` if that was given, on the host if inputs were."""
+    if to_host:
+        result = engine.download(result)
+    if out is None or result is out:
+        return result
+    out[...] = result
+    return out
+
+
+def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
+    """The inputs as a kernel can read them: those that it cannot are copied.
+
+    Kernels count strides in elements and need columns side by side. An input without columns
+    becomes the one column of zeros that was planned for it, which adds nothing to any score.
+    """
+    axes = OPERATIONS[plan.kernel.operation].inputs
+    arrays = {}
+    for name, array in inputs.items():
+        shape = plan.problem.shape(axes[name])
+        if tuple(array.shape) != shape:
+            array = np.zeros(shape, array.dtype)
+        strided = "strides" in plan.kernel.features or array.flags.c_contiguous
+        aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+        plain = strided and aligned and _columns_contiguous(array)
+        arrays[name] = array if plain else array.copy()
+    return arrays
+
+
+def _columns_contiguous(array: Any) -> bool:
+    size = array.dtype.itemsize
+    return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
+        stride % size for stride in array.strides
+    )
+
+
+def _with_columns(engine: Backend, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """The output itself, or memory of the planned shape in place of one without columns."""
+    return array if tuple(array.shape) == shape else engine.empty(shape, dtype)

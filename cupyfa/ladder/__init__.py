@@ -1,0 +1,10 @@
+"""Every kernel of the project, in teaching order: ``LADDER[operation][name]``."""
+
+from __future__ import annotations
+
+from cupyfa.kernel import Kernel
+from cupyfa.ladder import forward, softmax
+
+LADDER: dict[str, dict[str, Kernel]] = {}
+for _kernel in softmax.KERNELS + forward.KERNELS:
+    LADDER.setdefault(_kernel.operation, {})[_kernel.name] = _kernel

@@ -1,0 +1,222 @@
+"""What one call asks for: sizes, dtype, mask and scale, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupyfa.dtypes import DType, dtype_named
+
+CAUSAL = {False: None, None: None, True: "bottom-right"} | {
+    word: word for word in ("bottom-right", "top-left")
+}
+LAYOUTS = ("bhsd", "bshd")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
+
+    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M) or "top-left" (j <= i);
+    scores are multiplied with ``scale``. A softmax over rows is a problem without d: its scores
+    are [batch, heads, M, N].
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    M: int
+    N: int
+    d: int
+    dv: int
+    dtype: DType
+    causal: str | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; sizes must be 0 or more")
+        if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
+                "every key head must serve the same number of query heads"
+            )
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; give a finite number")
+
+    @classmethod
+    def of_sizes(
+        cls,
+        *,
+        M: int,
+        N: int | None = None,
+        d: int,
+        dv: int | None = None,
+        batch: int = 1,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        dtype: str = "float32",
+        causal: bool | str | None = False,
+        scale: float | None = None,
+    ) -> Problem:
+        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            M=M,
+            N=M if N is None else N,
+            d=d,
+            dv=d if dv is None else dv,
+            dtype=dtype_named(dtype),
+            causal=_causal(causal),
+            scale=_scale(scale, d),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool | str | None = False,
+        scale: float | None = None,
+        layout: str = "bhsd",
+    ) -> Problem:
+        """The problem that arrays with these shapes and dtypes pose.
+
+        Raises ValueError if shapes or options contradict each other, TypeError for dtypes.
+        """
+        batch, heads, M, d = _sizes("q", q, layout)
+        k_batch, kv_heads, N, k_d = _sizes("k", k, layout)
+        v_batch, v_heads, v_N, dv = _sizes("v", v, layout)
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        _same("the leading axes", shapes, _lead(q), _lead(k), _lead(v))
+        _same("d, the last axis of q and k,", shapes, d, k_d)
+        _same("the number of key heads", shapes, kv_heads, v_heads)
+        _same("N, the number of keys,", shapes, N, v_N)
+        names = [str(array.dtype) for array in (q, k, v)]
+        if len(set(names)) > 1:
+            raise TypeError(
+                f"dtypes differ: q {names[0]}, k {names[1]}, v {names[2]}; convert them to one"
+            )
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            M=M,
+            N=N,
+            d=d,
+            dv=dv,
+            dtype=dtype_named(names[0]),
+            causal=_causal(causal),
+            scale=_scale(scale, d),
+        )
+
+    @classmethod
+    def of_rows(cls, x: Any) -> Problem:
+        """The softmax over the last axis of x: M rows of N scores."""
+        if x.ndim == 0:
+            raise ValueError("x has no axis to take the softmax over; give at least one dimension")
+        return cls.of_row_sizes(math.prod(x.shape[:-1]), x.shape[-1], str(x.dtype))
+
+    @classmethod
+    def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
+        """The softmax over M rows of N scores."""
+        return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def diagonal(self) -> int:
+        """Under a causal mask query i sees keys j <= i + diagonal."""
+        return self.N - self.M if self.causal == "bottom-right" else 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the inputs."""
+        return self.dtype.itemsize
+
+    def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
+        """Bytes of a struct of so many sums followed by so many elements, as C++ lays it out."""
+        size = self.dtype.sums.itemsize
+        align = align or (size if reals else self.itemsize)
+        return _round_up(reals * size, align) + _round_up(scalars * self.itemsize, align)
+
+    def shape(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes given by name, for example ``"batch heads M dv"``."""
+        return tuple(getattr(self, axis) for axis in axes.split())
+
+    def __str__(self) -> str:
+        if self.d == 0 and self.dv == 0:
+            return f"M={self.M} N={self.N} {self.dtype.name}"
+        heads = f"heads={self.heads}" + (
+            f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        )
+        d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
+        mask = f" causal={self.causal}" if self.causal else ""
+        return (
+            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {self.dtype.name}{mask} "
+            f"scale={self.scale:.6g}"
+        )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _lead(array: Any) -> tuple[int, ...]:
+    return tuple(array.shape[:-3])
+
+
+def _sizes(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
+    """Batch, heads, rows and columns of an array in a layout; missing axes are 1."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if array.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; it needs at least two axes, [rows, columns]"
+        )
+    heads = array.shape[-3] if array.ndim > 2 else 1
+    rows = array.shape[-2]
+    if layout == "bshd" and array.ndim > 2:
+        heads, rows = rows, heads
+    return math.prod(array.shape[:-3]), heads, rows, array.shape[-1]
+
+
+def _same(what: str, shapes: str, *values: Any) -> None:
+    if len(set(values)) > 1:
+        raise ValueError(f"{what} must be equal; the shapes are {shapes}")
+
+
+def _causal(causal: bool | str | None) -> str | None:
+    if not isinstance(causal, (bool, str, type(None))) or causal not in CAUSAL:
+        raise ValueError(
+            f"causal={causal!r} is unknown; use False, True (the same as 'bottom-right': query i "
+            "sees keys j <= i + N - M) or 'top-left' (j <= i)"
+        )
+    return CAUSAL[causal]
+
+
+def _scale(scale: float | None, d: int) -> float:
+    """1/sqrt(d) unless given; with d = 0 every score is 0, whatever the scale."""
+    if scale is None:
+        return 1.0 / math.sqrt(d) if d else 1.0
+    return float(scale)
+
+
+def four_axes(array: Any, layout: str) -> Any:
+    """A view [batch, heads, rows, columns] of an array in a layout, a copy only if there is none."""
+    if layout == "bshd" and array.ndim > 2:
+        array = array.swapaxes(-2, -3)
+    if array.ndim < 4:
+        return array[(None,) * (4 - array.ndim)]
+    lead: Sequence[int] = array.shape[:-3]
+    return array.reshape(math.prod(lead), *array.shape[-3:])

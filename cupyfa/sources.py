@@ -1,0 +1,55 @@
+"""Finds kernels/ and writes the source text of a launch: typed constants above an unchanged file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cupyfa.planning import PlannedLaunch
+
+_PACKAGE = Path(__file__).resolve().parent
+# kernels/ and cli.py lie in the package when installed, beside it in a checkout.
+ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
+KERNELS = ROOT / "kernels"
+INCLUDE = KERNELS / "include"
+
+
+def text(launch: PlannedLaunch) -> str:
+    """The exact text that is compiled: header, types, constants, the .cu file, a digest.
+
+    Compiler errors name the file by its own lines. The digest makes the text, and with it every
+    cache key, change when a header does.
+    """
+    header = [f"#include <{launch.dtype.header}>"] if launch.dtype.header else []
+    path = KERNELS / launch.path
+    name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
+    return "\n".join(
+        [
+            *header,
+            f"using scalar = {launch.dtype.scalar};",
+            f"using real = {launch.dtype.real};",
+            *(_constant(name, value) for name, value in launch.constants.items()),
+            f'#line 1 "{name.as_posix()}"',
+            path.read_text(encoding="utf-8"),
+            f"// headers: {_digest(path.parent)}",
+            "",
+        ]
+    )
+
+
+def _constant(name: str, value: int | bool) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    return f"constexpr int {name} = {value};"
+
+
+def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
+    """Where a launch's includes are looked for: beside a file from outside, then the project's."""
+    return (launch.path.parent, INCLUDE) if launch.path.is_absolute() else (INCLUDE,)
+
+
+def _digest(folder: Path) -> str:
+    """The headers' content, as one number: the project's, and those beside a file from outside."""
+    folders = [INCLUDE] if folder.is_relative_to(KERNELS) else [INCLUDE, folder]
+    files = [file for folder in folders for file in sorted(folder.glob("*.cuh"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

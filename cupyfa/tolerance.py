@@ -1,0 +1,415 @@
+"""How far a result may lie from the reference, and the error that says where it does not.
+
+A fixed tolerance is too wide for large problems, where outputs are small, and too narrow for large
+scores. Here every element has a bound of its own, made of two parts.
+
+**What the arithmetic does.** Let eps be the spacing of the numbers at 1 in the format that the
+kernel accumulates in, n the number of keys that a query sees, and size the largest
+|scale| * sum(|q| * |k|) over those keys. Rounding errors of a sum of n terms grow like a random
+walk, hence the roots; the constants are six standard deviations of a sum taken one term after the
+other, the worst order, and two units in the last place for each exponential:
+
+    |O - reference|   <=  eps * (0.6 * score + 1.2 * total) * (P @ |V|)  +  floor
+    |lse - reference| <=  eps * (score + 1.2 * total + 2 * |lse|)
+    score = sqrt(d + 3) * size,    total = sqrt(n) + 4,    floor = tiny * (n + 2 + sum(|V|))
+
+`score` is the error of a score (3 stands for the scale and for the exponential's argument; O has
+0.6 of it, because keys share the error and its common part cancels), `total` that of the sums
+over the keys. `floor` is for kernels that flush subnormal numbers to zero: each of n weights,
+each of n products, the input and the output may lose up to `tiny`, the smallest normal number.
+
+**What narrow formats do.** A kernel on float16 or bfloat16 rounds P and O to them, by one half of
+their eps. In addition, by the rule of FlashAttention's own tests, it may have up to
+
+    2 * e + a
+
+everywhere: e is the largest error of the same attention computed plainly in that format (see
+`reference.attention`; once with scaled K and once with scaled S), and
+a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is what two roundings
+do to numbers of order 1; it keeps the sum from being zero by luck. lse, which is kept in float32,
+may have 2 * e. A kernel that rounds its operands by design, to float16 for the tensor cores say,
+is held to that format in the same way, O to the coarser of the two; and it may have the error
+that rounding q and k makes in a score: half an eps * size * min(2, 4 / sqrt(d)).
+
+Infinity and NaN must be where the reference has them and nowhere else; rows without a visible key
+must be exactly 0 and -inf.
+
+Measured on simulated kernels (tests/test_tolerance.py), as the largest error / bound: a correct
+kernel that adds term after term, d from 1 to 1024, up to 1024 keys, three distributions, has at
+most 0.39 in float32, 0.44 in float64, 0.26 in float16 and 0.25 in bfloat16; over 64,000 outputs
+0.66 in float32. Faults, of 1024 keys with inputs from 0 to 1 and d = 64, have at least:
+
+                              float32    float16    bfloat16
+    last key dropped              245         23         3.2
+    mask off by one key           223         20         2.6
+    lse off by 1e-3               107         14         1.9
+    scale off by 1e-3             232         33         4.5
+    tf32 for float32              1.4 (over all d and distributions)
+
+What the inputs' own rounding hides cannot be seen: for bfloat16, d = 256, one key of 1024 is 0.8
+to 1.0 of the bound, and the last key of large scores often has no weight at all.
+
+A sum of equal numbers errs by the same amount at each step, not at random: where a column of V is
+the same for all keys, n replaces sqrt(n) for O (such a column tells nothing of the weights anyway).
+Scores that are equal for hundreds of keys but not for all are not provided for: then a correct
+kernel that adds one by one may exceed the bound of lse.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyfa import reference
+
+Array = NDArray[Any]
+
+_Part = dict[str, tuple[Array, Array, float]]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+_NARROW = ("float16", "bfloat16", "tf32")
+_BLOCK = 1 << 20  # elements of the softmax compared at a time
+
+
+class WrongResult(AssertionError):  # noqa: N818 - it reads as what it says
+    """A result lies farther from the reference than its bound allows."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of one array with the reference.
+
+    error: the largest absolute error; infinite if NaN or infinity stands where it should not.
+    ratio: the largest quotient of an element's error and its bound; at most 1 if all is well.
+    index: the element that has this quotient; bound, actual and expected are those of it.
+    unwritten: how many elements are NaN but should not be; often, they were never written.
+    """
+
+    name: str
+    error: float
+    bound: float
+    ratio: float
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+    unwritten: int
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= 1.0
+
+    def __str__(self) -> str:
+        place = ", ".join(map(str, self.index))
+        unwritten = f"; {self.unwritten} elements are NaN, unwritten?" if self.unwritten else ""
+        return (
+            f"{self.name}: error {self.error:.3g}, worst at [{place}]: {self.actual:.9g} instead "
+            f"of {self.expected:.9g}, {self.ratio:.3g} x the bound {self.bound:.3g}{unwritten}"
+        )
+
+
+class Expected(NamedTuple):
+    """What an array should hold, and how far each of its elements may lie from that; float64.
+
+    An infinite bound marks an element that may hold anything.
+    """
+
+    value: Array
+    bound: Array
+
+
+def require(verdicts: Iterable[Verdict], context: str) -> None:
+    """Raises WrongResult if a verdict failed, with `context` and all that failed.
+
+    context: whatever finds the case again: kernel, shape, dtype, mask, seed.
+    """
+    failed = [str(verdict) for verdict in verdicts if not verdict.passed]
+    if failed:
+        raise WrongResult("\n  ".join([f"wrong result of {context}", *failed]))
+
+
+def attention_verdicts(
+    results: Mapping[str, Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    diagonal: int | None,
+    dtype: str,
+    rounding: str | None = None,
+) -> list[Verdict]:
+    """Compares what an attention kernel computed with the reference.
+
+    results: "O" [batch, heads, M, dv] of `dtype` and "lse" [batch, heads, M] of float32 (float64
+    for float64), or one of them. The other arguments are those of `expected_attention`. Returns
+    the verdicts in the order of `results`.
+
+    Raises ValueError if a name, a shape, `dtype` or `rounding` is wrong.
+    """
+    expected = expected_attention(
+        q, k, v, scale=scale, diagonal=diagonal, dtype=dtype, rounding=rounding
+    )
+    return _verdicts(results, expected)
+
+
+def softmax_verdicts(results: Mapping[str, Array], x: Array, *, dtype: str) -> list[Verdict]:
+    """Compares what a softmax kernel computed of x [..., N] with the reference.
+
+    results: "P" [..., N] of `dtype` and "lse" [...] of float32 (float64 for float64), or one of
+    them. Returns the verdicts in the order of `results`.
+
+    Raises ValueError if a name, a shape or `dtype` is wrong.
+    """
+    return _verdicts(results, expected_softmax(x, dtype=dtype))
+
+
+@np.errstate(all="ignore")
+def expected_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    diagonal: int | None,
+    dtype: str,
+    rounding: str | None = None,
+) -> dict[str, Expected]:
+    """The attention "O" and "lse" with the bounds that this module's head describes.
+
+    q, k, v, scale and diagonal are those of `reference.attention`. dtype: that of the inputs and
+    of O. rounding: the precision to which the kernel by design rounds its operands, one of
+    `reference.PRECISIONS`; None if it takes them as they are. A result may hold anything where
+    such rounding overflows in the plain computation: float16 ends at 65504.
+    """
+    kernel = _Arithmetic.of(dtype, rounding)
+    expected = {"O": _blank((*q.shape[:3], v.shape[-1])), "lse": _blank(q.shape[:3])}
+    plain = dict.fromkeys(expected, 0.0)
+    for tile in reference.tiles(q, k, v, diagonal):
+        for name, (value, bound, error) in _expected_tile(tile, scale, kernel).items():
+            reference.flat(expected[name].value)[tile.where] = value
+            reference.flat(expected[name].bound)[tile.where] = bound
+            plain[name] = max(plain[name], error)
+    out, lse = expected["O"], expected["lse"]
+    if kernel.is_narrow:
+        out.bound[...] += 2 * plain["O"] + _two_roundings(out.value, kernel.coarsest)
+        lse.bound[...] += 2 * plain["lse"]
+    empty = np.isneginf(lse.value)
+    out.bound[empty] = 0.0
+    lse.bound[empty] = 0.0
+    return expected
+
+
+@np.errstate(all="ignore")
+def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
+    """The softmax "P" of x [..., N] and its "lse", with a bound for each element.
+
+    A kernel may compute exp(x - max) as 2**(x * log2(e) - max * log2(e)), whose exponent errs by
+    half an eps of each number in it; it errs by 2 eps in the power and, as in attention, by
+    1.2 eps * (sqrt(N) + 4) with the sum. A narrow dtype rounds P, once or twice; `tiny` and
+    the smallest number of the dtype are what flushing to zero and underflow may lose.
+    """
+    kernel = _Arithmetic.of(dtype)
+    count, N = math.prod(x.shape[:-1]), x.shape[-1]
+    rows, some = x.reshape(count, N), max(1, _BLOCK // max(N, 1))
+    parts = [
+        _expected_rows(rows[first : first + some], kernel)
+        for first in range(0, max(count, 1), some)
+    ]
+    P, lse = zip(*parts, strict=True)
+    return {"P": _joined(P, x.shape), "lse": _joined(lse, x.shape[:-1])}
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """How a kernel computes: the dtype of its arrays, the precision of what it multiplies.
+
+    rounds_by_design: whether it is free to round more than its arrays and P to that precision.
+    """
+
+    dtype: str
+    operands: str
+    rounds_by_design: bool
+
+    @staticmethod
+    def of(dtype: str, rounding: str | None = None) -> "_Arithmetic":
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        if rounding is not None and rounding not in reference.PRECISIONS:
+            known = ", ".join(reference.PRECISIONS)
+            raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
+        return _Arithmetic(dtype, rounding or dtype, rounding is not None)
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.dtype in _NARROW or self.operands in _NARROW
+
+    @property
+    def coarsest(self) -> str:
+        return max(self.dtype, self.operands, key=lambda name: float(_finfo(name).eps))
+
+    @property
+    def accumulator(self) -> Any:
+        """np.finfo of the sums: float32, or float64 if the operands are."""
+        return np.finfo(np.float64 if self.operands == "float64" else np.float32)
+
+    @property
+    def operand_unit(self) -> float:
+        """The relative error of rounding to the precision of the operands."""
+        return float(_finfo(self.operands).eps) / 2 if self.operands in _NARROW else 0.0
+
+    @property
+    def output_unit(self) -> float:
+        return float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
+
+
+@np.errstate(all="ignore")
+def _expected_tile(tile: reference.Tile, scale: float, kernel: _Arithmetic) -> _Part:
+    """For "O" and "lse" of a tile: the value, its own bound, the error of a plain computation."""
+    out, lse, weights = reference.attend(tile, scale)
+    out_bound, lse_bound = _bounds(tile, scale, out, lse, weights, kernel)
+    out_error = lse_error = 0.0
+    for scaled in _plain_orders(scale) if kernel.is_narrow else ():
+        plain_out, plain_lse, _ = reference.attend(tile, scale, kernel.operands, scaled=scaled)
+        plain_out = reference.rounded(plain_out, kernel.dtype)
+        out_error = max(out_error, _largest(plain_out - out))
+        lse_error = max(lse_error, _largest(plain_lse - lse))
+        if kernel.rounds_by_design:
+            out_bound[~np.isfinite(plain_out) & np.isfinite(out)] = np.inf
+            lse_bound[~np.isfinite(plain_lse) & np.isfinite(lse)] = np.inf
+    return {"O": (out, out_bound, out_error), "lse": (lse, lse_bound, lse_error)}
+
+
+def _plain_orders(scale: float) -> tuple[str, ...]:
+    """What a plain computation may scale, keys or scores; no matter which if that rounds nothing.
+
+    A float16 pipeline of matrix products scales S. In a problem with few outputs its error would
+    now and then be more than twice that of the computation that scales K.
+    """
+    is_power_of_two = abs(math.frexp(scale)[0]) == 0.5
+    return ("K",) if is_power_of_two else ("K", "S")
+
+
+def _bounds(
+    tile: reference.Tile,
+    scale: float,
+    out: Array,
+    lse: Array,
+    weights: Array,
+    kernel: _Arithmetic,
+) -> tuple[Array, Array]:
+    """The bounds of out [n, rows, dv] and lse [n, rows] that hold for each element by itself."""
+    d, n = tile.q.shape[-1], tile.visible_keys
+    eps, tiny = float(kernel.accumulator.eps), float(kernel.accumulator.smallest_normal)
+    size = _score_size(tile, scale, kernel.accumulator.dtype)
+    values = np.abs(_finite(tile.v))
+    magnitude = weights.astype(kernel.accumulator.dtype) @ values.astype(kernel.accumulator.dtype)
+    score, total = np.sqrt(d + 3) * size, np.sqrt(n) + 4
+    is_constant = (tile.v == tile.v[:, :1]).all(-2, keepdims=True)
+    total_of_values = np.where(is_constant, n + 4, total)
+    free_unit = kernel.operand_unit if kernel.rounds_by_design else 0.0
+    rounded_score = free_unit * size * min(2.0, 4.0 / np.sqrt(max(d, 1)))
+
+    relative = eps * (0.6 * score + 1.2 * total_of_values)
+    relative = relative + rounded_score + kernel.operand_unit
+    floor = tiny * (n + 2 + values.sum(-2, keepdims=True))
+    out_bound = relative * magnitude + kernel.output_unit * np.abs(_finite(out)) + floor
+    lse_bound = eps * (score + 1.2 * total) + rounded_score
+    return out_bound, lse_bound[..., 0] + eps * 2 * np.abs(_finite(lse))
+
+
+def _score_size(tile: reference.Tile, scale: float, dtype: Any) -> Array:
+    """The largest |scale| * sum(|q| * |k|) over the keys that a row sees, [n, rows, 1] of `dtype`.
+
+    Infinite scores do not count: their key has no weight, or their row is NaN.
+    """
+    size = np.abs(tile.q).astype(dtype) @ np.abs(tile.k).astype(dtype).mT
+    if tile.hidden is not None:
+        np.copyto(size, 0.0, where=tile.hidden)
+    largest = size.max(-1, keepdims=True, initial=0.0)
+    if not np.isfinite(largest).all():
+        largest = _finite(size).max(-1, keepdims=True, initial=0.0)
+    return largest * abs(scale)
+
+
+def _two_roundings(value: Array, precision: str) -> float:
+    """2 * max|((x + 0.3) - 0.3) - x| in `precision`, for the finite x of `value`."""
+    x = reference.rounded(value, precision)
+    there = reference.rounded(x + np.float32(0.3), precision)
+    return 2 * _largest(reference.rounded(there - np.float32(0.3), precision) - x)
+
+
+def _expected_rows(x: Array, kernel: _Arithmetic) -> tuple[Expected, Expected]:
+    """The softmax of the rows of x [rows, N], and its lse."""
+    eps, tiny = float(kernel.accumulator.eps), float(kernel.accumulator.smallest_normal)
+    P, lse = reference.softmax(x)
+    x = _finite(x.astype(np.float64))
+    top = _finite(np.where(P > 0, x, -np.inf).max(-1, keepdims=True, initial=-np.inf))
+    total = np.abs(top) + 1.2 * (np.sqrt(x.shape[-1]) + 4)
+
+    relative = eps * (total + 1.5 * np.abs(x - top)) + 2 * kernel.output_unit
+    floor = 2 * tiny + (float(_finfo(kernel.dtype).smallest_subnormal) if kernel.is_narrow else 0)
+    P_bound = np.where(np.isneginf(lse)[:, None], 0.0, P * relative + floor)
+    lse_bound = eps * (total[:, 0] + np.abs(top[:, 0]) + 2 * np.abs(_finite(lse)))
+    return Expected(P, P_bound), Expected(lse, lse_bound)
+
+
+def _verdicts(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
+    for name, actual in results.items():
+        if name not in expected:
+            raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
+        shape = expected[name].value.shape
+        if actual.shape != shape:
+            raise ValueError(f"{name} has shape {actual.shape}; the inputs make it {shape}")
+    return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
+
+
+@np.errstate(all="ignore")
+def _verdict(name: str, actual: Array, expected: Expected) -> Verdict:
+    value, bound = expected
+    if not value.size:
+        return Verdict(name, 0.0, 0.0, 0.0, (), 0.0, 0.0, 0)
+    actual = actual.astype(np.float64)
+    error = np.asarray(np.abs(actual - value))
+    error[(actual == value) | (np.isnan(actual) & np.isnan(value)) | np.isposinf(bound)] = 0.0
+    error[np.isnan(error)] = np.inf
+    ratio = np.where(error == 0.0, 0.0, np.where(np.isfinite(error), error / bound, np.inf))
+    index = np.unravel_index(np.argmax(ratio), ratio.shape)
+    return Verdict(
+        name=name,
+        error=float(error.max()),
+        bound=float(bound[index]),
+        ratio=float(ratio[index]),
+        index=tuple(int(i) for i in index),
+        actual=float(actual[index]),
+        expected=float(value[index]),
+        unwritten=int(np.count_nonzero(np.isnan(actual) & np.isinf(error))),
+    )
+
+
+def _finfo(precision: str) -> Any:
+    """The limits of a precision; tf32 has as many mantissa bits as float16."""
+    return ml_dtypes.finfo("float16" if precision == "tf32" else precision)
+
+
+def _blank(shape: tuple[int, ...]) -> Expected:
+    return Expected(np.zeros(shape), np.zeros(shape))
+
+
+def _joined(parts: Sequence[Expected], shape: tuple[int, ...]) -> Expected:
+    value, bound = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Expected(value.reshape(shape), bound.reshape(shape))
+
+
+def _finite(x: Array) -> Array:
+    return np.where(np.isfinite(x), x, 0.0)
+
+
+def _largest(x: Array) -> float:
+    """The largest finite |x|."""
+    size = np.abs(x)
+    return float(size.max(initial=0.0, where=np.isfinite(size)))

@@ -1,0 +1,108 @@
+"""One kernel on one random problem: whether it is right, and how long it takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from cupyfa import calls
+from cupyfa.backends import Backend, execute
+from cupyfa.backends.guard import run_guarded
+from cupyfa.operations import OPERATIONS
+from cupyfa.planning import Plan
+from cupyfa.problem import Problem, four_axes
+from cupyfa.tolerance import Verdict
+
+_LONGEST = 0.5  # seconds of timing, after one run to warm up
+_MOST = 20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of running a plan: verdicts on its outputs, and milliseconds of each timed run."""
+
+    plan: Plan
+    verdicts: list[Verdict]
+    milliseconds: list[float]
+    resources: dict[str, dict[str, int]]  # of each launch, by its entry
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output is right."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def time(self) -> float:
+        """The median of the timed runs, in milliseconds."""
+        return median(self.milliseconds)
+
+    @property
+    def tflops(self) -> float:
+        """10¹² floating-point operations a second."""
+        operation = OPERATIONS[self.plan.kernel.operation]
+        return operation.flops(self.plan.problem) / self.time / 1e9 if self.time else 0.0
+
+
+def trial(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> Trial:
+    """Checks a plan on these inputs among canaries, then times it.
+
+    Raises WrongResult only if the kernel wrote where it must not; the verdicts say the rest.
+    """
+    readable = calls.readable(plan, inputs)
+    results = run_guarded(engine, plan, readable, {})
+    return Trial(
+        plan=plan,
+        verdicts=calls.judge(engine, plan, readable, results),
+        milliseconds=_times(engine, plan, readable),
+        resources={
+            launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.launches
+        },
+    )
+
+
+def random_inputs(problem: Problem, operation: str, seed: int, layout: str) -> dict[str, Any]:
+    """Normally distributed inputs [batch, heads, rows, columns], laid out as the layout says."""
+    generator = np.random.default_rng(seed)
+    inputs = {}
+    for name, axes in OPERATIONS[operation].inputs.items():
+        batch, heads, rows, columns = problem.shape(axes)
+        shape = (batch, rows, heads, columns) if layout == "bshd" else (batch, heads, rows, columns)
+        array = generator.standard_normal(shape, np.float32).astype(problem.dtype.numpy)
+        inputs[name] = four_axes(array, layout)
+    return inputs
+
+
+def random_sizes(seed: int) -> dict[str, int]:
+    """Small sizes that divide nothing, for what the user leaves open; the same for a seed."""
+    pick = random.Random(seed)
+    kv_heads = pick.randint(1, 2)
+    return {
+        "batch": pick.randint(1, 2),
+        "heads": kv_heads * pick.randint(1, 2),
+        "kv_heads": kv_heads,
+        "M": pick.randint(1, 200),
+        "N": pick.randint(1, 200),
+        "d": pick.randint(1, 128),
+    }
+
+
+def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
+    """Milliseconds of several runs on arrays that lie with the engine, compiled already."""
+    prepared = [engine.prepare(launch) for launch in plan.launches]
+    arrays = {name: engine.upload(array) for name, array in inputs.items()}
+    arrays |= {
+        name: engine.empty(*allocation)
+        for name, allocation in {**plan.outputs, **plan.scratch}.items()
+    }
+
+    def call() -> None:
+        execute(engine, plan, prepared, arrays)
+
+    (first,) = engine.time(call, 1)
+    repeat = max(1, min(_MOST, int(1e3 * _LONGEST / max(first, 1e-3))))
+    return engine.time(call, repeat)

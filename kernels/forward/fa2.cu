@@ -1,0 +1,134 @@
+// fa2: FlashAttention's second algorithm, one block per tile of Q, one thread per row of it.
+//
+// The loops of `minimal` trade places: a block keeps its rows of Q and walks K and V once, so a
+// row's output, maximum and sum never leave the block. Tiles of Q are independent, so the grid has
+// one block for each instead of one for each head; and the sum divides the output once, at the end.
+// (Dao, 2023, arXiv:2307.08691, algorithm 1)
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+
+struct Shared {
+  real O[Br][dv];
+  real S[Bc][Br];  // transposed: neighbouring threads' elements lie in neighbouring banks
+  scalar Q[Br][d];
+  scalar K[Bc][d];
+  scalar V[Bc][dv];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == Br, "one thread per row of the Q tile");
+
+// So many keys, or columns of O, are summed side by side: an element of the thread's own row is
+// read once for all of them.
+constexpr int keys_together = Bc < 16 ? Bc : 16;
+constexpr int cols_together = 8;
+static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
+
+// A row of a tile, or zeros where the tensor has no such row.
+template <int width>
+__device__ void load_row(scalar (&tile)[width], Tensor<const scalar> tensor, int batch, int head,
+                         int row, int rows) {
+  for (int col = 0; col < width; ++col) {
+    tile[col] = row < rows ? tensor.row(batch, head, row)[col] : scalar(real(0));
+  }
+}
+
+// This thread's row of S = Q K^T * scale; returns the maximum of its first `keys` elements.
+__device__ real scores(Shared& shared, int keys, real scale) {
+  real largest = -infinity;
+  for (int first = 0; first < keys; first += keys_together) {
+    real dots[keys_together] = {};
+#pragma unroll 4
+    for (int k = 0; k < d; ++k) {
+      const real q = real(shared.Q[threadIdx.x][k]);
+#pragma unroll
+      for (int i = 0; i < keys_together; ++i) dots[i] += q * real(shared.K[first + i][k]);
+    }
+#pragma unroll
+    for (int i = 0; i < keys_together; ++i) {
+      shared.S[first + i][threadIdx.x] = dots[i] * scale;
+      if (first + i < keys) largest = fmax(largest, dots[i] * scale);
+    }
+  }
+  return largest;
+}
+
+// This thread's row of P = exp(S - maximum); returns its sum.
+__device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+  real sum = 0;
+  for (int key = 0; key < keys; ++key) {
+    const real weight = softmax.weight(shared.S[key][threadIdx.x]);
+    shared.S[key][threadIdx.x] = weight;
+    sum += weight;
+  }
+  return sum;
+}
+
+// So many columns of this thread's row of O = O * factor + P V.
+template <int cols>
+__device__ void accumulate(Shared& shared, int first, int keys, real factor) {
+  real sums[cols];
+#pragma unroll
+  for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
+#pragma unroll 4
+  for (int key = 0; key < keys; ++key) {
+    const real weight = shared.S[key][threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < cols; ++i) sums[i] += weight * real(shared.V[key][first + i]);
+  }
+#pragma unroll
+  for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
+}
+
+__device__ void accumulate_row(Shared& shared, int keys, real factor) {
+  for (int first = 0; first + cols_together <= dv; first += cols_together) {
+    accumulate<cols_together>(shared, first, keys, factor);
+  }
+  constexpr int rest = dv % cols_together;
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, keys, factor);
+}
+
+extern "C" __global__ __launch_bounds__(threads) void fa2(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, int M, int N, int heads, int batches, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(M, Br);
+
+  for (int index = blockIdx.x; index < tiles * heads * batches; index += gridDim.x) {
+    const auto [tile, head, batch] = place(index, tiles, heads);
+    const int row = tile * Br + threadIdx.x;
+    const int visible = row < M ? visible_keys(row, N, diagonal) : 0;
+    const int visible_to_tile = visible_keys(min((tile + 1) * Br, M) - 1, N, diagonal);
+
+    load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);
+    for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
+    OnlineSoftmax softmax;
+
+    for (int first_key = 0; first_key < visible_to_tile; first_key += Bc) {
+      __syncthreads();  // before this tile overwrites keys that a slower thread still reads
+      for (int key = threadIdx.x; key < Bc; key += threads) {
+        load_row(shared.K[key], K, batch, head / group, first_key + key, N);
+        load_row(shared.V[key], V, batch, head / group, first_key + key, N);
+      }
+      __syncthreads();  // K and V are there
+
+      const int keys = max(0, min(Bc, visible - first_key));
+      const real factor = softmax.raise(scores(shared, keys, scale));
+      softmax.sum += weights(shared, keys, softmax);
+      accumulate_row(shared, keys, factor);
+    }
+
+    if (row < M) {
+      for (int col = 0; col < dv; ++col) {
+        O.row(batch, head, row)[col] = scalar(shared.O[threadIdx.x][col] * softmax.inverse_sum());
+      }
+      *lse.row(batch, head, row) = softmax.lse();
+    }
+    __syncthreads();  // before the next tile of Q overwrites this one
+  }
+}

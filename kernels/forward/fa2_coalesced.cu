@@ -1,0 +1,132 @@
+// fa2_coalesced: `fa2` with its memory traffic put in order.
+//
+// In `fa2` neighbouring threads load, and at the end store, addresses a whole row apart. Here the
+// block copies row by row, neighbouring threads taking neighbouring columns; the row's sum goes
+// through shared memory so that everyone can divide by it. Rows in shared memory are padded to fall
+// into different banks, and V is loaded over K once the scores are done, so that more blocks fit.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <padding.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+
+constexpr int KV_width = padded<scalar>(d > dv ? d : dv);
+
+struct alignas(16) Shared {
+  real O[Br][padded<real>(dv)];
+  real S[Bc][Br];  // transposed: neighbouring threads' elements lie in neighbouring banks
+  real inverse_sum[Br];
+  alignas(16) scalar Q[Br][padded<scalar>(d)];
+  scalar KV[Bc][KV_width];  // K, then V
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == Br, "one thread per row of the Q tile");
+
+// So many keys, or columns of O, are summed side by side: an element of the thread's own row is
+// read once for all of them.
+constexpr int keys_together = Bc < 16 ? Bc : 16;
+constexpr int cols_together = 8;
+static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
+
+// This thread's row of S = Q K^T * scale; returns the maximum of its first `keys` elements.
+__device__ real scores(Shared& shared, int keys, real scale) {
+  real largest = -infinity;
+  for (int first = 0; first < keys; first += keys_together) {
+    real dots[keys_together] = {};
+#pragma unroll 4
+    for (int k = 0; k < d; ++k) {
+      const real q = real(shared.Q[threadIdx.x][k]);
+#pragma unroll
+      for (int i = 0; i < keys_together; ++i) dots[i] += q * real(shared.KV[first + i][k]);
+    }
+#pragma unroll
+    for (int i = 0; i < keys_together; ++i) {
+      shared.S[first + i][threadIdx.x] = dots[i] * scale;
+      if (first + i < keys) largest = fmax(largest, dots[i] * scale);
+    }
+  }
+  return largest;
+}
+
+// This thread's row of P = exp(S - maximum); returns its sum.
+__device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+  real sum = 0;
+  for (int key = 0; key < keys; ++key) {
+    const real weight = softmax.weight(shared.S[key][threadIdx.x]);
+    shared.S[key][threadIdx.x] = weight;
+    sum += weight;
+  }
+  return sum;
+}
+
+// So many columns of this thread's row of O = O * factor + P V.
+template <int cols>
+__device__ void accumulate(Shared& shared, int first, int keys, real factor) {
+  real sums[cols];
+#pragma unroll
+  for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
+#pragma unroll 4
+  for (int key = 0; key < keys; ++key) {
+    const real weight = shared.S[key][threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < cols; ++i) sums[i] += weight * real(shared.KV[key][first + i]);
+  }
+#pragma unroll
+  for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
+}
+
+__device__ void accumulate_row(Shared& shared, int keys, real factor) {
+  for (int first = 0; first + cols_together <= dv; first += cols_together) {
+    accumulate<cols_together>(shared, first, keys, factor);
+  }
+  constexpr int rest = dv % cols_together;
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, keys, factor);
+}
+
+extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, int M, int N, int heads, int batches, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(M, Br);
+
+  for (int index = blockIdx.x; index < tiles * heads * batches; index += gridDim.x) {
+    const auto [tile, head, batch] = place(index, tiles, heads);
+    const int row = tile * Br + threadIdx.x;
+    const int visible = row < M ? visible_keys(row, N, diagonal) : 0;
+    const int visible_to_tile = visible_keys(min((tile + 1) * Br, M) - 1, N, diagonal);
+
+    load_tile<Br, d>(shared.Q, Q, batch, head, tile * Br, M);
+    for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
+    OnlineSoftmax softmax;
+
+    for (int first_key = 0; first_key < visible_to_tile; first_key += Bc) {
+      __syncthreads();  // before K overwrites values that a slower thread still reads
+      load_tile<Bc, d>(shared.KV, K, batch, head / group, first_key, N);
+      __syncthreads();  // K is there
+
+      const int keys = max(0, min(Bc, visible - first_key));
+      const real factor = softmax.raise(scores(shared, keys, scale));
+      softmax.sum += weights(shared, keys, softmax);
+
+      __syncthreads();  // before V overwrites keys that a slower thread still reads
+      load_tile<Bc, dv>(shared.KV, V, batch, head / group, first_key, N);
+      __syncthreads();  // V is there
+      accumulate_row(shared, keys, factor);
+    }
+
+    shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();
+    if (row < M) *lse.row(batch, head, row) = softmax.lse();
+    __syncthreads();  // every row's output and sum are there
+    for (int i = 0; i < min(Br, M - tile * Br); ++i) {
+      for (int col = threadIdx.x; col < dv; col += threads) {
+        O.row(batch, head, tile * Br + i)[col] = scalar(shared.O[i][col] * shared.inverse_sum[i]);
+      }
+    }
+    __syncthreads();  // before the next tile of Q overwrites this one
+  }
+}

@@ -1,0 +1,99 @@
+// minimal: FlashAttention's first algorithm, one thread per row.
+//
+// S and P never reach global memory: tiles of K and V are kept in shared memory while all tiles of
+// Q pass by. Every row's output, maximum and sum are read and written back at each step, because
+// the next tile of keys has to add to them. (Dao et al., 2022, arXiv:2205.14135, algorithm 1)
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
+//   grid (heads * batch): one block per head, so most of the GPU stands idle    block (Bc)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+
+struct Shared {
+  real S[Br][Bc];
+  scalar Q[Br][d];
+  scalar K[Bc][d];
+  scalar V[Bc][dv];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == Bc, "one thread loads one row of the K and V tiles");
+static_assert(Br <= threads, "one thread owns one row of the Q tile");
+
+template <int width>
+__device__ void load_row(scalar (&tile)[width], const scalar* row) {
+  for (int col = 0; col < width; ++col) tile[col] = row[col];
+}
+
+// This thread's row of S = Q K^T; returns its maximum.
+__device__ real scores(Shared& shared, int keys, real scale) {
+  real largest = -infinity;
+  for (int col = 0; col < keys; ++col) {
+    real dot = 0;
+    for (int k = 0; k < d; ++k) dot += real(shared.Q[threadIdx.x][k]) * real(shared.K[col][k]);
+    shared.S[threadIdx.x][col] = dot * scale;
+    largest = fmax(largest, dot * scale);
+  }
+  return largest;
+}
+
+// This thread's row of P = exp(S - maximum); returns its sum.
+__device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+  real sum = 0;
+  for (int col = 0; col < keys; ++col) {
+    const real weight = softmax.weight(shared.S[threadIdx.x][col]);
+    shared.S[threadIdx.x][col] = weight;
+    sum += weight;
+  }
+  return sum;
+}
+
+extern "C" __global__ __launch_bounds__(threads) void minimal(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
+    int heads, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [_, head, batch] = place(blockIdx.x, 1, heads);
+  const int kv_head = head / group;
+
+  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+    const int first_key = tile * Bc;
+    __syncthreads();  // before this tile overwrites keys that a slower thread still reads
+    if (first_key + int(threadIdx.x) < N) {
+      load_row(shared.K[threadIdx.x], K.row(batch, kv_head, first_key + threadIdx.x));
+      load_row(shared.V[threadIdx.x], V.row(batch, kv_head, first_key + threadIdx.x));
+    }
+    __syncthreads();  // K and V are there
+
+    for (int row = threadIdx.x; row < M && threadIdx.x < Br; row += Br) {
+      const int visible = visible_keys(row, N, diagonal);
+      const int last = last_tile(visible, Bc);
+      if (tile > last) continue;
+
+      OnlineSoftmax softmax;
+      if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
+      load_row(shared.Q[threadIdx.x], Q.row(batch, head, row));
+      const int keys = min(Bc, visible - first_key);
+      const real old_sum = softmax.sum;
+      const real factor = softmax.raise(scores(shared, keys, scale));
+      softmax.sum += weights(shared, keys, softmax);
+
+      real* sums = O_sum.row(batch, head, row);
+      for (int col = 0; col < dv; ++col) {
+        real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
+        for (int k = 0; k < keys; ++k) sum += shared.S[threadIdx.x][k] * real(shared.V[k][col]);
+        sum *= softmax.inverse_sum();
+        if (tile < last)
+          sums[col] = sum;
+        else
+          O.row(batch, head, row)[col] = scalar(sum);
+      }
+      *row_max.row(batch, head, row) = softmax.maximum;
+      *row_sum.row(batch, head, row) = softmax.sum;
+      if (tile == last) *lse.row(batch, head, row) = softmax.lse();
+    }
+  }
+}

@@ -1,0 +1,103 @@
+// v1: the whole block works on one row of Q at a time.
+//
+// In `minimal` a thread walks a row of d elements alone, and neighbouring threads read addresses d
+// elements apart. Here neighbouring threads take neighbouring columns, so every load is coalesced;
+// in exchange each dot product has to be summed over the block.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
+//   grid (heads * batch)    block (threads)
+//   the host sets: scalar, real, Bc, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+#include <warp.cuh>
+
+constexpr int warps = threads / warp_size;
+
+struct Shared {
+  real partial[warps][Bc];
+  scalar Q[d];
+  scalar K[Bc][d];
+  scalar V[Bc][dv];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads % warp_size == 0, "shuffles need whole warps");
+
+// The scores of the row in shared.Q against the tile's keys, the same in every thread. Each warp
+// sums its columns of all dot products, then the warps' sums are added.
+__device__ void scores(Shared& shared, real (&S)[Bc], real scale) {
+  for (int key = 0; key < Bc; ++key) {
+    real dot = 0;
+    for (int k = threadIdx.x; k < d; k += threads)
+      dot += real(shared.Q[k]) * real(shared.K[key][k]);
+    dot = warp_sum(dot);
+    if (threadIdx.x % warp_size == 0) shared.partial[threadIdx.x / warp_size][key] = dot;
+  }
+  __syncthreads();  // every warp's sums are there; nobody reads Q or the row's old maximum any more
+  for (int key = 0; key < Bc; ++key) {
+    real dot = 0;
+    for (int warp = 0; warp < warps; ++warp) dot += shared.partial[warp][key];
+    S[key] = dot * scale;
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads) void v1(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
+    int heads, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [_, head, batch] = place(blockIdx.x, 1, heads);
+  const int kv_head = head / group;
+
+  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+    const int first_key = tile * Bc;
+    __syncthreads();  // before this tile overwrites keys that a slower thread still reads
+    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
+    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+
+    for (int row = 0; row < M; ++row) {
+      const int visible = visible_keys(row, N, diagonal);
+      const int last = last_tile(visible, Bc);
+      if (tile > last) continue;
+
+      for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
+      __syncthreads();  // Q, K and V are there, and nobody reads the last row's partial sums
+      OnlineSoftmax softmax;
+      if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
+      const real old_sum = softmax.sum;
+      real S[Bc];
+      scores(shared, S, scale);
+
+      real largest = -infinity;
+      for (int key = 0; key < Bc; ++key) {
+        if (first_key + key < visible) largest = fmax(largest, S[key]);
+      }
+      const real factor = softmax.raise(largest);
+      for (int key = 0; key < Bc; ++key) {
+        S[key] = first_key + key < visible ? softmax.weight(S[key]) : real(0);
+        softmax.sum += S[key];
+      }
+
+      real* sums = O_sum.row(batch, head, row);
+      for (int col = threadIdx.x; col < dv; col += threads) {
+        real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
+        for (int key = 0; key < Bc; ++key) {
+          if (first_key + key < visible) sum += S[key] * real(shared.V[key][col]);
+        }
+        sum *= softmax.inverse_sum();
+        if (tile < last)
+          sums[col] = sum;
+        else
+          O.row(batch, head, row)[col] = scalar(sum);
+      }
+      if (threadIdx.x == 0) {
+        *row_max.row(batch, head, row) = softmax.maximum;
+        *row_sum.row(batch, head, row) = softmax.sum;
+        if (tile == last) *lse.row(batch, head, row) = softmax.lse();
+      }
+    }
+  }
+}

@@ -1,0 +1,95 @@
+// v2: one warp per row, so Br rows of Q at a time.
+//
+// `v1` sums a dot product over the whole block, which costs a barrier per row. A warp sums among
+// its own lanes by shuffles: no barrier is left in the loop over rows, and every load of K and V
+// from shared memory serves a block of Br rows instead of one.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
+//   grid (heads * batch)    block (32 * Br)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+#include <warp.cuh>
+
+struct Shared {
+  scalar Q[Br][d];
+  scalar K[Bc][d];
+  scalar V[Bc][dv];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == warp_size * Br, "one warp per row of the Q tile");
+
+// The scores of this warp's row against the tile's keys, the same in every lane.
+__device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane, real scale) {
+  for (int key = 0; key < Bc; ++key) {
+    real dot = 0;
+    for (int k = lane; k < d; k += warp_size) {
+      dot += real(shared.Q[warp][k]) * real(shared.K[key][k]);
+    }
+    S[key] = warp_sum(dot) * scale;
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads) void v2(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
+    int heads, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [_, head, batch] = place(blockIdx.x, 1, heads);
+  const int kv_head = head / group;
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+
+  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+    const int first_key = tile * Bc;
+    __syncthreads();  // before this tile overwrites keys that a slower warp still reads
+    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
+    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+    __syncthreads();  // K and V are there
+
+    for (int row = warp; row < M; row += Br) {
+      const int visible = visible_keys(row, N, diagonal);
+      const int last = last_tile(visible, Bc);
+      if (tile > last) continue;
+
+      for (int k = lane; k < d; k += warp_size) shared.Q[warp][k] = Q.row(batch, head, row)[k];
+      OnlineSoftmax softmax;
+      if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
+      const real old_sum = softmax.sum;
+      real S[Bc];
+      scores(shared, S, warp, lane, scale);
+
+      real largest = -infinity;
+      for (int key = 0; key < Bc; ++key) {
+        if (first_key + key < visible) largest = fmax(largest, S[key]);
+      }
+      const real factor = softmax.raise(largest);
+      for (int key = 0; key < Bc; ++key) {
+        S[key] = first_key + key < visible ? softmax.weight(S[key]) : real(0);
+        softmax.sum += S[key];
+      }
+
+      real* sums = O_sum.row(batch, head, row);
+      for (int col = lane; col < dv; col += warp_size) {
+        real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
+        for (int key = 0; key < Bc; ++key) {
+          if (first_key + key < visible) sum += S[key] * real(shared.V[key][col]);
+        }
+        sum *= softmax.inverse_sum();
+        if (tile < last)
+          sums[col] = sum;
+        else
+          O.row(batch, head, row)[col] = scalar(sum);
+      }
+      __syncwarp();  // every lane has read the row's old maximum and sum
+      if (lane == 0) {
+        *row_max.row(batch, head, row) = softmax.maximum;
+        *row_sum.row(batch, head, row) = softmax.sum;
+        if (tile == last) *lse.row(batch, head, row) = softmax.lse();
+      }
+    }
+  }
+}

@@ -1,0 +1,204 @@
+// v3: tiles of Q pass by as in `minimal`, and both products run on tensor cores.
+//
+// A block computes a whole Br x Bc tile of S with 16x16x16 matrix instructions instead of dot
+// products. Q, K and V are cut along d as well and rounded to half while slices of Bd columns are
+// loaded, so shared memory no longer depends on d. Sums stay in float; only the operands are half.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
+//   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
+//   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, causal, threads, shared_bytes
+#include <cuda_fp16.h>
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+#include <warp.cuh>
+#include <wmma.cuh>
+
+constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
+constexpr int step = 16;  // rows, columns and depth of one matrix instruction
+constexpr int warps = threads / warp_size;
+
+struct Shared {
+  float S[Br][Bc];
+  float O[Br][Bd];
+  float keep[Br];  // what an old sum is worth beside the new one
+  float take[Br];  // what the tile's sum is worth
+  __half Q[Br][Bd];
+  __half K[Bc][Bd];
+  __half V[Bc][Bd];
+  __half P[Br][Bc];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(real) == sizeof(float), "tensor cores of this kind sum in float");
+static_assert(threads == warp_size * (Br / Wr) * (Bc / Wc), "the warps' tiles must cover S");
+static_assert(Wr % step == 0 && Wc % step == 0, "a warp's tile is made of 16 x 16 tiles");
+
+// A warp's Wr x Wc part of a product of tiles, and where that part begins.
+struct WarpTile {
+  Accumulator sums[Wr / step][Wc / step] = {};
+  int row, col;
+
+  __device__ WarpTile(int warp) : row(warp / (Bc / Wc) * Wr), col(warp % (Bc / Wc) * Wc) {}
+
+  __device__ void store_to(float (&tile)[Br][Bc]) const {
+    for (int i = 0; i < Wr / step; ++i) {
+      for (int j = 0; j < Wc / step; ++j) {
+        store(&tile[row + i * step][col + j * step], Bc, sums[i][j]);
+      }
+    }
+  }
+};
+
+// Columns first_col … of a tile of rows, rounded to half; zeros outside the tensor.
+template <int height>
+__device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
+                           int head, int first_row, int rows, int first_col, int cols) {
+#pragma unroll
+  for (int i = threadIdx.x; i < height * Bd; i += threads) {
+    const int row = i / Bd, col = i % Bd;
+    const bool inside = first_row + row < rows && first_col + col < cols;
+    slice[row][col] =
+        inside ? __float2half(float(tensor.row(batch, head, first_row + row)[first_col + col]))
+               : __float2half(0.0f);
+  }
+}
+
+// S += Q K^T over the slices of Q and K in shared memory.
+__device__ void multiply_scores(const Shared& shared, WarpTile& S) {
+#pragma unroll
+  for (int k = 0; k < Bd; k += step) {
+#pragma unroll
+    for (int j = 0; j < Wc / step; ++j) {
+      const auto b = load_b_columns(&shared.K[S.col + j * step][k], Bd);
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add(S.sums[i][j], load_a(&shared.Q[S.row + i * step][k], Bd), b);
+      }
+    }
+  }
+}
+
+// O = P V for the slice of V in shared memory.
+__device__ void multiply_output(const Shared& shared, WarpTile& O) {
+#pragma unroll
+  for (int k = 0; k < Bc; k += step) {
+#pragma unroll
+    for (int j = 0; j < Wc / step; ++j) {
+      const auto b = load_b_rows(&shared.V[k][O.col + j * step], Bd);
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add(O.sums[i][j], load_a(&shared.P[O.row + i * step][k], Bc), b);
+      }
+    }
+  }
+}
+
+// The tile's part of an element of O. A masked key has weight 0, but 0 * NaN is NaN: where that may
+// have happened, the sum is taken again over the visible keys alone.
+__device__ float tile_output(const Shared& shared, int row, int col, int keys) {
+  float sum = shared.O[row][col];
+  if constexpr (causal) {
+    if (isnan(sum)) {
+      sum = 0;
+      for (int key = 0; key < keys; ++key) {
+        sum += __half2float(shared.P[row][key]) * __half2float(shared.V[key][col]);
+      }
+    }
+  }
+  return sum;
+}
+
+// One warp's softmax of a row of S, of which `keys` columns are visible: writes the row of P and
+// takes it into `softmax`. Returns the factor for what was summed before.
+__device__ float weigh(Shared& shared, int row, int keys, int lane, float scale,
+                       OnlineSoftmax& softmax) {
+  float largest = -infinity;
+  for (int col = lane; col < min(Bc, keys); col += warp_size) {
+    largest = fmax(largest, shared.S[row][col] * scale);
+  }
+  const float factor = softmax.raise(warp_max(largest));
+  float sum = 0;
+  for (int col = lane; col < Bc; col += warp_size) {
+    const float weight = col < keys ? softmax.weight(shared.S[row][col] * scale) : 0.0f;
+    shared.P[row][col] = __float2half(weight);
+    sum += weight;
+  }
+  softmax.sum += warp_sum(sum);
+  return factor;
+}
+
+extern "C" __global__ __launch_bounds__(threads) void v3(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
+    int heads, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [_, head, batch] = place(blockIdx.x, 1, heads);
+  const int kv_head = head / group;
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+
+  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+    const int first_key = tile * Bc;
+    for (int first_row = 0; first_row < M; first_row += Br) {
+      const int last = last_tile(visible_keys(min(first_row + Br, M) - 1, N, diagonal), Bc);
+      if (tile > last) continue;
+
+      WarpTile S(warp);
+      for (int slice = 0; slice < d; slice += Bd) {
+        __syncthreads();  // before slices that a slower warp still reads are overwritten
+        load_slice(shared.Q, Q, batch, head, first_row, M, slice, d);
+        load_slice(shared.K, K, batch, kv_head, first_key, N, slice, d);
+        __syncthreads();  // the slices are there
+        multiply_scores(shared, S);
+      }
+      S.store_to(shared.S);
+      __syncthreads();  // all of S is there
+
+      for (int row = warp; row < Br; row += warps) {
+        const int query = first_row + row;
+        const int keys = query < M ? visible_keys(query, N, diagonal) - first_key : 0;
+        OnlineSoftmax softmax;
+        if (tile > 0 && query < M) {
+          softmax = {*row_max.row(batch, head, query), *row_sum.row(batch, head, query)};
+        }
+        const float old_sum = softmax.sum;
+        const float factor = weigh(shared, row, keys, lane, scale, softmax);
+        if (lane == 0) {
+          shared.keep[row] = old_sum * factor * softmax.inverse_sum();
+          shared.take[row] = softmax.inverse_sum();
+          if (query < M) {
+            *row_max.row(batch, head, query) = softmax.maximum;
+            *row_sum.row(batch, head, query) = softmax.sum;
+            if (tile == last) *lse.row(batch, head, query) = softmax.lse();
+          }
+        }
+      }
+
+      for (int slice = 0; slice < dv; slice += Bd) {
+        load_slice(shared.V, V, batch, kv_head, first_key, N, slice, dv);
+        __syncthreads();  // P, the rows' factors and the slice of V are there
+        WarpTile product(warp);
+        multiply_output(shared, product);
+        product.store_to(shared.O);
+        __syncthreads();  // the slice of O is there
+
+#pragma unroll 8
+        for (int i = threadIdx.x; i < Br * Bd; i += threads) {
+          const int row = i / Bd, col = i % Bd, query = first_row + row;
+          if (query >= M || slice + col >= dv) continue;
+          const int keys = visible_keys(query, N, diagonal) - first_key;
+          real* old = O_sum.row(batch, head, query) + slice + col;
+          float sum = tile_output(shared, row, col, min(Bc, keys)) * shared.take[row];
+          if (tile > 0) sum += *old * shared.keep[row];
+          if (tile < last)
+            *old = sum;
+          else
+            O.row(batch, head, query)[slice + col] = scalar(sum);
+        }
+        if constexpr (causal)
+          __syncthreads();  // before V, which tile_output may read, is overwritten
+      }
+    }
+  }
+}

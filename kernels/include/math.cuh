@@ -1,0 +1,9 @@
+#pragma once
+// Constants and integer arithmetic that NVRTC lacks.
+
+constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
+
+// How many tiles of `size` cover `count`.
+__host__ __device__ constexpr int cdiv(int count, int size) {
+  return (count + size - 1) / size;
+}

@@ -1,0 +1,45 @@
+// softmax_online: maximum and sum in one pass over the row, then divide.
+//
+// Each thread carries the maximum and the sum of what it has seen, and rescales the sum when the
+// maximum grows; the threads' pairs are merged the same way. The row is read twice, not three
+// times.
+//
+//   S, P [batch, heads, M, N]    lse [batch, heads, M]
+//   grid (M * heads * batch)    block (threads)
+//   the host sets: scalar, real, causal, threads, shared_bytes
+#include <block.cuh>
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+
+struct Shared {
+  real partial[warps];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<const scalar> S,
+                                                                     Tensor<scalar> P,
+                                                                     Tensor<real> lse, int M, int N,
+                                                                     int heads, int diagonal) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  const scalar* scores = S.row(batch, head, row);
+  scalar* weights = P.row(batch, head, row);
+  const int visible = visible_keys(row, N, diagonal);
+
+  OnlineSoftmax softmax;
+  for (int col = threadIdx.x; col < visible; col += threads) {
+    const real score = real(scores[col]);
+    softmax.raise(score);
+    softmax.sum += softmax.weight(score);
+  }
+  softmax.raise(block_max(softmax.maximum, shared.partial));
+  softmax.sum = block_sum(softmax.sum, shared.partial);
+
+  for (int col = threadIdx.x; col < N; col += threads) {
+    weights[col] = col < visible ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
+                                 : scalar(real(0));
+  }
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
+}

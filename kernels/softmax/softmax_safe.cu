@@ -1,0 +1,49 @@
+// softmax_safe: one block per row, three passes over it.
+//
+// Subtracting the row's maximum keeps exp from overflowing, but the maximum must be known before
+// the first exp, and the sum before the first quotient: maximum, sum, divide. The row is read three
+// times.
+//
+//   S, P [batch, heads, M, N]    lse [batch, heads, M]
+//   grid (M * heads * batch)    block (threads)
+//   the host sets: scalar, real, causal, threads, shared_bytes
+#include <block.cuh>
+#include <mask.cuh>
+#include <shared.cuh>
+#include <softmax.cuh>
+#include <tensor.cuh>
+
+struct Shared {
+  real partial[warps];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void softmax_safe(Tensor<const scalar> S,
+                                                                   Tensor<scalar> P,
+                                                                   Tensor<real> lse, int M, int N,
+                                                                   int heads, int diagonal) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  const scalar* scores = S.row(batch, head, row);
+  scalar* weights = P.row(batch, head, row);
+  const int visible = visible_keys(row, N, diagonal);
+
+  OnlineSoftmax softmax;
+  real largest = -infinity;
+  for (int col = threadIdx.x; col < visible; col += threads) {
+    largest = fmax(largest, real(scores[col]));
+  }
+  softmax.maximum = block_max(largest, shared.partial);
+
+  real sum = 0;
+  for (int col = threadIdx.x; col < visible; col += threads) {
+    sum += softmax.weight(real(scores[col]));
+  }
+  softmax.sum = block_sum(sum, shared.partial);
+
+  for (int col = threadIdx.x; col < N; col += threads) {
+    weights[col] = col < visible ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
+                                 : scalar(real(0));
+  }
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
+}

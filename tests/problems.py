@@ -1,0 +1,50 @@
+"""Problems that tests share: sizes that divide nothing, and inputs for them."""
+
+from itertools import product
+
+from cupyfa import Problem, planning, trial
+from cupyfa.ladder import LADDER
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+FORWARD = LADDER["forward"]
+
+# Small and ragged: every rung runs these in the simulator, in every dtype it claims.
+RAGGED = (
+    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 20, "causal": True},
+    {"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "causal": "top-left"},
+    {"heads": 1, "M": 67, "N": 131, "d": 64, "scale": -0.3},
+    {"heads": 3, "kv_heads": 1, "M": 5, "N": 1, "d": 7, "dv": 40},
+)
+
+# 180 cases for each dtype: lengths x head dimensions x mask x heads that share keys.
+SMOKE_LENGTHS = ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339))
+SMOKE_HEAD_DIMS = (32, 59, 64, 111, 128, 256)
+SMOKE = tuple(
+    {"batch": 1, "heads": 6, "kv_heads": kv_heads, "M": M, "N": N, "d": d, "causal": causal}
+    for (M, N), d, causal, kv_heads in product(
+        SMOKE_LENGTHS, SMOKE_HEAD_DIMS, (False, True), (6, 2, 1)
+    )
+)
+
+
+def claimed(kernels=FORWARD, dtypes=DTYPES):
+    """(kernel, dtype) for every dtype that every kernel claims."""
+    return [(k, dtype) for k in kernels.values() for dtype in dtypes if dtype in k.dtypes]
+
+
+def name(value):
+    """A short test id for a kernel, sizes or anything else."""
+    if isinstance(value, dict):
+        return "-".join(f"{key}{size}" for key, size in value.items())
+    return getattr(value, "name", str(value))
+
+
+def planned(kernel, backend, sizes, dtype="float32", **tiles):
+    """The plan of a kernel for these sizes on a backend."""
+    problem = Problem.of_sizes(**sizes, dtype=dtype)
+    return planning.plan(kernel, problem, backend.limits, **tiles)
+
+
+def inputs_of(plan, seed=0, layout="bhsd"):
+    """Random inputs for a plan."""
+    return trial.random_inputs(plan.problem, plan.kernel.operation, seed, layout)

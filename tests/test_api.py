@@ -1,0 +1,488 @@
+"""What a call means: every sentence of docs/semantics.md, on every backend."""
+
+import threading
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from problems import FORWARD, name
+
+import cupyfa
+from cupyfa import reference
+from cupyfa.backends import select
+
+NEG = -np.inf
+KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+
+
+def arrays(*shape_q, N=None, dv=None, kv_heads=None, dtype=np.float32, seed=0):
+    """q of this shape, and k and v that go with it."""
+    *lead, M, d = shape_q
+    N, dv = M if N is None else N, d if dv is None else dv
+    if kv_heads is not None:
+        lead = [*lead[:-1], kv_heads]
+    generator = np.random.default_rng(seed)
+    shapes = (shape_q, (*lead, N, d), (*lead, N, dv))
+    return [generator.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+def expected(q, k, v, scale=None, diagonal=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return reference.attention(q, k, v, scale=scale, diagonal=diagonal)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3)], ids=str)
+def test_leading_axes(backend, lead):
+    q, k, v = arrays(*lead, 9, 8, N=11, dv=5)
+    o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
+    assert o.shape == (*lead, 9, 5)
+    assert lse.shape == (*lead, 9)
+    flat = [x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v)]
+    close(o.reshape(-1, 1, 9, 5), expected(*flat)[0])
+
+
+def test_groups_of_query_heads_share_a_key_head(backend):
+    q, k, v = arrays(2, 6, 9, 8, kv_heads=2)
+    shared = cupyfa.attention(q, k, v, backend=backend, check=True)
+    repeated = [np.repeat(x, 3, axis=1) for x in (k, v)]
+    np.testing.assert_array_equal(shared, cupyfa.attention(q, *repeated, backend=backend))
+
+
+@pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 2, 3)], ids=str)
+def test_bshd_is_bhsd_with_heads_inside(backend, lead):
+    q, k, v = arrays(*lead, 9, 8, N=7)
+    o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True)
+    tokens = [np.ascontiguousarray(x.swapaxes(-2, -3)) for x in (q, k, v)]
+    o2, lse2 = cupyfa.attention(*tokens, backend=backend, layout="bshd", return_lse=True)
+    np.testing.assert_array_equal(o2.swapaxes(-2, -3), o)
+    np.testing.assert_array_equal(lse2, lse)
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    "shape, N, dv",
+    [((0, 2, 5, 4), 5, 4), ((2, 0, 5, 4), 5, 4), ((1, 2, 0, 4), 5, 4), ((1, 2, 5, 4), 5, 0)],
+    ids=["batch", "heads", "M", "dv"],
+)
+def test_results_without_elements(backend, kernel, shape, N, dv):
+    q, k, v = arrays(*shape, N=N, dv=dv)
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
+    assert o.shape == (*shape[:-1], dv)
+    assert lse.shape == shape[:-1]
+    assert np.isfinite(lse).all()
+
+
+@KERNELS
+def test_no_keys_make_empty_rows(backend, kernel):
+    q, k, v = arrays(1, 2, 5, 4, N=0)
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
+    assert (o == 0).all()
+    assert (lse == NEG).all()
+
+
+def test_no_columns_make_equal_scores(backend):
+    q, k, v = arrays(1, 2, 5, 0, N=7, dv=3)
+    o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
+    close(o, np.broadcast_to(v.mean(2, keepdims=True), o.shape))
+    close(lse, np.full(lse.shape, np.log(7)))
+
+
+# Strides
+
+
+@KERNELS
+def test_strides_are_honoured(backend, kernel):
+    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays(2, 2, 9, 8))
+    o = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
+    tolerance = 2e-5 if kernel.rounding is None else 5e-3
+    np.testing.assert_allclose(o, expected(q, k, v)[0], rtol=tolerance, atol=tolerance)
+
+
+def test_columns_that_are_not_side_by_side_are_copied(backend):
+    q, k, v = (np.repeat(x, 2, axis=3)[..., ::2] for x in arrays(2, 2, 9, 8))
+    close(cupyfa.attention(q, k, v, backend=backend, check=True), expected(q, k, v)[0])
+
+
+def test_memory_that_is_not_aligned_is_copied(backend):
+    aligned = arrays(1, 1, 9, 8)
+    q, k, v = (np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(x.dtype) for x in aligned)
+    q, k, v = (x.reshape(1, 1, 9, 8) for x in (q, k, v))
+    close(cupyfa.attention(q, k, v, backend=backend), expected(*aligned)[0])
+
+
+# Kinds
+
+
+def test_numpy_in_numpy_out(backend):
+    o, lse = cupyfa.attention(*arrays(4, 8), backend=backend, return_lse=True)
+    assert type(o) is type(lse) is np.ndarray
+
+
+@pytest.mark.gpu
+def test_cupy_in_cupy_out_on_the_current_stream(cuda):
+    import cupy
+
+    host = arrays(2, 3, 50, 16, N=40)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        device = [cupy.asarray(x) for x in host]
+        o, lse = cupyfa.attention(*device, return_lse=True)
+        stream.synchronize()
+    assert isinstance(o, cupy.ndarray) and isinstance(lse, cupy.ndarray)
+    close(o.get(), expected(*host)[0])
+    close(lse.get(), expected(*host)[1])
+
+
+@pytest.mark.gpu
+def test_cupy_views_and_out_are_used_in_place(cuda):
+    import cupy
+
+    host = arrays(2, 3, 50, 16)
+    q, k, v = (cupy.asarray(x)[:, ::-1, ::2] for x in host)
+    out = cupy.full((2, 25, 3, 16), np.nan, np.float32).swapaxes(1, 2)
+    cuda.empty((1,), np.dtype("f4"))
+    before = cupy.get_default_memory_pool().used_bytes()
+    assert cupyfa.attention(q, k, v, out=out) is out
+    assert cupy.get_default_memory_pool().used_bytes() == before
+    close(out.get(), expected(*(x[:, ::-1, ::2] for x in host))[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_torch_tensors_pass_through_dlpack(cuda, dtype):
+    torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
+    import cupy
+
+    q, k, v = (
+        torch.from_numpy(x).to("cuda", getattr(torch, dtype)) for x in arrays(1, 2, 9, 8)
+    )
+    o = cupyfa.attention(q, k, v, check=True)
+    assert isinstance(o, cupy.ndarray)
+    assert str(o.dtype) == dtype
+
+
+def test_dlpack_arrays_on_the_host_are_seen_by_numpy(backend):
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+            self.__dlpack__ = array.__dlpack__
+            self.__dlpack_device__ = array.__dlpack_device__
+
+    host = arrays(1, 2, 9, 8)
+    o = cupyfa.attention(*(Foreign(x) for x in host), backend=backend)
+    assert isinstance(o, np.ndarray)
+    close(o, expected(*host)[0])
+
+
+class OnTheGpu:
+    """Looks like an array in GPU memory."""
+
+    shape, ndim, dtype = (4, 8), 2, np.dtype("f4")
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+@pytest.mark.parametrize(
+    "change, backend, message",
+    [
+        ({"q": [[1.0]]}, "auto", "q is a list; pass a NumPy or CuPy array"),
+        ({"q": OnTheGpu()}, "auto", "different kinds .q in GPU memory, k in host memory"),
+        (dict.fromkeys("qkv", OnTheGpu()), "simulator", "the simulator takes NumPy arrays"),
+    ],
+)
+def test_other_kinds_are_refused(change, backend, message):
+    q, k, v = arrays(4, 8)
+    with pytest.raises(TypeError, match=message):
+        cupyfa.attention(**({"q": q, "k": k, "v": v} | change), backend=backend)
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_out_has_the_inputs_dtype_and_lse_that_of_sums(backend, dtype):
+    q, k, v = arrays(2, 9, 8, dtype=dtype)
+    o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
+    assert o.dtype == dtype
+    assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64, ">f4", np.bool_, object])
+def test_other_dtypes_are_refused(dtype):
+    x = np.zeros((4, 8), dtype)
+    with pytest.raises(TypeError, match="not supported; use one of float16, bfloat16, float32"):
+        cupyfa.attention(x, x, x, backend="simulator")
+
+
+def test_mixed_dtypes_are_refused():
+    q, k, v = arrays(4, 8)
+    with pytest.raises(TypeError, match="q float32, k float32, v float64; convert"):
+        cupyfa.attention(q, k, v.astype(np.float64), backend="simulator")
+
+
+# Scale and masks
+
+
+@pytest.mark.parametrize("scale", [None, 0, -2.5, 1.0])
+def test_scale(backend, scale):
+    q, k, v = arrays(1, 1, 9, 8)
+    o = cupyfa.attention(q, k, v, scale=scale, backend=backend, check=True)
+    close(o, expected(q, k, v, scale)[0])
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_scale_must_be_finite(scale):
+    with pytest.raises(ValueError, match="give a finite number"):
+        cupyfa.attention(*arrays(4, 8), scale=scale, backend="simulator")
+
+
+@KERNELS
+@pytest.mark.parametrize("M, N", [(9, 9), (9, 14), (14, 9), (70, 3)])
+@pytest.mark.parametrize("causal", [True, "bottom-right", "top-left"])
+def test_causal_alignments(backend, kernel, M, N, causal):
+    q, k, v = arrays(1, 1, M, 8, N=N)
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, causal=causal, backend=backend,
+                              return_lse=True, check=True)
+    diagonal = 0 if causal == "top-left" else N - M
+    for row in range(M):
+        seen = max(0, min(N, row + diagonal + 1))
+        if seen == 0:
+            assert (o[..., row, :] == 0).all() and (lse[..., row] == NEG).all()
+        else:
+            alone = expected(q[:, :, row : row + 1], k[:, :, :seen], v[:, :, :seen])
+            np.testing.assert_allclose(o[:, :, row : row + 1], alone[0], rtol=5e-3, atol=5e-3)
+
+
+def test_unknown_masks_are_refused():
+    for causal in ("lower", 1, 0.0):
+        with pytest.raises(ValueError, match="use False, True .*'bottom-right'.*'top-left'"):
+            cupyfa.attention(*arrays(4, 8), causal=causal, backend="simulator")
+
+
+# NaN and infinity
+
+
+@KERNELS
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_masked_keys_never_matter(backend, kernel, poison):
+    q, k, v = arrays(1, 2, 40, 8, N=70)
+    clean = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend)
+    k[:, :, 35:] = v[:, :, 35:] = poison
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend,
+                              return_lse=True, check=True)
+    # Equal up to the order of a sum: some kernels take it again where they met a NaN.
+    tolerance = 1e-5 if kernel.rounding is None else 1e-3
+    np.testing.assert_allclose(o[:, :, :35], clean[:, :, :35], rtol=tolerance, atol=tolerance)
+    assert np.isfinite(lse[:, :, :35]).all()
+    assert not np.isfinite(o[:, :, 35:]).any()
+
+
+@KERNELS
+def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
+    q, k, v = arrays(1, 1, 40, 8)
+    q[0, 0, 5, 3] = np.nan
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
+    hit = np.arange(40) == 5
+    assert np.isnan(o[0, 0, hit]).all() and np.isnan(lse[0, 0, hit]).all()
+    assert np.isfinite(o[0, 0, ~hit]).all() and np.isfinite(lse[0, 0, ~hit]).all()
+
+
+@KERNELS
+def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
+    q, k, v = np.ones((1, 1, 3, 2), "f4"), np.zeros((1, 1, 40, 2), "f4"), arrays(1, 1, 40, 2)[2]
+    k[0, 0, ::2] = NEG
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
+    np.testing.assert_allclose(o[0, 0, 0], v[0, 0, 1::2].mean(0), atol=1e-3)
+    np.testing.assert_allclose(lse, np.log(20), rtol=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("size", [1e2, -1e4])
+def test_huge_scores_do_not_overflow(backend, kernel, size):
+    q, k, v = arrays(1, 1, 40, 8)
+    q[..., 0], k[..., 0] = 1, size
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, scale=1, backend=backend, return_lse=True,
+                              check=True)
+    assert np.isfinite(o).all() and np.isfinite(lse).all()
+
+
+@KERNELS
+def test_one_hot_values_read_off_the_weights(backend, kernel):
+    q, k, _ = arrays(1, 1, 9, 8, N=40)
+    v = np.eye(40, dtype=np.float32)[None, None]
+    weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=2e-3)
+
+
+# Determinism and purity
+
+
+@KERNELS
+def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
+    q, k, v = arrays(3, 2, 40, 8, N=50)
+    first, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
+    again, lse2 = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(lse, lse2)
+    if not kernel.name.startswith("baseline"):  # cuBLAS may choose another product for a batch
+        alone = cupyfa.attention(q[1:2], k[1:2], v[1:2], kernel=kernel, backend=backend)
+        np.testing.assert_array_equal(first[1:2], alone)
+
+
+@KERNELS
+def test_inputs_are_never_written(backend, kernel):
+    inputs = arrays(2, 2, 40, 8)
+    before = [x.copy() for x in inputs]
+    for x in inputs:
+        x.flags.writeable = False
+    cupyfa.attention(*inputs, kernel=kernel, backend=backend)
+    for x, y in zip(inputs, before):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_out_is_filled_and_returned(backend, check):
+    q, k, v = arrays(2, 3, 9, 8)
+    out = np.full((2, 9, 3, 8), np.nan, np.float32).swapaxes(1, 2)
+    assert cupyfa.attention(q, k, v, backend=backend, out=out, check=check) is out
+    np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, backend=backend))
+
+
+@pytest.mark.parametrize(
+    "out, error, message",
+    [
+        (np.empty((4, 9), np.float32), ValueError, r"float32 \(4, 9\), the result is float32 \(4, 8"),
+        (np.empty((4, 8)), ValueError, "out is float64"),
+        ([0], TypeError, "out is a list, the inputs are ndarrays"),
+    ],
+)
+def test_out_that_cannot_hold_the_result_is_refused(out, error, message):
+    with pytest.raises(error, match=message):
+        cupyfa.attention(*arrays(4, 8), backend="simulator", out=out)
+
+
+def test_out_must_not_overlap_an_input():
+    q, k, v = arrays(4, 8)
+    with pytest.raises(ValueError, match="out overlaps the input K"):
+        cupyfa.attention(q, k, v, backend="simulator", out=k)
+
+
+def test_an_error_leaves_out_untouched(backend):
+    out = np.full((4, 8), 7, np.float32)
+    with pytest.raises(cupyfa.Unsupported):
+        cupyfa.attention(*arrays(4, 8), kernel="fa2", Br=1024, Bc=1024, backend=backend, out=out)
+    assert (out == 7).all()
+
+
+@pytest.mark.gpu
+def test_no_allocation_survives_a_call(cuda):
+    import cupy
+
+    q, k, v = (cupy.asarray(x) for x in arrays(2, 3, 50, 16))
+    used = []
+    for kernel in FORWARD:
+        cupyfa.attention(q, k, v, kernel=kernel)
+        used.append(cupy.get_default_memory_pool().used_bytes())
+    assert len(set(used)) == 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        (((4,), (4, 8), (4, 8)), r"q has shape \(4,\); it needs at least two axes"),
+        (((4, 8), (4, 7), (4, 8)), r"d, the last axis of q and k, must be equal; .*\(4, 7\)"),
+        (((4, 8), (5, 8), (4, 8)), "N, the number of keys, must be equal"),
+        (((2, 4, 8), (3, 4, 8), (3, 4, 8)), "heads=2 is not a multiple of kv_heads=3"),
+        (((2, 4, 8), (2, 4, 8), (1, 4, 8)), "the number of key heads must be equal"),
+        (((2, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "the leading axes must be equal"),
+    ],
+)
+def test_shapes_that_contradict_each_other_are_refused(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention(*(np.zeros(shape, np.float32) for shape in shapes), backend="simulator")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layout": "sbhd"}, "layout 'sbhd' is unknown; use one of bhsd, bshd"),
+        ({"backend": "metal"}, "backend 'metal' is unknown; use one of auto, cuda, simulator"),
+        ({"kernel": "v9"}, "kernel 'v9' is unknown; the forward kernels are baseline"),
+        ({"kernel": "fa2", "Wr": 3}, "fa2 has no constant 'Wr'; it has Br, Bc"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention(*arrays(4, 8), **({"backend": "simulator"} | options))
+
+
+def test_a_kernel_without_lse_says_so():
+    from dataclasses import replace
+
+    fa2 = FORWARD["fa2"]
+    kernel = replace(fa2, features=tuple(x for x in fa2.features if x != "lse"))
+    with pytest.raises(cupyfa.Unsupported, match="does not compute lse"):
+        cupyfa.attention(*arrays(4, 8), kernel=kernel, backend="simulator", return_lse=True)
+
+
+def test_cuda_without_a_device_says_what_to_do(monkeypatch):
+    select._cuda.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    from cupyfa.backends import cuda as module
+
+    monkeypatch.setattr(module, "unavailable", lambda: "no CUDA device is visible")
+    with pytest.raises(cupyfa.DeviceError, match="no CUDA device.*use backend='simulator'"):
+        cupyfa.attention(*arrays(4, 8), backend="cuda")
+    select._cuda.cache_clear()
+
+
+def test_auto_without_a_device_takes_the_simulator_and_says_so_once(monkeypatch):
+    from cupyfa.backends import cuda as module
+
+    monkeypatch.setattr(module, "unavailable", lambda: "no CUDA device is visible")
+    select._cuda.cache_clear()
+    select._automatic.cache_clear()
+    with pytest.warns(UserWarning, match="no CUDA device is visible.*running in the simulator"):
+        cupyfa.attention(*arrays(4, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cupyfa.attention(*arrays(4, 8))
+    select._cuda.cache_clear()
+    select._automatic.cache_clear()
+
+
+def test_several_threads_at_once(backend):
+    q, k, v = arrays(2, 2, 40, 8)
+    want = {d: cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend) for d in range(1, 9)}
+    failures = []
+
+    def work(d):
+        for _ in range(5):
+            got = cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend)
+            if not (got == want[d]).all():
+                failures.append(d)
+
+    threads = [threading.Thread(target=work, args=(d,)) for d in want]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_kernels_lists_every_record():
+    assert {k.name for k in cupyfa.kernels("forward")} == set(FORWARD)
+    assert len(cupyfa.kernels()) > len(FORWARD)
+    with pytest.raises(ValueError, match="operation 'decode' is unknown; there are softmax, forward"):
+        cupyfa.kernels("decode")

@@ -1,0 +1,145 @@
+"""Faults planted in a kernel that is right: each must be caught, and by what should catch it."""
+
+from dataclasses import replace
+
+import pytest
+from problems import FORWARD, inputs_of, name, planned
+
+from cupyfa import WrongResult, calls, sources
+from cupyfa.backends.simulator import Simulator
+from cupyfa.backends.simulator.machine import SimulatorFault
+
+SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
+
+BARRIERS = [
+    "    __syncthreads();  // before the next tile of Q overwrites this one\n",
+    "      __syncthreads();  // before K overwrites values that a slower thread still reads\n",
+    "      __syncthreads();  // K is there\n",
+    "      __syncthreads();  // before V overwrites keys that a slower thread still reads\n",
+    "      __syncthreads();  // V is there\n",
+    "    __syncthreads();  // every row's output and sum are there\n",
+]
+
+
+def broken(tmp_path, kernel, right, wrong, header=None):
+    """A copy of a kernel, or of a header it includes, with one piece of text replaced."""
+    file = (sources.INCLUDE / header) if header else sources.KERNELS / f"forward/{kernel}.cu"
+    text = file.read_text()
+    assert right in text, "the fault must change something"
+    (tmp_path / file.name).write_text(text.replace(right, wrong))
+    if header:
+        original = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
+        (tmp_path / f"{kernel}.cu").write_text(original)
+    return replace(FORWARD[kernel], folder=tmp_path)
+
+
+def run(kernel, backend, sizes=SIZES, **tiles):
+    plan = planned(kernel, backend, sizes, **tiles)
+    return calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda text: text.split("// ")[1].strip())
+@pytest.mark.parametrize("Br", [32, 64])
+def test_a_removed_barrier_is_a_race(tmp_path, barrier, Br):
+    kernel = broken(tmp_path, "fa2_coalesced", barrier, "\n")
+    # Blocks take several tiles of Q, or else the last barrier would guard nothing.
+    launch = replace(kernel.launches[0], grid=lambda p, c: 1)
+    with pytest.raises(SimulatorFault, match=r"fa2_coalesced, block \(0, 0, 0\), thread .*(race|has written)"):
+        run(replace(kernel, launches=(launch,)), Simulator(), Br=Br, Bc=16)
+
+
+@pytest.mark.parametrize(
+    "right, wrong, line",
+    [
+        ("real(shared.Q[threadIdx.x][k])", "real(shared.Q[threadIdx.x][k + 1])", "shared.Q["),
+        ("real(shared.K[first + i][k])", "real(shared.K[first + i + 1][k])", "shared.K["),
+    ],
+    ids=["column", "row"],
+)
+def test_an_index_one_past_a_row_of_shared_memory(tmp_path, right, wrong, line):
+    kernel = broken(tmp_path, "fa2", right, wrong)
+    with pytest.raises(SimulatorFault) as fault:
+        run(kernel, Simulator())
+    file, _, number = fault.value.place.rpartition(":")
+    assert file.endswith("fa2.cu")
+    assert line in (tmp_path / "fa2.cu").read_text().splitlines()[int(number) - 1]
+
+
+PAST_THE_END = ("O.row(batch, head, row)[col] =", "O.row(batch, head, row)[col + 1] =")
+
+
+def test_a_write_past_the_end_of_an_array_in_the_simulator(tmp_path):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O.*fa2\.cu:\d+"):
+        run(kernel, Simulator())
+
+
+@pytest.mark.gpu
+def test_a_write_past_the_end_of_an_array_on_the_gpu(tmp_path, cuda):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    with pytest.raises(WrongResult, match="wrote 4 bytes outside O"):
+        run(kernel, cuda)
+
+
+def test_a_read_past_the_end_of_an_array(tmp_path):
+    right = "tensor.row(batch, head, row)[col]"
+    kernel = broken(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
+    with pytest.raises(SimulatorFault, match=r"reads 4 bytes.*past the end of [QKV]"):
+        run(kernel, Simulator())
+
+
+def test_shared_memory_nobody_wrote(tmp_path):
+    kernel = broken(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
+    with pytest.raises(SimulatorFault, match="no thread of this block has written"):
+        run(kernel, Simulator())
+
+
+def test_a_thread_that_misses_a_barrier(tmp_path):
+    right = "    load_row(shared.Q[threadIdx.x], Q,"
+    kernel = broken(tmp_path, "fa2", right, f"    if (row >= M) return;\n{right}")
+    with pytest.raises(SimulatorFault, match=r"returned"):
+        run(kernel, Simulator())
+
+
+RESULTS = {
+    "unwritten output": ("col < dv; ++col) {\n        O.row", "col < dv - 1; ++col) {\n        O.row"),
+    "unwritten row": ("    if (row < M) {", "    if (row < M - 1) {"),
+    "wrong lse": ("= softmax.lse();", "= softmax.lse() + 1e-2f;"),
+    "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
+    "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
+    "last key dropped": ("visible_keys(row, N, diagonal) : 0", "visible_keys(row, N - 1, diagonal) : 0"),
+    "mask off by one": ("visible_keys(row, N, diagonal) : 0", "visible_keys(row, N, diagonal - 1) : 0"),
+    "scale forgotten": ("dots[i] * scale;", "dots[i];"),
+    "old sums not rescaled": ("first + i] * factor;", "first + i];"),
+}
+
+
+@pytest.mark.parametrize("fault", RESULTS, ids=name)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):
+    kernel = broken(tmp_path, "fa2", *RESULTS[fault])
+    with pytest.raises(WrongResult, match=r"fa2 on batch=2 heads=2.*\n  (O|lse): "):
+        plan = planned(kernel, backend, SIZES, dtype)
+        calls.checked(backend, plan, inputs_of(plan), {})
+
+
+def test_unwritten_elements_are_counted(tmp_path, backend):
+    kernel = broken(tmp_path, "fa2", *RESULTS["unwritten output"])
+    with pytest.raises(WrongResult, match=f"{2 * 2 * 50} elements are NaN"):
+        run(kernel, backend)
+
+
+def test_a_written_input_is_found(tmp_path, backend):
+    right = "    *lse.row(batch, head, row) = softmax.lse();"
+    wrong = right + "\n      const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
+    kernel = broken(tmp_path, "fa2", right, wrong)
+    with pytest.raises(WrongResult, match="wrote its input K, first at byte"):
+        run(kernel, backend)
+
+
+def test_a_fault_leaves_the_simulator_in_order(tmp_path):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    for _ in range(2):
+        with pytest.raises(SimulatorFault):
+            run(kernel, Simulator())
+        run(FORWARD["fa2"], Simulator())

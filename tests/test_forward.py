@@ -1,0 +1,75 @@
+"""Every rung of the forward ladder is right: ragged shapes, both backends, every dtype."""
+
+import numpy as np
+import pytest
+from problems import FORWARD, RAGGED, claimed, inputs_of, name, planned
+
+from cupyfa import calls
+from cupyfa.backends.simulator import Simulator
+
+
+@pytest.mark.parametrize("sizes", RAGGED, ids=name)
+@pytest.mark.parametrize("kernel, dtype", claimed(), ids=name)
+def test_ragged_shapes(backend, kernel, dtype, sizes):
+    plan = planned(kernel, backend, sizes, dtype)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_token_major_layout_is_read_in_place(backend, kernel):
+    plan = planned(kernel, backend, RAGGED[0])
+    inputs = inputs_of(plan, layout="bshd")
+    assert inputs["Q"].strides[1] < inputs["Q"].strides[2]
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
+    plan = planned(kernel, backend, {"batch": 2, "heads": 2, "M": 19, "N": 23, "d": 8})
+    inputs = {x: array[:, ::-1, ::-1] for x, array in inputs_of(plan).items()}
+    inputs["K"] = np.broadcast_to(inputs["K"][:1], inputs["K"].shape)
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+@pytest.mark.parametrize("d", [256, 1024])
+def test_large_head_dimensions(backend, kernel, d):
+    plan = planned(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize(
+    "kernel, tiles",
+    [
+        (kernel, tile)
+        for kernel in FORWARD.values()
+        for tile in kernel.tiles[1:]
+        if kernel.name != "fa2"  # the same as fa2_coalesced's
+    ]
+    + [
+        (FORWARD["minimal"], {"Br": 5, "Bc": 11}),
+        (FORWARD["v2"], {"Br": 3, "Bc": 5}),
+        (FORWARD["v3"], {"Br": 32, "Bc": 32, "Wr": 16, "Wc": 32}),
+        (FORWARD["v3"], {"Br": 16, "Bc": 48, "Wr": 16, "Wc": 16}),
+        (FORWARD["fa2"], {"Br": 40, "Bc": 16}),
+        (FORWARD["fa2_coalesced"], {"Br": 7, "Bc": 3}),
+    ],
+    ids=name,
+)
+def test_tiles_of_other_sizes(backend, kernel, tiles):
+    sizes = {"heads": 2, "M": 50, "N": 45, "d": 24, "dv": 17, "causal": True}
+    plan = planned(kernel, backend, sizes, **tiles)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_another_order_of_threads_gives_the_same_bits(kernel):
+    plan = planned(kernel, Simulator(), RAGGED[0])
+    inputs = inputs_of(plan)
+    results = [
+        calls.checked(Simulator(schedule=schedule, workers=workers), plan, inputs, {})
+        for schedule, workers in ((None, 1), (1, 2), (2, 1))
+    ]
+    for result in results[1:]:
+        for key, array in result.items():
+            np.testing.assert_array_equal(array, results[0][key])

@@ -1,0 +1,149 @@
+"""The house rules that a program can hold the code to."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupyfa
+from cupyfa.kernel import Launch
+from cupyfa.ladder import LADDER
+from cupyfa.planning import source_path
+from cupyfa.sources import INCLUDE, KERNELS, ROOT
+
+PACKAGE = Path(cupyfa.__file__).parent
+# Each layer imports from layers above it only.
+LAYERS = [
+    {"dtypes"},
+    {"problem", "reference"},
+    {"kernel", "tolerance"},
+    {"operations", "ladder"},
+    {"planning"},
+    {"sources"},
+    {"backends", "backends.guard"},
+    {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
+    {"backends.select"},
+    {"calls"},
+    {"api", "trial"},
+    {"report"},
+    {"__init__", "__main__"},
+]
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__") if name != "__init__" else name
+
+
+def level_of(name: str) -> int:
+    while name not in LEVEL and "." in name:
+        name = name.rpartition(".")[0]
+    return LEVEL[name]
+
+
+def imports(path: Path, *, everywhere: bool = True) -> set[str]:
+    """Modules that a file imports; only at its top if not everywhere."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree)) if everywhere else tree.body
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_module(name: str) -> str | None:
+    """The project's module that an import names, or None for other people's."""
+    if not name.startswith("cupyfa."):
+        return None
+    parts = name.split(".")[1:]
+    while parts and not ((PACKAGE / Path(*parts)).with_suffix(".py").exists()
+                         or (PACKAGE / Path(*parts) / "__init__.py").exists()):
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_modules_import_upwards_only(path):
+    here = module_name(path)
+    for name in imports(path, everywhere=False):
+        other = own_module(name)
+        if other is None or other.split(".")[0] == here.split(".")[0]:
+            continue
+        assert level_of(other) < level_of(here), f"{here} imports {other}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_cupy_is_imported_by_the_cuda_backend_alone(path):
+    cupy = {name for name in imports(path) if name.split(".")[0] in ("cupy", "cupyx", "cuda")}
+    allowed = module_name(path) in ("backends.cuda", "backends.cublas")
+    assert allowed or not cupy
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_only_the_command_line_prints(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [call for call in calls if getattr(call.func, "id", "") == "print"]
+
+
+def test_importing_the_package_imports_neither_cupy_nor_the_command_line():
+    import subprocess
+
+    code = "import sys, cupyfa; print([m for m in ('cupy', 'click', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def launches():
+    return [
+        (kernel, launch)
+        for kernels in LADDER.values()
+        for kernel in kernels.values()
+        for launch in kernel.launches
+        if isinstance(launch, Launch)
+    ]
+
+
+def test_every_kernel_file_belongs_to_a_record_and_every_record_has_its_files():
+    files = {path for path in KERNELS.rglob("*.cu")}
+    assert files == {KERNELS / source_path(kernel, launch) for kernel, launch in launches()}
+
+
+@pytest.mark.parametrize("kernel, launch", launches(), ids=lambda x: getattr(x, "entry", None))
+def test_the_entry_point_bears_its_files_name(kernel, launch):
+    path = KERNELS / source_path(kernel, launch)
+    assert path.stem == launch.entry
+    entries = re.findall(r'extern "C" __global__.*?void (\w+)\(', path.read_text(), re.DOTALL)
+    assert entries == [launch.entry]
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
+def test_kernels_keep_the_rules_of_style(path):
+    text = path.read_text()
+    assert text.startswith("// " + path.stem if path.suffix == ".cu" else "#pragma once\n// ")
+    assert not re.search(r"#\s*(ifn?def|if|define)\b", text), "no macros, no conditional text"
+    assert all(name.endswith((".cuh", ".h")) for name in re.findall(r"#include <(.*)>", text))
+    assert '#include "' not in text
+    assert max(map(len, text.splitlines())) <= 100
+    if path.suffix == ".cu":
+        assert not re.search(r"\basm\b", text), "PTX belongs in kernels/include"
+
+
+def test_every_header_with_ptx_has_a_twin_of_the_same_functions():
+    twins = PACKAGE / "backends" / "simulator" / "include"
+    function = re.compile(r"^(?:__device__|inline|template)[^;{}]*?\b(\w+)\(", re.MULTILINE)
+    for header in INCLUDE.glob("*.cuh"):
+        if re.search(r"\basm\b", header.read_text()):
+            ours, twin = (set(function.findall(f.read_text())) for f in (header, twins / header.name))
+            assert ours and ours <= twin, f"{header.name}: {ours - twin}"
+
+
+def test_root_holds_kernels_and_the_command_line():
+    assert (ROOT / "cli.py").is_file()
+    assert (ROOT / "kernels").is_dir()

@@ -1,0 +1,157 @@
+"""Plans are integers: what the records compute, and how they refuse."""
+
+from dataclasses import replace
+
+import pytest
+
+import cupyfa
+from cupyfa import Kernel, Launch, Limits, Problem, Unsupported, planning
+from cupyfa.ladder import LADDER
+
+H100 = Limits("an H100", shared_bytes=232448, arch="90")
+TURING = Limits("a T4", shared_bytes=65536, arch="75")
+FORWARD = LADDER["forward"]
+
+
+def plan(name, limits=H100, tiles=None, **sizes):
+    return planning.plan(FORWARD[name], Problem.of_sizes(**sizes), limits, **(tiles or {}))
+
+
+def test_fa2_by_hand():
+    p = plan("fa2", batch=2, heads=3, M=70, N=45, d=64)
+    (launch,) = p.launches
+    assert p.constants == {"Br": 32, "Bc": 32}
+    assert launch.grid == (3 * 3 * 2, 1, 1)
+    assert launch.threads == 32
+    assert launch.shared_bytes == 4 * (4 * 32 * 64 + 32 * 32)  # 4 Bc d + Bc Bc floats
+    assert p.scratch == {}
+    assert p.outputs["O"][0] == (2, 3, 70, 64)
+    assert p.outputs["lse"][0] == (2, 3, 70)
+
+
+def test_minimal_by_hand():
+    (launch,) = plan("minimal", batch=2, heads=3, M=70, d=64).launches
+    assert launch.grid == (6, 1, 1)
+    assert launch.shared_bytes == 4 * (3 * 32 * 64 + 32 * 32)  # 3 Bc d + Bc Br floats
+
+
+def test_v3_needs_the_same_shared_memory_for_every_head_dimension():
+    sizes = {plan("v3", M=64, d=d).launches[0].shared_bytes for d in (1, 64, 1000, 5000)}
+    assert len(sizes) == 1
+    assert plan("v3", M=64, d=64).launches[0].threads == 128
+
+
+def test_tiles_shrink_until_shared_memory_fits():
+    small, large = (plan("fa2", M=64, d=d).constants for d in (64, 1024))
+    assert small["Br"] * small["Bc"] > large["Br"] * large["Bc"]
+    assert plan("fa2", limits=TURING, M=64, d=256).launches[0].shared_bytes <= 65536
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("d", [1, 3, 64, 256, 1024])
+def test_every_rung_plans_every_head_dimension_within_the_limits(name, d):
+    for launch in plan(name, M=100, d=d).launches:
+        assert launch.shared_bytes <= H100.shared_bytes
+        assert launch.threads <= H100.threads
+        assert all(1 <= size < 2**31 for size in launch.grid)
+
+
+def test_fixed_tiles_that_do_not_fit_are_refused_with_the_numbers():
+    with pytest.raises(Unsupported) as refused:
+        plan("fa2", tiles={"Br": 32, "Bc": 32}, M=64, d=1024)
+    message = str(refused.value)
+    assert f"{4 * (4 * 32 * 1024 + 32 * 32):,}" in message
+    assert "232,448" in message
+    assert "Br=32, Bc=32, d=1024" in message
+    assert "leave Br, Bc to the plan" in message
+
+
+def test_a_dtype_that_a_kernel_lacks_is_refused_naming_who_can():
+    with pytest.raises(Unsupported, match="float16, bfloat16, float32.*kernels that can: baseline"):
+        plan("v3", M=64, d=64, dtype="float64")
+
+
+def test_a_head_dimension_that_fits_nowhere_names_the_kernels_it_fits():
+    with pytest.raises(Unsupported, match=r"kernels that can: .*\bv3\b"):
+        plan("fa2", M=4, d=20000)
+
+
+def test_missing_matrix_products_are_refused_with_the_remedy():
+    limits = replace(H100, no_matmul="its matrix products need cuBLAS: pip install x")
+    with pytest.raises(Unsupported, match="pip install x"):
+        plan("baseline", limits=limits, M=4, d=4)
+
+
+@pytest.mark.parametrize(
+    "tiles, message",
+    [
+        ({"Bx": 4}, "no constant 'Bx'; it has Br, Bc"),
+        ({"Br": 0}, "Br=0 is no tile size"),
+        ({"Br": 2.5}, "Br=2.5 is no tile size"),
+        ({"Bc": 24}, "Bc is below 16 or a multiple of it"),
+    ],
+)
+def test_constants_that_make_no_sense_are_refused(tiles, message):
+    with pytest.raises(ValueError, match=message):
+        plan("fa2", tiles=tiles, M=4, d=4)
+
+
+def test_too_many_threads_are_refused():
+    with pytest.raises(Unsupported, match="2,048 threads a block; an H100 allows 1,024"):
+        plan("fa2", tiles={"Br": 2048, "Bc": 1}, M=4, d=4)
+
+
+def test_a_kernel_is_refused_what_it_does_not_claim():
+    launch = Launch("plain", args="Q.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
+    plain = Kernel(name="plain", adds="", launches=(launch,), arch="80")
+    problem = Problem.of_sizes(M=8, d=8, heads=4)
+    assert "lse" not in planning.plan(plain, problem, H100).outputs
+    for change, lacking in (
+        ({"causal": "top-left"}, "lacks causal"),
+        ({"kv_heads": 2}, "lacks gqa"),
+        ({"dv": 4}, "lacks dv"),
+    ):
+        with pytest.raises(Unsupported, match=lacking):
+            planning.plan(plain, replace(problem, **change), H100)
+    with pytest.raises(Unsupported, match="needs sm_80, a T4 is sm_75"):
+        planning.plan(plain, problem, TURING)
+
+
+def test_auto_takes_the_kernel_that_was_measured_fastest():
+    problem = Problem.of_sizes(M=64, d=64)
+    chosen = planning.select("auto", "forward", problem, H100)
+    measured = {name: kernel.tflops.get("float32", 0) for name, kernel in FORWARD.items()}
+    assert measured[chosen.name] == max(measured.values()) > 0
+
+
+def test_auto_never_rounds_coarser_than_the_dtype():
+    for dtype in ("bfloat16", "float32", "float64"):
+        problem = Problem.of_sizes(M=64, d=64, dtype=dtype)
+        assert planning.select("auto", "forward", problem, H100).rounding is None
+
+
+def test_unknown_kernels_name_the_known():
+    with pytest.raises(ValueError, match="'fa3' is unknown; .*fa2_coalesced.*'auto'"):
+        planning.select("fa3", "forward", Problem.of_sizes(M=1, d=1), H100)
+
+
+def test_a_record_of_another_operation_is_refused():
+    with pytest.raises(ValueError, match="softmax_safe computes softmax, not forward"):
+        planning.select(
+            LADDER["softmax"]["softmax_safe"], "forward", Problem.of_sizes(M=1, d=1), H100
+        )
+
+
+def test_the_public_plan_is_every_number_of_a_launch():
+    p = cupyfa.plan(kernel="fa2", limits=H100, batch=2, heads=4, kv_heads=2, M=70, N=45, d=64, Br=16)
+    assert p.constants["Br"] == 16
+    assert p.launches[0].grid == (5 * 4 * 2, 1, 1)
+    assert (p.problem.group, p.problem.diagonal) == (2, 0)
+
+
+def test_largest_d_is_the_last_that_plans():
+    largest = planning.largest_d(FORWARD["v1"], "float32", H100)
+    assert planning.can(FORWARD["v1"], Problem.of_sizes(M=1, d=largest), H100)
+    assert not planning.can(FORWARD["v1"], Problem.of_sizes(M=1, d=largest + 1), H100)
+    assert planning.largest_d(FORWARD["v3"], "float32", H100) is None
+    assert planning.largest_d(FORWARD["v3"], "float64", H100) == 0

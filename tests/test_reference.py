@@ -1,0 +1,251 @@
+"""The reference against what is simpler than it: three lines of NumPy, and finite differences."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupyfa import reference
+
+NAN, INF = np.nan, np.inf
+
+
+def inputs(shape_q, shape_k, dv, seed=0):
+    rng = np.random.default_rng(seed)
+    shape_v = (*shape_k[:-1], dv)
+    return tuple(rng.normal(size=shape) for shape in (shape_q, shape_k, shape_v))
+
+
+def naive(q, k, v, scale, diagonal=None):
+    """Attention as one would write it first: every row sees a key, and nothing overflows."""
+    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    weights = np.exp(scale * q @ k.mT)
+    if diagonal is not None:
+        weights = np.tril(weights, diagonal)
+    total = weights.sum(-1, keepdims=True)
+    return weights @ v / total, np.log(total)[..., 0]
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors():
+    with np.errstate(all="raise", under="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 3, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("scale", [0.25, 0.0, -1.0])
+def test_attention_is_what_one_would_write_first(diagonal, kv_heads, scale):
+    q, k, v = inputs((2, 6, 7, 4), (2, kv_heads, 10, 4), dv=5)
+    out, lse = reference.attention(q, k, v, scale=scale, diagonal=diagonal)
+    expected_out, expected_lse = naive(q, k, v, scale, diagonal)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=1e-14)
+    assert out.dtype == lse.dtype == np.float64
+
+
+@pytest.mark.parametrize("tile", [1, 16, 1 << 18])
+def test_tiles_change_nothing(monkeypatch, tile):
+    q, k, v = inputs((2, 4, 33, 4), (2, 2, 33, 4), dv=4)
+    whole = naive(q, k, v, 0.5, 0)
+    monkeypatch.setattr(reference, "_TILE_SCORES", tile)
+    monkeypatch.setattr(reference, "_TILE_ROWS", 5)
+    for actual, expected in zip(reference.attention(q, k, v, scale=0.5, diagonal=0), whole):
+        np.testing.assert_allclose(actual, expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_narrow_inputs_are_taken_as_they_are(dtype):
+    narrow = [x.astype(dtype) for x in inputs((1, 2, 5, 4), (1, 2, 6, 4), dv=3)]
+    wide = [x.astype(np.float64) for x in narrow]
+    for actual, expected in zip(
+        reference.attention(*narrow, scale=0.5), reference.attention(*wide, scale=0.5)
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_rows_without_a_key_are_empty():
+    q, k, v = inputs((1, 1, 6, 4), (1, 1, 4, 4), dv=3)
+    out, lse = reference.attention(q, k, v, scale=0.5, diagonal=-2)
+    assert np.all(out[0, 0, :2] == 0) and np.all(lse[0, 0, :2] == -INF)
+    assert np.all(out[0, 0, 2:] != 0) and np.all(np.isfinite(lse[0, 0, 2:]))
+    np.testing.assert_allclose(out[0, 0, 2], v[0, 0, 0])  # row 2 sees key 0 alone
+
+
+def test_scores_of_minus_infinity_only_make_a_row_empty():
+    q, k, v = inputs((1, 1, 2, 1), (1, 1, 3, 1), dv=2)
+    q[...], k[...] = 1.0, -INF
+    out, lse = reference.attention(q, k, v, scale=0.5)
+    assert np.all(out == 0) and np.all(lse == -INF)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_hidden_keys_never_matter(poison):
+    q, k, v = inputs((1, 2, 5, 4), (1, 1, 5, 4), dv=3)
+    expected = reference.attention(q, k, v, scale=0.5, diagonal=0)
+    k[:, :, 3:], v[:, :, 2:] = poison, poison
+    actual = reference.attention(q, k, v, scale=0.5, diagonal=0)
+    for one, other in zip(actual, expected):
+        np.testing.assert_array_equal(one[:, :, :2], other[:, :, :2])
+    np.testing.assert_array_equal(actual[1][:, :, 2], expected[1][:, :, 2])  # lse ignores V
+    if np.isnan(poison):
+        assert np.all(np.isnan(actual[0][:, :, 2:]))
+    else:
+        assert np.all(actual[0][:, :, 2] == poison)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize("diagonal", [None, 1])
+def test_a_bad_query_spoils_its_own_row_only(poison, diagonal):
+    q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
+    expected = reference.attention(q, k, v, scale=0.5, diagonal=diagonal)
+    q[0, 1, 3] = poison
+    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # q of inf has scores of +inf
+    actual = reference.attention(q, k, v, scale=0.5, diagonal=diagonal)
+    spoilt = np.zeros((2, 2, 5), bool)
+    spoilt[0, 1, 3] = True
+    elsewhere = np.ones((2, 2), bool)
+    elsewhere[0, 1] = False
+    for one, other in zip(actual, expected):
+        np.testing.assert_array_equal(np.isnan(one).reshape(2, 2, 5, -1).all(-1), spoilt)
+        np.testing.assert_array_equal(np.isnan(one).reshape(2, 2, 5, -1).any(-1), spoilt)
+        np.testing.assert_array_equal(one[elsewhere], other[elsewhere])
+
+
+def test_one_column_of_v_may_be_bad():
+    q, k, v = inputs((1, 1, 3, 4), (1, 1, 4, 4), dv=3)
+    expected, _ = reference.attention(q, k, v, scale=0.5)
+    v[0, 0, 1, 2] = NAN
+    out, lse = reference.attention(q, k, v, scale=0.5)
+    np.testing.assert_allclose(out[..., :2], expected[..., :2], rtol=1e-14)
+    assert np.all(np.isnan(out[..., 2])) and np.all(np.isfinite(lse))
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs((1, 1, 3, 4), (1, 1, 4, 4), dv=3)
+    out, lse = reference.attention(q * 1e4, k * 1e4, v, scale=1.0)
+    assert np.all(np.isfinite(out)) and np.all(np.isfinite(lse))
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads", "M", "N", "d", "dv"])
+@pytest.mark.parametrize("diagonal", [None, 0])
+def test_any_size_may_be_zero(axis, diagonal):
+    size = {"batch": 2, "heads": 2, "M": 3, "N": 4, "d": 5, "dv": 6, axis: 0}
+    batch, heads, M, N, d, dv = size.values()
+    q, k, v = inputs((batch, heads, M, d), (batch, heads, N, d), dv)
+    for precision in reference.PRECISIONS:
+        out, lse = reference.attention(q, k, v, scale=1.0, diagonal=diagonal, precision=precision)
+        assert out.shape == (batch, heads, M, dv) and lse.shape == (batch, heads, M)
+    if axis == "N":
+        assert np.all(out == 0) and np.all(lse == -INF)
+    grads = reference.attention_backward(
+        np.ones((batch, heads, M, dv)), q, k, v, scale=1.0, diagonal=diagonal
+    )
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32", "tf32"])
+def test_same_precision_rounds_every_step(precision):
+    """Written out for one head; out is the exact same numbers, lse of float32."""
+    q, k, v = inputs((1, 1, 9, 8), (1, 1, 11, 8), dv=8)
+    out, lse = reference.attention(q, k, v, scale=0.3, precision=precision)
+    r = lambda x: reference.rounded(x, precision)  # noqa: E731 - the formula reads best so
+    s = r(r(q) @ r(r(k) * np.float32(0.3)).mT)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    total = p.sum(-1, keepdims=True)
+    o = r(r(p / total) @ r(v))
+    np.testing.assert_array_equal(out, o)
+    np.testing.assert_array_equal(out, r(out))
+    np.testing.assert_allclose(lse, (s.max(-1, keepdims=True) + np.log(total))[..., 0], rtol=1e-6)
+    exact, _ = reference.attention(q, k, v, scale=0.3)
+    assert 0 < np.abs(out - exact).max() < 20 * float(reference_eps(precision))
+
+
+def reference_eps(precision):
+    return ml_dtypes.finfo("float16" if precision == "tf32" else precision).eps
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_rounding_is_that_of_the_dtype(precision):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=100_000) * 10.0 ** rng.integers(-12, 7, 100_000)
+    edges = [0, 65504, 65519, 65520, 2**-14, 2**-24, 2**-25, 3 * 2**-25, 1e38, NAN, INF]
+    x = np.concatenate([x, edges, np.negative(edges)]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        expected = x.astype(np.dtype(precision)).astype(np.float32)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(reference.rounded(x, precision), expected)
+
+
+def test_tf32_keeps_ten_bits():
+    ulp = 2.0**-10
+    x = np.array([1, 1 + ulp, 1 + 0.49 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.51 * ulp])
+    expected = np.array([1, 1 + ulp, 1, 1, 1 + 2 * ulp, -1 - ulp])
+    np.testing.assert_array_equal(reference.rounded(x, "tf32"), expected)
+
+
+def test_an_unknown_precision_is_named():
+    with pytest.raises(ValueError, match="precision 'half' is unknown; use one of float64, "):
+        reference.softmax(np.ones(3), precision="half")
+
+
+def test_softmax_is_what_one_would_write_first():
+    x = np.random.default_rng(0).normal(size=(2, 3, 7))
+    y, lse = reference.softmax(x)
+    np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(-1, keepdims=True), rtol=1e-14)
+    np.testing.assert_allclose(lse, np.log(np.exp(x).sum(-1)), rtol=1e-14)
+
+
+def test_softmax_of_infinite_and_empty_rows():
+    x = np.array([[0.0, -INF], [-INF, -INF], [NAN, 0.0], [INF, 0.0], [1e4, -1e4]])
+    y, lse = reference.softmax(x)
+    np.testing.assert_array_equal(y, [[1, 0], [0, 0], [NAN, NAN], [NAN, NAN], [1, 0]])
+    np.testing.assert_array_equal(lse, [0, -INF, NAN, NAN, 1e4])
+    y, lse = reference.softmax(np.zeros((3, 0)))
+    assert y.shape == (3, 0) and np.all(lse == -INF)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    "M, N, diagonal", [(3, 5, None), (3, 5, 2), (5, 3, -2), (5, 3, 0), (1, 1, 0)]
+)
+def test_gradients_are_finite_differences(M, N, diagonal, kv_heads):
+    arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
+    dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
+    options = {"scale": 0.7, "diagonal": diagonal}
+    grads = reference.attention_backward(dout, *arrays, **options)
+
+    def loss():
+        return np.sum(dout * reference.attention(*arrays, **options)[0])
+
+    step = 1e-5
+    for array, grad in zip(arrays, grads):
+        assert grad.shape == array.shape
+        for index in np.ndindex(array.shape):
+            kept = array[index]
+            array[index] = kept + step
+            above = loss()
+            array[index] = kept - step
+            difference = (above - loss()) / (2 * step)
+            array[index] = kept
+            assert grad[index] == pytest.approx(difference, abs=1e-8), index
+
+
+def test_gradients_of_empty_rows_and_hidden_keys_are_zero():
+    q, k, v = inputs((1, 2, 6, 4), (1, 1, 5, 4), dv=3)
+    dout = np.ones((1, 2, 6, 3))
+    clean = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=-3)
+    q[:, :, :3], k[:, :, 3:], v[:, :, 3:], dout[:, :, :3] = NAN, NAN, INF, NAN
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=-3)
+    assert np.all(dq[:, :, :3] == 0) and np.all(dk[:, :, 3:] == 0) and np.all(dv[:, :, 3:] == 0)
+    for actual, expected in zip((dq, dk, dv), clean):
+        np.testing.assert_allclose(actual, expected, rtol=1e-14)
+
+
+def test_a_bad_gradient_stays_with_the_keys_of_its_row():
+    q, k, v = inputs((1, 1, 4, 4), (1, 1, 4, 4), dv=3)
+    dout = np.ones((1, 1, 4, 3))
+    dout[0, 0, 1] = NAN
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=0)
+    np.testing.assert_array_equal(np.isnan(dq[0, 0]).any(-1), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(dk[0, 0]).any(-1), [True, True, False, False])
+    np.testing.assert_array_equal(np.isnan(dv[0, 0]).any(-1), [True, True, False, False])

@@ -1,0 +1,413 @@
+"""The bounds accept correct kernels and reject faulty ones; both are simulated in NumPy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupyfa import reference, tolerance
+from cupyfa.tolerance import WrongResult, attention_verdicts, require, softmax_verdicts
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+HEAD_DIMS = (1, 3, 16, 64, 128, 256, 512, 1024)
+LENGTHS = ((1, 1), (2, 3), (7, 45), (33, 203), (3, 799), (5, 1024))
+DISTRIBUTIONS = ("normal", "uniform", "peaky")
+INF, NAN = np.inf, np.nan
+
+
+@dataclass
+class Case:
+    """An attention problem with its inputs, and the name by which failures call it."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dtype: str
+    scale: float
+    diagonal: int | None = None
+    name: str = ""
+
+    def verdicts(self, results, rounding=None):
+        return attention_verdicts(
+            results,
+            self.q,
+            self.k,
+            self.v,
+            scale=self.scale,
+            diagonal=self.diagonal,
+            dtype=self.dtype,
+            rounding=rounding,
+        )
+
+    def worst(self, results, rounding=None):
+        return max(verdict.ratio for verdict in self.verdicts(results, rounding))
+
+
+def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, diagonal=None, seed=0):
+    """Random inputs; "peaky" makes scores so large that few keys have all the weight."""
+    rng = np.random.default_rng([seed, M, N, d])
+    draw = rng.random if distribution == "uniform" else rng.standard_normal
+    q, k, v = (draw((1, *s)) for s in ((heads, M, d), (kv_heads, N, d), (kv_heads, N, dv or d)))
+    if distribution == "peaky":
+        q, k = q * 5, k * 3
+    q, k, v = (reference.rounded(x, dtype) for x in (q, k, v))
+    name = f"{dtype} {distribution} M={M} N={N} d={d} diagonal={diagonal} seed={seed}"
+    return Case(q, k, v, dtype, d**-0.5, diagonal, name)
+
+
+def kernel(c, *, rounding=None, scale=None, diagonal=None, keys=None, base2=False, tile=32, seed=0):
+    """The online softmax as one GPU thread per row computes it: every sum term after term.
+
+    It works in float32 (float64 for float64), without fused multiply-adds, and its exponentials
+    are wrong by up to 2 units in the last place. P is rounded to a narrow dtype before it
+    multiplies V. `scale`, `diagonal` and the number of `keys` may differ from the case's.
+    """
+    real = np.float64 if c.dtype == "float64" and rounding is None else np.float32
+    narrow = rounding or (c.dtype if c.dtype in ("float16", "bfloat16") else None)
+    rng, eps = np.random.default_rng(seed), np.finfo(real).eps
+    power, unit = (np.exp2, np.log2(np.e)) if base2 else (np.exp, 1.0)
+
+    def exp(x):
+        y = power(x)
+        return y * (1 + 2 * eps * rng.uniform(-1, 1, y.shape)).astype(real)
+
+    def rounded(x, precision):
+        return x if precision is None else reference.rounded(x, precision).astype(real)
+
+    with np.errstate(all="ignore"):
+        group = c.q.shape[1] // c.k.shape[1]
+        q, k, v = (rounded(x.astype(real), rounding) for x in (c.q, c.k, c.v))
+        k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+        M, N, d = q.shape[2], k.shape[2], q.shape[3]
+        S = np.zeros((*q.shape[:2], M, N), real)
+        for i in range(d):
+            S += q[..., i, None] * k[..., None, :, i]
+        S *= real(real(c.scale if scale is None else scale) * real(unit))
+        diagonal = c.diagonal if diagonal is None else diagonal
+        hidden = np.zeros((M, N), bool)
+        if diagonal is not None:
+            hidden = np.arange(N) > np.arange(M)[:, None] + diagonal
+            S[..., hidden] = -np.inf
+
+        top = np.full(q.shape[:3], -np.inf, real)
+        total, out = np.zeros_like(top), np.zeros((*q.shape[:3], v.shape[-1]), real)
+        for start in range(0, N if keys is None else keys, tile):
+            here = slice(start, min(start + tile, N if keys is None else keys))
+            new = np.maximum(top, S[..., here].max(-1))
+            safe = np.where(np.isneginf(new), real(0), new)
+            shrink, P = exp(top - safe), exp(S[..., here] - safe[..., None])
+            top, total, out = new, total * shrink, out * shrink[..., None]
+            for j in range(P.shape[-1]):
+                total = total + P[..., j]
+                seen = ~hidden[:, start + j, None]
+                out = out + np.where(
+                    seen, rounded(P, narrow)[..., j, None] * v[..., None, start + j, :], real(0)
+                )
+        out = out / np.where(total == 0, real(1), total)[..., None]
+        lse = (top * real(np.log(2)) if base2 else top) + np.log(total)
+        return {"O": reference.rounded(out, c.dtype), "lse": lse}
+
+
+def baseline(c):
+    """Matrix product, softmax, matrix product, with S and P kept in the dtype of the inputs."""
+    real = np.float64 if c.dtype == "float64" else np.float32
+    q, k, v = (x.astype(real) for x in (c.q, c.k, c.v))
+    S = reference.rounded((q @ k.mT) * real(c.scale), c.dtype).astype(real)
+    exp = np.exp(S - S.max(-1, keepdims=True))
+    total = exp.sum(-1, keepdims=True)
+    P = reference.rounded(exp / total, c.dtype)
+    lse = (S.max(-1, keepdims=True) + np.log(total))[..., 0]
+    return {"O": reference.rounded(P @ v, c.dtype), "lse": lse}
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_correct_kernel_is_accepted(dtype, d):
+    for number, (M, N) in enumerate(LENGTHS):
+        for distribution in DISTRIBUTIONS:
+            diagonal = N - M if number % 2 else None
+            c = case(dtype, distribution, M, N, d, min(d, 64), diagonal=diagonal)
+            require(c.verdicts(kernel(c, base2=bool(number % 3))), c.name)
+
+
+@pytest.mark.parametrize("rounding", ["float16", "tf32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
+    for d in (1, 16, 59, 256):
+        for distribution in DISTRIBUTIONS:
+            c = case(dtype, distribution, 17, 203, d, 16)
+            require(c.verdicts(kernel(c, rounding=rounding), rounding), f"{rounding} {c.name}")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    distribution=st.sampled_from(DISTRIBUTIONS),
+    M=st.integers(1, 6),
+    N=st.integers(1, 9),
+    d=st.sampled_from([1, 2, 3, 7, 16, 59]),
+    dv=st.integers(1, 4),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
+    scale=st.floats(-2, 2, allow_subnormal=False),
+    diagonal=st.none() | st.integers(-7, 9),
+    rounding=st.sampled_from([None, "float16", "tf32"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_small_problems_leave_nothing_to_luck(
+    dtype, distribution, M, N, d, dv, heads, scale, diagonal, rounding, seed
+):
+    """With few outputs the error of the plain computation may be zero by chance."""
+    c = case(dtype, distribution, M, N, d, dv, heads=heads[0], kv_heads=heads[1], seed=seed)
+    c.scale, c.diagonal = scale, diagonal
+    require(c.verdicts(kernel(c, rounding=rounding, base2=seed % 2), rounding), c.name)
+    c.diagonal = None
+    require(c.verdicts(baseline(c)), f"baseline, {c.name}")
+
+
+FAULTS = {
+    "last key dropped": lambda c: kernel(c, keys=c.k.shape[2] - 1),
+    "lse in base 2": lambda c: {"lse": kernel(c)["lse"] / np.log(2)},
+    "lse off by 1e-3": lambda c: {"lse": kernel(c)["lse"] + 1e-3},
+    "mask one key short": lambda c: kernel(c, diagonal=c.diagonal - 1),
+    "mask one key long": lambda c: kernel(c, diagonal=c.diagonal + 1),
+    "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_faults_among_1024_keys_are_rejected(dtype, fault):
+    diagonal = 1024 - 16 if "mask" in fault else None
+    c = case(dtype, "uniform", 16, 1024, 64, diagonal=diagonal)
+    assert c.worst(kernel(c)) < 0.7
+    assert c.worst(FAULTS[fault](c)) > 1
+
+
+@pytest.mark.parametrize("fault", ["last key dropped", "mask one key short", "mask one key long"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_missing_of_45_is_seen_in_the_output_alone(dtype, fault):
+    c = case(dtype, "normal", 7, 45, 16, diagonal=38 if "mask" in fault else None)
+    assert c.worst({"O": FAULTS[fault](c)["O"]}) > 1
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_tf32_is_no_float32(distribution, d):
+    c = case("float32", distribution, 7, 1024, d, min(d, 64))
+    assert c.worst(kernel(c, rounding="tf32")) > 1
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_scores_and_values_err_alike_in_every_sum(dtype, value):
+    c = case(dtype, "normal", 2, 4096, 3)
+    c.q[...], c.v[...] = 0, value
+    c.v = reference.rounded(c.v, dtype)
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    assert c.worst({"O": good["O"] * 1.02}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_scale_of_large_scores_is_checked_in_float32(dtype):
+    c = case("float32", "peaky", 9, 203, 64)
+    assert c.worst(kernel(c, scale=c.scale * 1.001)) > 1
+    assert c.worst(kernel(c, rounding=dtype)) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_or_unwritten_element_is_found(dtype):
+    c = case(dtype, "normal", 33, 203, 64)
+    results = kernel(c)
+    results["O"][0, 1, 20, 7] = results["O"][0, 1, 21, 7]
+    results["lse"][0, 1, 30] = NAN
+    out, lse = c.verdicts(results)
+    assert not out.passed and out.index == (0, 1, 20, 7) and out.unwritten == 0
+    assert out.actual == results["O"][0, 1, 20, 7] and out.error > out.bound > 0
+    assert not lse.passed and lse.index == (0, 1, 30) and lse.unwritten == 1
+    assert lse.error == lse.ratio == INF and np.isnan(lse.actual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_key_are_exact(dtype):
+    c = case(dtype, "normal", 9, 5, 16, diagonal=-4)
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    for name, value in (("O", 1e-30), ("O", NAN), ("lse", -1e30), ("lse", INF)):
+        bad = {key: array.astype(np.float64) for key, array in good.items()}
+        bad[name][0, 0, 1, ...] = value
+        assert [verdict.name for verdict in c.verdicts(bad) if not verdict.passed] == [name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", [None, "float16"])
+def test_nan_and_infinity_stand_where_the_reference_has_them(dtype, rounding):
+    c = case(dtype, "normal", 6, 6, 16, diagonal=0)
+    c.q[0, 0, 2], c.k[0, 0, 4, 0], c.v[0, 0, 5, 3] = NAN, NAN, INF
+    good = kernel(c, rounding=rounding)
+    assert np.isnan(good["lse"][0]).sum() == 5  # row 2 of one head, rows 4 and 5 of both
+    require(c.verdicts(good, rounding), c.name)
+    for row, value in ((2, 0.0), (2, INF), (1, NAN), (1, INF)):
+        bad = {"O": good["O"].copy()}
+        bad["O"][0, 0, row, 0] = value
+        assert c.worst(bad, rounding) == INF
+
+
+def test_infinite_values_must_have_their_sign():
+    c = case("float32", "normal", 2, 3, 4)
+    c.v[0, 0, 1, 2] = INF
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    assert np.all(good["O"][..., 2] == INF)
+    good["O"][0, 0, 0, 2] = -INF
+    assert c.worst(good) == INF
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_minus_infinity_have_no_say_in_the_bound(dtype):
+    c = case(dtype, "uniform", 4, 5, 16)
+    c.k[0, 0, 2] = -INF
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    good["O"][0, 0, 0, 0] += 0.1
+    assert c.worst(good) > 1
+
+
+def test_subnormal_numbers_may_be_flushed_to_zero():
+    c = case("float32", "normal", 5, 45, 16)
+    c.v *= np.float32(2.0**-125)
+    flushed = kernel(c)
+    flushed["O"] = np.where(np.abs(flushed["O"]) < 2.0**-126, 0, flushed["O"])
+    require(c.verdicts(flushed), c.name)
+    flushed["O"][0, 0, 0, 0] += 2.0**-115
+    assert c.worst(flushed) > 1
+
+
+def test_scores_beyond_float16_are_no_excuse():
+    """Scores are sums, and those are float32: only the plain computation overflows."""
+    c = case("float16", "normal", 5, 45, 64)
+    c.q *= 300
+    c.k *= 300
+    c.q, c.k = (reference.rounded(x, "float16") for x in (c.q, c.k))
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    good["O"][0, 0, 0, 0] = NAN
+    assert c.worst(good) == INF
+
+
+def test_inputs_beyond_float16_excuse_a_kernel_that_rounds_to_it():
+    c = case("bfloat16", "normal", 5, 45, 16)
+    c.q[0, 0, 1, 3] = 70_000.0
+    results = kernel(c, rounding="float16")
+    assert np.isnan(results["O"][0, 0, 1]).any() or np.isinf(results["lse"][0, 0, 1])
+    require(c.verdicts(results, "float16"), c.name)
+    assert c.worst(results) == INF  # one that does not round has no such excuse
+    results["O"][0, 0, 2, 3] += 0.1
+    assert c.worst(results, "float16") > 1
+
+
+def test_require_names_the_case_and_every_failure():
+    c = case("float32", "normal", 3, 4, 16)
+    results = kernel(c)
+    require(c.verdicts(results), "nothing to say")
+    results["O"][0, 1, 2, 3], results["lse"][0, 0, 0] = NAN, 7.0
+    with pytest.raises(WrongResult) as failure:
+        require(c.verdicts(results), "fa2 on float32 M=3, seed 0")
+    message = str(failure.value)
+    assert message.startswith("wrong result of fa2 on float32 M=3, seed 0\n  O: ")
+    assert "worst at [0, 1, 2, 3]: nan instead of" in message and "1 elements are NaN" in message
+    assert "\n  lse: error " in message and "worst at [0, 0, 0]: 7 instead of" in message
+
+
+@pytest.mark.parametrize(
+    "results, options, message",
+    [
+        ({"o": np.zeros((1, 2, 3, 16))}, {}, "result 'o' is unknown; use one of O, lse"),
+        ({"O": np.zeros((1, 2, 4, 16))}, {}, r"O has shape \(1, 2, 4, 16\); the inputs make it"),
+        ({}, {"dtype": "half"}, "dtype 'half' is unknown; use one of float16, "),
+        ({}, {"rounding": "fp8"}, "rounding 'fp8' is unknown; use None or one of float64, "),
+    ],
+)
+def test_what_cannot_be_compared_is_said(results, options, message):
+    c = case("float32", "normal", 3, 4, 16)
+    options = {"scale": 1.0, "diagonal": None, "dtype": "float32", **options}
+    with pytest.raises(ValueError, match=message):
+        attention_verdicts(results, c.q, c.k, c.v, **options)
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_size_may_be_zero(dtype, axis):
+    M, N, d, dv = (0 if number == axis else 3 for number in range(4))
+    q, k, v = (np.zeros((1, 2, *shape)) for shape in ((M, d), (N, d), (N, dv)))
+    lse = np.full((1, 2, M), -INF if N == 0 else np.log(3))
+    verdicts = attention_verdicts(
+        {"O": np.zeros((1, 2, M, dv)), "lse": lse}, q, k, v, scale=1.0, diagonal=None, dtype=dtype
+    )
+    require(verdicts, "zeros")
+    require(
+        softmax_verdicts(
+            {"P": np.zeros((M, 0)), "lse": np.full(M, -INF)}, q[0, 0, :, :0], dtype=dtype
+        ),
+        "an empty softmax",
+    )
+
+
+def softmax_kernel(x, dtype, base2=False, seed=0):
+    """Softmax as a thread computes it: in float32, sums in order, exponentials off by 2 ulp."""
+    real = np.float64 if dtype == "float64" else np.float32
+    rng, eps = np.random.default_rng(seed), np.finfo(real).eps
+    with np.errstate(all="ignore"):
+        x = x.astype(real)
+        x, power = (x * real(np.log2(np.e)), np.exp2) if base2 else (x, np.exp)
+        top = x.max(-1, keepdims=True, initial=-np.inf)
+        top[np.isneginf(top)] = 0
+        y = power(x - top)
+        y *= (1 + 2 * eps * rng.uniform(-1, 1, y.shape)).astype(real)
+        total = np.cumsum(y, -1, dtype=real)[..., -1:]
+        lse = top * real(np.log(2) if base2 else 1) + np.log(total)
+        P = y * (1 / np.where(total == 0, real(1), total))
+    return {"P": reference.rounded(P, dtype), "lse": lse[..., 0]}
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_correct_softmax_is_accepted_and_faults_are_not(dtype, base2):
+    for N in (1, 2, 45, 1024):
+        for spread in (0.01, 1, 30, 1000):
+            x = spread * np.random.default_rng(N).normal(size=(2, 200, N))
+            x = reference.rounded(x, dtype)
+            x[0, 0], x[0, 1, : N - 1], x[0, 2, N // 2] = -INF, -INF, NAN
+            good = softmax_kernel(x, dtype, base2)
+            require(softmax_verdicts(good, x, dtype=dtype), f"{dtype} N={N} spread={spread}")
+            assert rejects_softmax(x, dtype, lse=good["lse"] / np.log(2))
+            if spread <= 30:
+                assert rejects_softmax(x, dtype, lse=good["lse"] + 1e-3)
+            for element in (NAN, 0.8):
+                P = good["P"].copy()
+                P[1, 7, N - 1] = element
+                assert rejects_softmax(x, dtype, P=P)
+            if spread <= 1 < N:
+                short = np.zeros_like(good["P"])
+                short[..., :-1] = softmax_kernel(x[..., :-1], dtype, base2)["P"]
+                assert rejects_softmax(x, dtype, P=short)
+
+
+def rejects_softmax(x, dtype, **results):
+    return not all(verdict.passed for verdict in softmax_verdicts(results, x, dtype=dtype))
+
+
+def test_softmax_of_one_row_and_in_blocks(monkeypatch):
+    x = np.random.default_rng(0).normal(size=37)
+    y, lse = reference.softmax(x)
+    (verdict,) = softmax_verdicts({"P": y}, x, dtype="float64")
+    assert verdict.error == 0
+    require(softmax_verdicts({"lse": np.asarray(lse)}, x, dtype="float64"), "one row")
+    monkeypatch.setattr(tolerance, "_BLOCK", 100)
+    x = np.random.default_rng(0).normal(size=(3, 5, 37))
+    y, lse = reference.softmax(x)
+    require(softmax_verdicts({"P": y, "lse": lse}, x, dtype="float64"), "blocks")
+    y[2, 4, 36] += 1e-9
+    assert rejects_softmax(x, "float64", P=y)
