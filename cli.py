@@ -14,8 +14,16 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cupyfa import DeviceError, Kernel, Unsupported, WrongResult, __version__
-from cupyfa import planning, report, trial
+from cupyfa import (
+    DeviceError,
+    Kernel,
+    Unsupported,
+    WrongResult,
+    __version__,
+    planning,
+    report,
+    trial,
+)
 from cupyfa.backends.select import NAMES, backend_named
 from cupyfa.backends.simulator import Simulator, machine
 from cupyfa.dtypes import DTYPES
@@ -94,19 +102,24 @@ backend_option = click.option(
 def list_kernels(dtype: str, backend: str, form: str) -> None:
     """The kernels, what each adds, and what it can do."""
     limits = backend_named(backend).limits
-    rows = [
-        report.kernel_row(kernel, planning.largest_d(kernel, dtype, limits), dtype)
-        for operation in LADDER.values()
-        for kernel in operation.values()
-    ]
-    click.echo(report.render(rows, form))
-    if form == "table":
-        click.echo(
-            f"\nlargest d: as far as {limits.shared_bytes:,} bytes of shared memory reach, "
-            f"which is what {limits.device} gives a block.\n"
-            "rounds to: the precision that operands are rounded to by design.",
-            err=True,
-        )
+    rows = {
+        operation: [
+            report.kernel_row(kernel, planning.largest_d(kernel, dtype, limits), dtype)
+            for kernel in kernels.values()
+        ]
+        for operation, kernels in LADDER.items()
+    }
+    if form != "table":
+        every = [{"operation": name, **row} for name in rows for row in rows[name]]
+        click.echo(report.render(every, form))
+        return
+    for operation in rows:
+        click.echo(f"{operation}\n{report.render(rows[operation], form)}\n")
+    click.echo(
+        f"largest d: as far as the {limits.shared_bytes:,} bytes of shared memory reach that "
+        f"{limits.device} gives a block\nrounds to: what operands are rounded to by design",
+        err=True,
+    )
 
 
 @main.command()
@@ -114,8 +127,8 @@ def list_kernels(dtype: str, backend: str, form: str) -> None:
 @click.option("-B", "--batch", type=int, help="Sizes left out are drawn at random by the seed.")
 @click.option("-H", "--heads", type=int)
 @click.option("--kv-heads", type=int, help="Divides heads.  [default: heads, if that is given]")
-@click.option("-M", type=int, help="Queries, or the rows of a softmax.")
-@click.option("-N", type=int, help="Keys, or the columns of a softmax.")
+@click.option("-M", "M", type=int, help="Queries, or the rows of a softmax.")
+@click.option("-N", "N", type=int, help="Keys, or the columns of a softmax.")
 @click.option("-d", type=int, help="Head dimension.")
 @click.option("--dv", type=int, help="Value dimension.  [default: d]")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
@@ -224,9 +237,7 @@ def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> di
     return given
 
 
-def print_trial(
-    result: trial.Trial, device: str, backend: str, layout: str, seed: int
-) -> None:
+def print_trial(result: trial.Trial, device: str, backend: str, layout: str, seed: int) -> None:
     """A trial as a person reads it."""
     plan = result.plan
     console = Console(highlight=False, soft_wrap=True)
@@ -240,8 +251,7 @@ def print_trial(
         lines[launch.entry] = report.launch_line(launch, result.resources[launch.entry])
     lines["scratch"] = f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else ""
     lines["time"] = (
-        f"{result.time:.4g} ms (median of {len(result.milliseconds)}), "
-        f"{result.tflops:.3g} TFLOP/s"
+        f"{result.time:.4g} ms (median of {len(result.milliseconds)}), {result.tflops:.3g} TFLOP/s"
     )
     for verdict in result.verdicts:
         lines[verdict.name] = str(verdict).removeprefix(f"{verdict.name}: ")

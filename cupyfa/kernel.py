@@ -59,7 +59,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product ``out = a b * scale`` per head, left to cuBLAS. ``"K.T"`` is K transposed."""
+    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed."""
 
     out: str
     a: str

@@ -27,7 +27,7 @@ class Operation:
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, tuple[str, str]]
-    verdicts: Callable[[Arrays, Arrays, Problem, "str | None"], list[Verdict]]
+    verdicts: Callable[[Arrays, Arrays, Problem, str | None], list[Verdict]]
     flops: Callable[[Problem], int]
 
 

@@ -159,9 +159,7 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
 
 
-def _first_fit(
-    kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]
-) -> Plan:
+def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
     """The plan with the first of the kernel's tiles that fits; the last one's refusal if none."""
     _check_able(kernel, problem, limits)
     _check_given(kernel, given)

@@ -92,8 +92,8 @@ class Problem:
         Raises ValueError if shapes or options contradict each other, TypeError for dtypes.
         """
         batch, heads, M, d = _sizes("q", q, layout)
-        k_batch, kv_heads, N, k_d = _sizes("k", k, layout)
-        v_batch, v_heads, v_N, dv = _sizes("v", v, layout)
+        _, kv_heads, N, k_d = _sizes("k", k, layout)
+        _, v_heads, v_N, dv = _sizes("v", v, layout)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         _same("the leading axes", shapes, _lead(q), _lead(k), _lead(v))
         _same("d, the last axis of q and k,", shapes, d, k_d)
@@ -213,7 +213,7 @@ def _scale(scale: float | None, d: int) -> float:
 
 
 def four_axes(array: Any, layout: str) -> Any:
-    """A view [batch, heads, rows, columns] of an array in a layout, a copy only if there is none."""
+    """An array in a layout seen as [batch, heads, rows, columns]; a copy only where it must be."""
     if layout == "bshd" and array.ndim > 2:
         array = array.swapaxes(-2, -3)
     if array.ndim < 4:

@@ -34,16 +34,17 @@ def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table, as it stands in the README."""
     columns = list(rows[0]) if rows else []
     lines = [columns, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines
+    )
 
 
 def kernel_row(kernel: Kernel, largest_d: int | None, dtype: str) -> Row:
     """What ``list`` says of a kernel."""
     return {
         "kernel": kernel.name,
-        "operation": kernel.operation,
         "adds": kernel.adds,
-        "dtypes": kernel.dtypes,
+        "dtypes": [name.replace("float", "f") for name in kernel.dtypes],
         "tile": [f"{name}={value}" for name, value in kernel.tiles[0].items()],
         "rounds to": kernel.rounding or "",
         f"largest d ({dtype})": "any" if largest_d is None else largest_d,
@@ -122,9 +123,10 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], width: int | None) -> str:
+    """The first column stays whole; the others wrap to the terminal's width."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in rows[0] if rows else ():
-        table.add_column(column, overflow="fold")
+    for i, column in enumerate(rows[0] if rows else ()):
+        table.add_column(column, no_wrap=i == 0, ratio=1 if column == "adds" else None)
     for row in rows:
         table.add_row(*(text(value) for value in row.values()))
     console = Console(width=width, highlight=False)

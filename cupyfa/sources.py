@@ -1,4 +1,4 @@
-"""Finds kernels/ and writes the source text of a launch: typed constants above an unchanged file."""
+"""Finds kernels/, and writes a launch's source text: typed constants above an unchanged file."""
 
 from __future__ import annotations
 

@@ -160,9 +160,7 @@ def test_torch_tensors_pass_through_dlpack(cuda, dtype):
     torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
     import cupy
 
-    q, k, v = (
-        torch.from_numpy(x).to("cuda", getattr(torch, dtype)) for x in arrays(1, 2, 9, 8)
-    )
+    q, k, v = (torch.from_numpy(x).to("cuda", getattr(torch, dtype)) for x in arrays(1, 2, 9, 8))
     o = cupyfa.attention(q, k, v, check=True)
     assert isinstance(o, cupy.ndarray)
     assert str(o.dtype) == dtype
@@ -249,8 +247,9 @@ def test_scale_must_be_finite(scale):
 @pytest.mark.parametrize("causal", [True, "bottom-right", "top-left"])
 def test_causal_alignments(backend, kernel, M, N, causal):
     q, k, v = arrays(1, 1, M, 8, N=N)
-    o, lse = cupyfa.attention(q, k, v, kernel=kernel, causal=causal, backend=backend,
-                              return_lse=True, check=True)
+    o, lse = cupyfa.attention(
+        q, k, v, kernel=kernel, causal=causal, backend=backend, return_lse=True, check=True
+    )
     diagonal = 0 if causal == "top-left" else N - M
     for row in range(M):
         seen = max(0, min(N, row + diagonal + 1))
@@ -276,8 +275,9 @@ def test_masked_keys_never_matter(backend, kernel, poison):
     q, k, v = arrays(1, 2, 40, 8, N=70)
     clean = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend)
     k[:, :, 35:] = v[:, :, 35:] = poison
-    o, lse = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend,
-                              return_lse=True, check=True)
+    o, lse = cupyfa.attention(
+        q, k, v, kernel=kernel, causal="top-left", backend=backend, return_lse=True, check=True
+    )
     # Equal up to the order of a sum: some kernels take it again where they met a NaN.
     tolerance = 1e-5 if kernel.rounding is None else 1e-3
     np.testing.assert_allclose(o[:, :, :35], clean[:, :, :35], rtol=tolerance, atol=tolerance)
@@ -309,8 +309,9 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 def test_huge_scores_do_not_overflow(backend, kernel, size):
     q, k, v = arrays(1, 1, 40, 8)
     q[..., 0], k[..., 0] = 1, size
-    o, lse = cupyfa.attention(q, k, v, kernel=kernel, scale=1, backend=backend, return_lse=True,
-                              check=True)
+    o, lse = cupyfa.attention(
+        q, k, v, kernel=kernel, scale=1, backend=backend, return_lse=True, check=True
+    )
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 
@@ -359,7 +360,11 @@ def test_out_is_filled_and_returned(backend, check):
 @pytest.mark.parametrize(
     "out, error, message",
     [
-        (np.empty((4, 9), np.float32), ValueError, r"float32 \(4, 9\), the result is float32 \(4, 8"),
+        (
+            np.empty((4, 9), np.float32),
+            ValueError,
+            r"float32 \(4, 9\), the result is float32 \(4, 8",
+        ),
         (np.empty((4, 8)), ValueError, "out is float64"),
         ([0], TypeError, "out is a list, the inputs are ndarrays"),
     ],
@@ -436,30 +441,30 @@ def test_a_kernel_without_lse_says_so():
         cupyfa.attention(*arrays(4, 8), kernel=kernel, backend="simulator", return_lse=True)
 
 
-def test_cuda_without_a_device_says_what_to_do(monkeypatch):
-    select._cuda.cache_clear()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    from cupyfa.backends import cuda as module
+@pytest.fixture
+def no_device(monkeypatch):
+    """A machine without a CUDA device, whatever this one has."""
+    from cupyfa.backends import cuda
 
-    monkeypatch.setattr(module, "unavailable", lambda: "no CUDA device is visible")
-    with pytest.raises(cupyfa.DeviceError, match="no CUDA device.*use backend='simulator'"):
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
+    for choice in (select._cuda, select._automatic):
+        choice.cache_clear()
+    yield
+    for choice in (select._cuda, select._automatic):
+        choice.cache_clear()
+
+
+def test_cuda_without_a_device_says_what_to_do(no_device):
+    with pytest.raises(cupyfa.DeviceError, match="no CUDA device is visible; use .*'simulator'"):
         cupyfa.attention(*arrays(4, 8), backend="cuda")
-    select._cuda.cache_clear()
 
 
-def test_auto_without_a_device_takes_the_simulator_and_says_so_once(monkeypatch):
-    from cupyfa.backends import cuda as module
-
-    monkeypatch.setattr(module, "unavailable", lambda: "no CUDA device is visible")
-    select._cuda.cache_clear()
-    select._automatic.cache_clear()
-    with pytest.warns(UserWarning, match="no CUDA device is visible.*running in the simulator"):
+def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
+    with pytest.warns(UserWarning, match="no CUDA device is visible: running in the simulator"):
         cupyfa.attention(*arrays(4, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cupyfa.attention(*arrays(4, 8))
-    select._cuda.cache_clear()
-    select._automatic.cache_clear()
 
 
 def test_several_threads_at_once(backend):
@@ -484,5 +489,7 @@ def test_several_threads_at_once(backend):
 def test_kernels_lists_every_record():
     assert {k.name for k in cupyfa.kernels("forward")} == set(FORWARD)
     assert len(cupyfa.kernels()) > len(FORWARD)
-    with pytest.raises(ValueError, match="operation 'decode' is unknown; there are softmax, forward"):
+    with pytest.raises(
+        ValueError, match="operation 'decode' is unknown; there are softmax, forward"
+    ):
         cupyfa.kernels("decode")

@@ -44,7 +44,9 @@ def test_a_removed_barrier_is_a_race(tmp_path, barrier, Br):
     kernel = broken(tmp_path, "fa2_coalesced", barrier, "\n")
     # Blocks take several tiles of Q, or else the last barrier would guard nothing.
     launch = replace(kernel.launches[0], grid=lambda p, c: 1)
-    with pytest.raises(SimulatorFault, match=r"fa2_coalesced, block \(0, 0, 0\), thread .*(race|has written)"):
+    with pytest.raises(
+        SimulatorFault, match=r"fa2_coalesced, block \(0, 0, 0\), thread .*(race|has written)"
+    ):
         run(replace(kernel, launches=(launch,)), Simulator(), Br=Br, Bc=16)
 
 
@@ -102,13 +104,22 @@ def test_a_thread_that_misses_a_barrier(tmp_path):
 
 
 RESULTS = {
-    "unwritten output": ("col < dv; ++col) {\n        O.row", "col < dv - 1; ++col) {\n        O.row"),
+    "unwritten output": (
+        "col < dv; ++col) {\n        O.row",
+        "col < dv - 1; ++col) {\n        O.row",
+    ),
     "unwritten row": ("    if (row < M) {", "    if (row < M - 1) {"),
     "wrong lse": ("= softmax.lse();", "= softmax.lse() + 1e-2f;"),
     "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
     "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
-    "last key dropped": ("visible_keys(row, N, diagonal) : 0", "visible_keys(row, N - 1, diagonal) : 0"),
-    "mask off by one": ("visible_keys(row, N, diagonal) : 0", "visible_keys(row, N, diagonal - 1) : 0"),
+    "last key dropped": (
+        "visible_keys(row, N, diagonal) : 0",
+        "visible_keys(row, N - 1, diagonal) : 0",
+    ),
+    "mask off by one": (
+        "visible_keys(row, N, diagonal) : 0",
+        "visible_keys(row, N, diagonal - 1) : 0",
+    ),
     "scale forgotten": ("dots[i] * scale;", "dots[i];"),
     "old sums not rescaled": ("first + i] * factor;", "first + i];"),
 }

@@ -63,8 +63,10 @@ def own_module(name: str) -> str | None:
     if not name.startswith("cupyfa."):
         return None
     parts = name.split(".")[1:]
-    while parts and not ((PACKAGE / Path(*parts)).with_suffix(".py").exists()
-                         or (PACKAGE / Path(*parts) / "__init__.py").exists()):
+    while parts and not (
+        (PACKAGE / Path(*parts)).with_suffix(".py").exists()
+        or (PACKAGE / Path(*parts) / "__init__.py").exists()
+    ):
         parts.pop()
     return ".".join(parts) or "__init__"
 
@@ -140,7 +142,9 @@ def test_every_header_with_ptx_has_a_twin_of_the_same_functions():
     function = re.compile(r"^(?:__device__|inline|template)[^;{}]*?\b(\w+)\(", re.MULTILINE)
     for header in INCLUDE.glob("*.cuh"):
         if re.search(r"\basm\b", header.read_text()):
-            ours, twin = (set(function.findall(f.read_text())) for f in (header, twins / header.name))
+            ours, twin = (
+                set(function.findall(f.read_text())) for f in (header, twins / header.name)
+            )
             assert ours and ours <= twin, f"{header.name}: {ours - twin}"
 
 

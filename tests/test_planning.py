@@ -18,7 +18,7 @@ def plan(name, limits=H100, tiles=None, **sizes):
 
 
 def test_fa2_by_hand():
-    p = plan("fa2", batch=2, heads=3, M=70, N=45, d=64)
+    p = plan("fa2", tiles={"Br": 32, "Bc": 32}, batch=2, heads=3, M=70, N=45, d=64)
     (launch,) = p.launches
     assert p.constants == {"Br": 32, "Bc": 32}
     assert launch.grid == (3 * 3 * 2, 1, 1)
@@ -143,7 +143,9 @@ def test_a_record_of_another_operation_is_refused():
 
 
 def test_the_public_plan_is_every_number_of_a_launch():
-    p = cupyfa.plan(kernel="fa2", limits=H100, batch=2, heads=4, kv_heads=2, M=70, N=45, d=64, Br=16)
+    p = cupyfa.plan(
+        kernel="fa2", limits=H100, batch=2, heads=4, kv_heads=2, M=70, N=45, d=64, Br=16
+    )
     assert p.constants["Br"] == 16
     assert p.launches[0].grid == (5 * 4 * 2, 1, 1)
     assert (p.problem.group, p.problem.diagonal) == (2, 0)

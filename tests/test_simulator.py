@@ -1,4 +1,5 @@
 """The simulator itself: what CUDA C++ means, what it forbids, and how objects are built."""
+# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import importlib.util
 import itertools
@@ -18,6 +19,8 @@ from cupyfa import sources
 from cupyfa.backends.simulator import machine
 
 INCLUDE = [sources.INCLUDE]
+# Without it, a fault of a plain access names no line.
+HAS_LINES = shutil.which("addr2line") is not None
 
 
 def launch(body, *arrays, scalars=(), head="", **options):
@@ -448,7 +451,8 @@ def test_a_missing_barrier_between_write_and_read(schedule):
     body = NEIGHBOUR.replace("__syncthreads();", "__syncwarp();")
     caught = fault(body, ones(), threads=64, schedule=schedule)
     assert "race" in caught.what or "no thread of this block has written" in caught.what
-    assert caught.place.startswith("test.cu:4") or schedule is not None
+    if HAS_LINES:
+        assert caught.place in ("test.cu:2", "test.cu:4")
 
 
 @pytest.mark.parametrize("schedule", [None, 0, 1])
@@ -470,7 +474,7 @@ def test_a_missing_barrier_between_read_and_next_write(schedule):
     last = body.rindex("__syncthreads();")
     caught = fault(body[:last] + body[last + 16 :], A, threads=64, schedule=schedule)
     assert "race: thread" in caught.what and "no barrier between" in caught.what
-    assert caught.place in ("test.cu:4", "test.cu:6")
+    assert caught.place in (("test.cu:4", "test.cu:6") if HAS_LINES else ("",))
 
 
 def test_lanes_of_one_warp_need_a_barrier_too():
@@ -529,7 +533,7 @@ def test_an_access_outside_a_buffer(index, text, write):
     caught = fault(body, ones(), grid=(1, 2, 1))
     assert caught.what == f"{'writes' if write else 'reads'} 4 bytes, {text}"
     assert (caught.block, caught.thread) == ((0, 1, 0), (3, 0, 0))
-    if shutil.which("addr2line"):
+    if HAS_LINES:
         assert caught.place == "test.cu:2"
     assert str(caught).startswith("test, block (0, 1, 0), thread (3, 0, 0): ")
 
@@ -539,7 +543,7 @@ def test_an_access_outside_a_buffer(index, text, write):
     [
         ("((float*)nullptr)[threadIdx.x] = 1;", "null pointer"),
         ("*(float*)((char*)A + 2) = 1;", "not a multiple of 4"),
-        ("float4 v = *(float4*)(A + 1); A[0] = v.x + v.y;", "not a multiple of 16"),
+        ("A[0] = ((float4*)(A + 1))->z;", "not a multiple of 16"),
         ("A[threadIdx.x] = 7 / (int(A[0]) - 1);", "divides an integer by zero"),
         ("memset(A + 60, 0, 32);", "partly past the end of A"),
         ("assert(A[0] == 2);", "assertion failed: A[0] == 2"),
@@ -690,7 +694,7 @@ def test_twins_order_threads_by_publishing_and_observing():
 def test_a_fault_leaves_nothing_behind():
     for schedule in (None, 4, 5):
         A = np.arange(64, dtype=np.float32)
-        fault("if (threadIdx.x < 40) __syncthreads();\n__syncwarp();", threads=64, schedule=schedule)
+        fault("if (threadIdx.x < 40) __syncthreads();", threads=64, schedule=schedule)
         fault("A[64 + threadIdx.x] = 1;", A, schedule=schedule)
         launch(NEIGHBOUR, A, threads=64, schedule=schedule)
         assert (A == np.arange(64)[::-1]).all()
@@ -746,7 +750,7 @@ def test_launches_from_several_python_threads():
         if number % 2:
             assert (results[number] == number).all()
         else:
-            assert "is out of bounds for 'float [64]'" in results[number].what
+            assert "is out of bounds for 'float" in results[number].what
 
 
 # Compilers and the cache
@@ -771,9 +775,10 @@ def test_the_headers_compile_without_warnings(tmp_path):
     file = tmp_path / "all.cpp"
     file.write_text(text)
     folder = Path(machine.__file__).parent
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fsyntax-only"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-c"]
     for source in (file, folder / "runtime.cpp"):
         command = [*machine.compiler(), *flags, f"-I{folder / 'include'}", str(source)]
+        command += ["-o", str(tmp_path / "out.o")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
@@ -806,8 +811,9 @@ def test_both_compilers_run_and_check(monkeypatch, compiler):
     A = np.arange(64, dtype=np.float32)
     launch(NEIGHBOUR, A, threads=64)
     assert (A == np.arange(64)[::-1]).all()
-    race = fault("__shared__ int x;\nx = threadIdx.x;\nB[0] = x;", A, ones(dtype=np.int32))
-    assert "race: thread (0, 0, 0) wrote" in race.what and race.place.startswith("test.cu:")
+    race = fault("__shared__ int x;\nx = threadIdx.x;\n__syncthreads();\nA[x] = 1;", A)
+    assert "race: thread (0, 0, 0) wrote" in race.what
+    assert race.place == ("test.cu:2" if HAS_LINES else "")
     assert "out of bounds" in fault(NEIGHBOUR.replace("63 -", "64 -"), A, threads=64).what
     past = fault("A[64 + threadIdx.x] = 1;", A)
     assert past.what == "writes 4 bytes, just past the end of A (256 bytes)"
@@ -863,7 +869,8 @@ def test_a_damaged_object_is_made_anew(tmp_path, damage):
 def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     processes = [in_new_process(tmp_path, 51, 52) for _ in range(3)]
     assert [answer(process) for process in processes] == ["51 52"] * 3
-    assert len(list(tmp_path.iterdir())) == 3  # the runtime, two kernels, no leftovers
+    assert len(list(tmp_path.glob("*.so"))) == 3  # the runtime and two kernels
+    assert not list(tmp_path.glob("build-*"))
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

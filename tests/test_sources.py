@@ -21,13 +21,13 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "#include <cuda_fp16.h>",
         "using scalar = __half;",
         "using real = float;",
-        "constexpr int Br = 32;",
+        "constexpr int Br = 128;",
         "constexpr int Bc = 32;",
         "constexpr int d = 8;",
         "constexpr int dv = 8;",
         "constexpr bool causal = true;",
-        "constexpr int threads = 32;",
-        "constexpr int shared_bytes = 6656;",
+        "constexpr int threads = 128;",
+        "constexpr int shared_bytes = 23552;",
         '#line 1 "kernels/forward/fa2.cu"',
     ]
     assert tail.strip().startswith("// headers: ")

@@ -63,7 +63,9 @@ class Backend(ABC):
         """The compiled kernel of a launch; raises before anything has run."""
 
     @abstractmethod
-    def launch(self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping) -> None:
+    def launch(
+        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
+    ) -> None:
         """Starts a prepared kernel; ``arrays`` are all it may touch."""
 
     @abstractmethod

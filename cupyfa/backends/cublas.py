@@ -18,8 +18,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
 
     cuBLAS counts columns first, so it is asked for out^T = b^T a^T.
     """
-    batch, heads, M, N = out.shape
-    K = a.shape[-1]
+    (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
         return
     if K == 0:

@@ -25,10 +25,12 @@ def unavailable() -> str | None:
     try:
         return None if runtime.getDeviceCount() else "no CUDA device is visible"
     except runtime.CUDARuntimeError as error:
-        return f"no CUDA device: {error}"
+        return f"no CUDA device ({str(error).partition(':')[2].strip() or error})"
 
 
-def compile_without_gpu(text: str, name: str, arch: str, folders: Sequence[Any]) -> tuple[bytes, str]:
+def compile_without_gpu(
+    text: str, name: str, arch: str, folders: Sequence[Any]
+) -> tuple[bytes, str]:
     """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
 
     Raises cupy.cuda.compiler.CompileException with NVRTC's own words.
@@ -70,9 +72,6 @@ class Cuda(Backend):
     name = "cuda"
 
     def __init__(self) -> None:
-        reason = unavailable()
-        if reason:
-            raise DeviceError(f"{reason}; use backend='simulator', or 'auto'")
         self._modules: dict[tuple[int, str], Any] = {}
         self._lock = threading.Lock()
 
@@ -119,7 +118,9 @@ class Cuda(Backend):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         return kernel
 
-    def launch(self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping) -> None:
+    def launch(
+        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
+    ) -> None:
         prepared(launch.grid, (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes)
 
     def matmul(self, a: Any, b: Any, out: Any, scale: float) -> None:

@@ -76,9 +76,7 @@ def _guard(backend: Backend, array: np.ndarray, strides: Sequence[int]) -> _Guar
     return _Guarded(before=image, memory=memory, array=view, offset=offset)
 
 
-def _check_memory(
-    plan: Plan, name: str, g: _Guarded, after: np.ndarray, *, written: bool
-) -> None:
+def _check_memory(plan: Plan, name: str, g: _Guarded, after: np.ndarray, *, written: bool) -> None:
     """Whether only what may be written was written: the elements of outputs and scratch."""
     after = after.copy()
     if written:

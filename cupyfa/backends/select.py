@@ -43,7 +43,9 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     if all(host.values()):
         return backend_named(backend), [_numpy(name, array) for name, array in arrays.items()]
     if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
-        raise TypeError("the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy")
+        raise TypeError(
+            "the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy"
+        )
     engine = backend_named("cuda" if backend == "auto" else backend)
     return engine, [engine.adopt(array) for array in arrays.values()]
 
@@ -79,20 +81,30 @@ def _numpy(name: str, array: Any) -> np.ndarray:
 
 @cache
 def _automatic() -> Backend:
-    try:
+    reason = _no_cuda()
+    if reason is None:
         return _cuda()
-    except (DeviceError, ImportError) as reason:
-        warnings.warn(f"{reason}: running in the simulator, on the CPU", stacklevel=2)
-        return _simulator()
+    warnings.warn(f"{reason}: running in the simulator, on the CPU", stacklevel=2)
+    return _simulator()
 
 
 @cache
 def _cuda() -> Backend:
-    try:
-        from cupyfa.backends.cuda import Cuda
-    except ImportError as error:
-        raise DeviceError(f"CuPy cannot be imported: {error}") from None
+    reason = _no_cuda()
+    if reason is not None:
+        raise DeviceError(f"{reason}; use backend 'simulator', or 'auto'")
+    from cupyfa.backends.cuda import Cuda
+
     return Cuda()
+
+
+def _no_cuda() -> str | None:
+    """Why CUDA cannot be used here, or None if it can."""
+    try:
+        from cupyfa.backends import cuda
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error})"
+    return cuda.unavailable()
 
 
 @cache

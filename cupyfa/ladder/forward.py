@@ -14,7 +14,9 @@ SUMS_IN_MEMORY = {
 ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum M N heads group diagonal scale"
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}
-    for Br, Bc in ((32, 32), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (2, 2), (1, 1))
+    for Br in (128, 64, 32, 16, 8, 4, 2, 1)
+    for Bc in (32, 16, 8, 4, 2, 1)
+    if Bc <= Br <= 16 * Bc
 )
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
@@ -109,7 +111,7 @@ KERNELS = (
                 args=ARGS_WITH_SUMS,
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-                shared=lambda p, c: 8 * c.Br * c.Bc + 8 * c.Br + 4 * c.Bc * (c.Br + c.Bc),
+                shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
             ),
         ),
         tiles=({"Br": 64, "Bc": 32, "Wr": 32, "Wc": 16},),

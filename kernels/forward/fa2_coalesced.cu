@@ -30,7 +30,7 @@ static_assert(threads == Br, "one thread per row of the Q tile");
 // So many keys, or columns of O, are summed side by side: an element of the thread's own row is
 // read once for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
-constexpr int cols_together = 8;
+constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
 
 // This thread's row of S = Q K^T * scale; returns the maximum of its first `keys` elements.

@@ -13,18 +13,21 @@
 #include <shared.cuh>
 #include <softmax.cuh>
 #include <tensor.cuh>
+#include <tile.cuh>
 #include <warp.cuh>
 #include <wmma.cuh>
 
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
 constexpr int warps = threads / warp_size;
+constexpr int turns = cdiv(Br * Bd, threads);  // in which the block goes over a slice of O
 
 struct Shared {
   float S[Br][Bc];
   float O[Br][Bd];
-  float keep[Br];  // what an old sum is worth beside the new one
-  float take[Br];  // what the tile's sum is worth
+  OnlineSoftmax rows[Br];  // as the tile before left them
+  float keep[Br];          // what an old sum is worth beside the new one
+  float take[Br];          // what the tile's sum is worth
   __half Q[Br][Bd];
   __half K[Bc][Bd];
   __half V[Bc][Bd];
@@ -55,14 +58,22 @@ struct WarpTile {
 template <int height>
 __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
                            int head, int first_row, int rows, int first_col, int cols) {
-#pragma unroll
-  for (int i = threadIdx.x; i < height * Bd; i += threads) {
+  share_out<height * Bd, 16>([&](int i, int) {
     const int row = i / Bd, col = i % Bd;
     const bool inside = first_row + row < rows && first_col + col < cols;
     slice[row][col] =
         inside ? __float2half(float(tensor.row(batch, head, first_row + row)[first_col + col]))
                : __float2half(0.0f);
-  }
+  });
+}
+
+// This thread's elements of the old sums: on their way while the tensor cores are busy.
+__device__ void fetch_sums(float (&old)[turns], Tensor<real> O_sum, int batch, int head,
+                           int first_row, int rows, int first_col) {
+  share_out<Br * Bd, turns>([&](int i, int turn) {
+    const int row = first_row + i / Bd, col = first_col + i % Bd;
+    if (row < rows && col < dv) old[turn] = O_sum.row(batch, head, row)[col];
+  });
 }
 
 // S += Q K^T over the slices of Q and K in shared memory.
@@ -134,8 +145,8 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
     int heads, int group, int diagonal, real scale) {
   Shared& shared = shared_memory<Shared>();
-  const auto [_, head, batch] = place(blockIdx.x, 1, heads);
-  const int kv_head = head / group;
+  const Place block = place(blockIdx.x, 1, heads);
+  const int head = block.head, batch = block.batch, kv_head = head / group;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
 
   for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
@@ -145,6 +156,12 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
       if (tile > last) continue;
 
       WarpTile S(warp);
+      for (int row = threadIdx.x; row < Br; row += threads) {
+        const bool begun = tile > 0 && first_row + row < M;
+        shared.rows[row] = begun ? OnlineSoftmax{*row_max.row(batch, head, first_row + row),
+                                                 *row_sum.row(batch, head, first_row + row)}
+                                 : OnlineSoftmax{};
+      }
       for (int slice = 0; slice < d; slice += Bd) {
         __syncthreads();  // before slices that a slower warp still reads are overwritten
         load_slice(shared.Q, Q, batch, head, first_row, M, slice, d);
@@ -158,24 +175,21 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
       for (int row = warp; row < Br; row += warps) {
         const int query = first_row + row;
         const int keys = query < M ? visible_keys(query, N, diagonal) - first_key : 0;
-        OnlineSoftmax softmax;
-        if (tile > 0 && query < M) {
-          softmax = {*row_max.row(batch, head, query), *row_sum.row(batch, head, query)};
-        }
+        OnlineSoftmax softmax = shared.rows[row];
         const float old_sum = softmax.sum;
         const float factor = weigh(shared, row, keys, lane, scale, softmax);
-        if (lane == 0) {
-          shared.keep[row] = old_sum * factor * softmax.inverse_sum();
-          shared.take[row] = softmax.inverse_sum();
-          if (query < M) {
-            *row_max.row(batch, head, query) = softmax.maximum;
-            *row_sum.row(batch, head, query) = softmax.sum;
-            if (tile == last) *lse.row(batch, head, query) = softmax.lse();
-          }
-        }
+        if (lane > 0) continue;
+        shared.keep[row] = old_sum * factor * softmax.inverse_sum();
+        shared.take[row] = softmax.inverse_sum();
+        if (query >= M) continue;
+        *row_max.row(batch, head, query) = softmax.maximum;
+        *row_sum.row(batch, head, query) = softmax.sum;
+        if (tile == last) *lse.row(batch, head, query) = softmax.lse();
       }
 
       for (int slice = 0; slice < dv; slice += Bd) {
+        float old[turns] = {};
+        if (tile > 0) fetch_sums(old, O_sum, batch, head, first_row, M, slice);
         load_slice(shared.V, V, batch, kv_head, first_key, N, slice, dv);
         __syncthreads();  // P, the rows' factors and the slice of V are there
         WarpTile product(warp);
@@ -183,21 +197,18 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         product.store_to(shared.O);
         __syncthreads();  // the slice of O is there
 
-#pragma unroll 8
-        for (int i = threadIdx.x; i < Br * Bd; i += threads) {
+        share_out<Br * Bd, turns>([&](int i, int turn) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
-          if (query >= M || slice + col >= dv) continue;
-          const int keys = visible_keys(query, N, diagonal) - first_key;
-          real* old = O_sum.row(batch, head, query) + slice + col;
-          float sum = tile_output(shared, row, col, min(Bc, keys)) * shared.take[row];
-          if (tile > 0) sum += *old * shared.keep[row];
+          if (query >= M || slice + col >= dv) return;
+          const int keys = min(Bc, visible_keys(query, N, diagonal) - first_key);
+          const float product = tile_output(shared, row, col, keys);
+          const float sum = old[turn] * shared.keep[row] + product * shared.take[row];
           if (tile < last)
-            *old = sum;
+            O_sum.row(batch, head, query)[slice + col] = sum;
           else
             O.row(batch, head, query)[slice + col] = scalar(sum);
-        }
-        if constexpr (causal)
-          __syncthreads();  // before V, which tile_output may read, is overwritten
+        });
+        if constexpr (causal) __syncthreads();  // before V, which tile_output reads, is overwritten
       }
     }
   }

@@ -52,7 +52,9 @@ class Simulator(Backend):
         machine.build(text, sources.include_folders(launch), launch.entry)
         return text
 
-    def launch(self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping) -> None:
+    def launch(
+        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
+    ) -> None:
         machine.launch(
             prepared,
             launch.entry,
@@ -60,9 +62,7 @@ class Simulator(Backend):
             grid=launch.grid,
             threads=launch.threads,
             shared_bytes=launch.shared_bytes,
-            buffers=[
-                machine.Buffer(name, *span(self, array)) for name, array in arrays.items()
-            ],
+            buffers=[machine.Buffer(name, *span(self, array)) for name, array in arrays.items()],
             include_dirs=sources.include_folders(launch),
             schedule=self.schedule,
             workers=self.workers,

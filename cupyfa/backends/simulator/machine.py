@@ -34,15 +34,19 @@ _REPORT_BYTES = 2048
 _MAX_THREADS = 1024
 _MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
 
-_BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
+# Version 4 of the debug information is the last that every addr2line reads right.
+_BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
+    "-fno-exceptions",
     "-fno-math-errno",
+    # What CUDA's compiler lets pass: types seen as others, and a null pointer's access as a fault.
     "-fno-strict-aliasing",
+    "-fno-delete-null-pointer-checks",
     "-fno-omit-frame-pointer",
     "-fsanitize=thread",
-    f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
 ]
 _GCC_FLAGS = [
+    f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
     "-fsanitize=bounds-strict,integer-divide-by-zero,alignment",
     # The instrumentation leaves these two to the runtime, which sees them only if called.
     "-fno-builtin-memcpy",
@@ -50,7 +54,9 @@ _GCC_FLAGS = [
     "--param=tsan-instrument-func-entry-exit=0",
 ]
 _CLANG_FLAGS = [
-    "-fsanitize=bounds,integer-divide-by-zero,alignment",
+    f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
+    "-Werror=frame-larger-than",
+    "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
     "-mllvm",
     "-tsan-instrument-func-entry-exit=0",
@@ -59,7 +65,7 @@ _CLANG_FLAGS = [
 ]
 
 
-class SimulatorFault(RuntimeError):
+class SimulatorFault(RuntimeError):  # noqa: N818 (the kernel's fault, not the simulator's)
     """A kernel did what the simulator forbids: names kernel, block, thread, deed and source line.
 
     ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` is the deed and
@@ -83,7 +89,7 @@ class SimulatorFault(RuntimeError):
         self.place = place
 
 
-class CompilerNotFound(RuntimeError):
+class CompilerNotFound(RuntimeError):  # noqa: N818
     """No C++ compiler was found; says what was looked for and how to get one."""
 
 
@@ -322,7 +328,8 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> Kernel:
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
-    key = _digest(_identity(), source, *_kernel_flags(), *_header_bytes(folders))
+    inputs = [_identity(), source, *_kernel_flags()]
+    key = _digest(*inputs, _RUNTIME.read_bytes(), *_header_bytes(folders))
     memo_key = (key, *map(str, folders))
     with _lock:
         if memo_key in _memo:
@@ -347,7 +354,8 @@ def _source(text: str, entry: str) -> str:
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
         'extern "C" __attribute__((visibility("default")))\n'
         "simulator::ArgumentSizes simulator_argument_sizes;\n"
-        f"simulator::ArgumentSizes simulator_argument_sizes = simulator::argument_sizes(&{entry});\n"
+        "simulator::ArgumentSizes simulator_argument_sizes =\n"
+        f"    simulator::argument_sizes(&{entry});\n"
     )
 
 
@@ -401,7 +409,8 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
     def make(path: Path, scratch: Path) -> None:
         # Kernels find the runtime by its soname, once it is loaded.
         compiled = scratch / "runtime.o"
-        _run([*compiler(), *_BASE_FLAGS, "-c", str(_RUNTIME), "-o", str(compiled)])
+        command = [*compiler(), *_BASE_FLAGS, "-fno-exceptions"]
+        _run([*command, "-c", str(_RUNTIME), "-o", str(compiled)])
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
 
     with _lock:
@@ -490,10 +499,12 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a compiler: the caller's, with a place for zig's own cache."""
+    """The environment of a compiler: the caller's, with a place for zig's cache if it has none."""
     environment = dict(os.environ, LC_ALL="C")
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        environment.setdefault(name, str(_cache_folder() / "zig"))
+    base = _user_cache()
+    if base is None or not _can_write(base / "zig"):
+        for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+            environment.setdefault(name, str(_cache_folder() / "zig"))
     return environment
 
 
@@ -514,28 +525,35 @@ def _header_bytes(folders: Iterable[Path]) -> Iterable[bytes]:
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             if path.suffix in _HEADER_ENDINGS:
-                yield str(path.relative_to(folder)).encode()
+                yield str(path)[len(str(folder)) :].encode()
                 yield path.read_bytes()
 
 
-def _cache_folder() -> Path:
-    """A folder that objects can be written to and found in again, private to this user."""
-    if chosen := os.environ.get("CUPYFA_CACHE_DIR"):
-        return _writable(Path(chosen))
-    base = os.environ.get("XDG_CACHE_HOME")
+def _user_cache() -> Path | None:
+    """The folder this user's programs keep their caches in; None for a user without a home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base)
     try:
-        return _writable(Path(base) / "cupyfa" if base else Path.home() / ".cache" / "cupyfa")
-    except RuntimeError:  # a user without a home
-        return _temporary_folder()
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
 
 
-def _writable(folder: Path) -> Path:
+def _cache_folder() -> Path:
+    """A folder that objects can be written to, and found in again if the user has such a one."""
+    chosen = os.environ.get("CUPYFA_CACHE_DIR")
+    base = _user_cache()
+    folder = Path(chosen) if chosen else base / "cupyfa" if base else None
+    return folder if folder and _can_write(folder) else _temporary_folder()
+
+
+def _can_write(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            return True
     except OSError:
-        return _temporary_folder()
+        return False
 
 
 @cache
