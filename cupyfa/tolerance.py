@@ -76,7 +76,7 @@ _NARROW = ("float16", "bfloat16", "tf32")
 _BLOCK = 1 << 20  # elements of the softmax compared at a time
 
 
-class WrongResult(AssertionError):  # noqa: N818 - it reads as what it says
+class WrongResult(AssertionError):
     """A result lies farther from the reference than its bound allows."""
 
 

@@ -6,6 +6,7 @@
 // only. Tiles begin at multiples of 32 bytes; `stride` counts elements and is a multiple of 16
 // bytes.
 #include <cuda_fp16.h>
+#include <shared.cuh>
 
 struct MatrixA {
   unsigned r[8];
@@ -23,10 +24,6 @@ struct MatrixBColumns {
 struct Accumulator {
   float r[8];
 };
-
-__device__ __forceinline__ unsigned shared_address(const void* tile) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(tile));
-}
 
 // A[m][k] = tile[m * stride + k].  wmma.load.a.sync.aligned.row.m16n16k16.shared.f16
 __device__ __forceinline__ MatrixA load_a(const __half* tile, int stride) {

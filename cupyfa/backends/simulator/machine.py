@@ -65,7 +65,7 @@ _CLANG_FLAGS = [
 ]
 
 
-class SimulatorFault(RuntimeError):  # noqa: N818 (the kernel's fault, not the simulator's)
+class SimulatorFault(RuntimeError):
     """A kernel did what the simulator forbids: names kernel, block, thread, deed and source line.
 
     ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` is the deed and
@@ -89,7 +89,7 @@ class SimulatorFault(RuntimeError):  # noqa: N818 (the kernel's fault, not the s
         self.place = place
 
 
-class CompilerNotFound(RuntimeError):  # noqa: N818
+class CompilerNotFound(RuntimeError):
     """No C++ compiler was found; says what was looked for and how to get one."""
 
 
