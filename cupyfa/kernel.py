@@ -78,9 +78,9 @@ class Kernel:
     "lse" (else it is not returned), "dv" (a value dimension other than d). ``scratch`` are
     temporaries as ``{name: (axes, "real" | "scalar")}``. ``arch`` is the least compute capability.
     ``rounding`` names the precision that operands are rounded to by design, where that is coarser
-    than the dtype. ``tflops`` is what it reached on an H100 SXM at batch 4, heads 16, M = N = 2048,
-    d = 128, by dtype: ``kernel="auto"`` goes by it, and never chooses a kernel without.
-    ``folder`` holds the files of a kernel outside the project.
+    than the dtype. ``tflops`` is what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}`` (at
+    batch 4, heads 16, M = N = 2048; a softmax at 16384 rows of 4096, under d = 0): ``kernel="auto"`` goes by it, and never takes a kernel that
+    was not measured. ``folder`` holds the files of a kernel outside the project.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Kernel:
     scratch: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     arch: str = "75"
     rounding: str | None = None
-    tflops: Mapping[str, float] = field(default_factory=dict)
+    tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     folder: Path | None = None
 
     @property

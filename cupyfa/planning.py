@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import log, prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,7 +148,13 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
         raise Unsupported(f"no kernel can do {problem} on {limits.device}")
-    return max(able, key=lambda kernel: kernel.tflops[problem.dtype.name])
+    return max(able, key=lambda kernel: _measured(kernel, problem))
+
+
+def _measured(kernel: Kernel, problem: Problem) -> float:
+    """What the kernel reached at the measured head dimension that is nearest by its ratio."""
+    speeds = kernel.tflops[problem.dtype.name]
+    return speeds[min(speeds, key=lambda d: abs(log(max(d, 1) / max(problem.d, 1))))]
 
 
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:

@@ -154,7 +154,7 @@ def attention_verdicts(
     expected = expected_attention(
         q, k, v, scale=scale, diagonal=diagonal, dtype=dtype, rounding=rounding
     )
-    return _verdicts(results, expected)
+    return compare(results, expected)
 
 
 def softmax_verdicts(results: Mapping[str, Array], x: Array, *, dtype: str) -> list[Verdict]:
@@ -165,7 +165,21 @@ def softmax_verdicts(results: Mapping[str, Array], x: Array, *, dtype: str) -> l
 
     Raises ValueError if a name, a shape or `dtype` is wrong.
     """
-    return _verdicts(results, expected_softmax(x, dtype=dtype))
+    return compare(results, expected_softmax(x, dtype=dtype))
+
+
+def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
+    """Compares arrays by name with what `expected_attention` or `expected_softmax` returned.
+
+    Raises ValueError if a name or a shape is wrong.
+    """
+    for name, actual in results.items():
+        if name not in expected:
+            raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
+        shape = expected[name].value.shape
+        if actual.shape != shape:
+            raise ValueError(f"{name} has shape {actual.shape}; the inputs make it {shape}")
+    return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
 
 
 @np.errstate(all="ignore")
@@ -356,16 +370,6 @@ def _expected_rows(x: Array, kernel: _Arithmetic) -> tuple[Expected, Expected]:
     P_bound = np.where(np.isneginf(lse)[:, None], 0.0, P * relative + floor)
     lse_bound = eps * (total[:, 0] + np.abs(top[:, 0]) + 2 * np.abs(_finite(lse)))
     return Expected(P, P_bound), Expected(lse, lse_bound)
-
-
-def _verdicts(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
-    for name, actual in results.items():
-        if name not in expected:
-            raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
-        shape = expected[name].value.shape
-        if actual.shape != shape:
-            raise ValueError(f"{name} has shape {actual.shape}; the inputs make it {shape}")
-    return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
 
 
 @np.errstate(all="ignore")

@@ -117,11 +117,20 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
         planning.plan(plain, problem, TURING)
 
 
-def test_auto_takes_the_kernel_that_was_measured_fastest():
-    problem = Problem.of_sizes(M=64, d=64)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("d", [64, 128, 256, 1024])
+def test_auto_takes_the_kernel_that_was_measured_fastest(dtype, d):
+    problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
     chosen = planning.select("auto", "forward", problem, H100)
-    measured = {name: kernel.tflops.get("float32", 0) for name, kernel in FORWARD.items()}
-    assert measured[chosen.name] == max(measured.values()) > 0
+    speeds = {name: k.tflops[dtype][d] for name, k in FORWARD.items() if dtype in k.tflops}
+    assert speeds[chosen.name] == max(speeds.values())
+
+
+def test_auto_goes_by_the_nearest_head_dimension_that_was_measured():
+    def chosen(d):
+        return planning.select("auto", "forward", Problem.of_sizes(M=64, d=d), H100).name
+
+    assert chosen(1) == chosen(64) and chosen(1000) == chosen(1024) and chosen(140) == chosen(128)
 
 
 def test_auto_never_rounds_coarser_than_the_dtype():

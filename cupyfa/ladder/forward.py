@@ -123,6 +123,7 @@ KERNELS = (
         features=EVERYTHING,
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
+        tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
     ),
     Kernel(
         name="fa2",
@@ -141,6 +142,12 @@ KERNELS = (
         tiles=ROW_TILES,
         rules=WHOLE_GROUPS,
         features=EVERYTHING,
+        tflops={
+            "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},
+            "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
+            "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
+            "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
+        },
     ),
     Kernel(
         name="fa2_coalesced",
@@ -162,6 +169,11 @@ KERNELS = (
         tiles=ROW_TILES,
         rules=WHOLE_GROUPS,
         features=EVERYTHING,
-        tflops={"float16": 1, "bfloat16": 1, "float32": 1, "float64": 1},
+        tflops={
+            "float16": {64: 15.4, 128: 10.4, 256: 10.3, 1024: 1.64},
+            "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},
+            "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
+            "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
+        },
     ),
 )

@@ -2,11 +2,10 @@
 // 16x16x16 tensor-core tiles of one warp: half in, float out. All 32 lanes call each function.
 //
 // mma.h cannot be compiled from the pip wheels, so these are its instructions themselves. Which
-// lane holds which element is the hardware's secret: tiles go in and out through shared memory
-// only. Tiles begin at multiples of 32 bytes; `stride` counts elements and is a multiple of 16
-// bytes.
+// lane holds which element is the hardware's secret: tiles go in and out through memory only.
+// Tiles begin at multiples of 32 bytes; `stride` counts elements and is a multiple of 16 bytes.
+// Addresses are generic: loads qualified as .shared became ldmatrix and made v3 a tenth slower.
 #include <cuda_fp16.h>
-#include <shared.cuh>
 
 struct MatrixA {
   unsigned r[8];
@@ -25,40 +24,37 @@ struct Accumulator {
   float r[8];
 };
 
-// A[m][k] = tile[m * stride + k].  wmma.load.a.sync.aligned.row.m16n16k16.shared.f16
+// A[m][k] = tile[m * stride + k].  wmma.load.a.sync.aligned.row.m16n16k16.f16
 __device__ __forceinline__ MatrixA load_a(const __half* tile, int stride) {
   MatrixA a;
-  asm volatile(
-      "wmma.load.a.sync.aligned.row.m16n16k16.shared.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
-      : "=r"(a.r[0]), "=r"(a.r[1]), "=r"(a.r[2]), "=r"(a.r[3]), "=r"(a.r[4]), "=r"(a.r[5]),
-        "=r"(a.r[6]), "=r"(a.r[7])
-      : "r"(shared_address(tile)), "r"(stride)
-      : "memory");
+  asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
+               : "=r"(a.r[0]), "=r"(a.r[1]), "=r"(a.r[2]), "=r"(a.r[3]), "=r"(a.r[4]), "=r"(a.r[5]),
+                 "=r"(a.r[6]), "=r"(a.r[7])
+               : "l"(tile), "r"(stride)
+               : "memory");
   return a;
 }
 
-// B[k][n] = tile[k * stride + n].  wmma.load.b.sync.aligned.row.m16n16k16.shared.f16
+// B[k][n] = tile[k * stride + n].  wmma.load.b.sync.aligned.row.m16n16k16.f16
 __device__ __forceinline__ MatrixBRows load_b_rows(const __half* tile, int stride) {
   MatrixBRows b;
-  asm volatile(
-      "wmma.load.b.sync.aligned.row.m16n16k16.shared.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
-      : "=r"(b.r[0]), "=r"(b.r[1]), "=r"(b.r[2]), "=r"(b.r[3]), "=r"(b.r[4]), "=r"(b.r[5]),
-        "=r"(b.r[6]), "=r"(b.r[7])
-      : "r"(shared_address(tile)), "r"(stride)
-      : "memory");
+  asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
+               : "=r"(b.r[0]), "=r"(b.r[1]), "=r"(b.r[2]), "=r"(b.r[3]), "=r"(b.r[4]), "=r"(b.r[5]),
+                 "=r"(b.r[6]), "=r"(b.r[7])
+               : "l"(tile), "r"(stride)
+               : "memory");
   return b;
 }
 
 // B[k][n] = tile[n * stride + k]: a row-major tile, transposed.
-// wmma.load.b.sync.aligned.col.m16n16k16.shared.f16
+// wmma.load.b.sync.aligned.col.m16n16k16.f16
 __device__ __forceinline__ MatrixBColumns load_b_columns(const __half* tile, int stride) {
   MatrixBColumns b;
-  asm volatile(
-      "wmma.load.b.sync.aligned.col.m16n16k16.shared.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
-      : "=r"(b.r[0]), "=r"(b.r[1]), "=r"(b.r[2]), "=r"(b.r[3]), "=r"(b.r[4]), "=r"(b.r[5]),
-        "=r"(b.r[6]), "=r"(b.r[7])
-      : "r"(shared_address(tile)), "r"(stride)
-      : "memory");
+  asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
+               : "=r"(b.r[0]), "=r"(b.r[1]), "=r"(b.r[2]), "=r"(b.r[3]), "=r"(b.r[4]), "=r"(b.r[5]),
+                 "=r"(b.r[6]), "=r"(b.r[7])
+               : "l"(tile), "r"(stride)
+               : "memory");
   return b;
 }
 
@@ -90,11 +86,11 @@ __device__ __forceinline__ void multiply_add(Accumulator& d, const MatrixA& a,
         "r"(b.r[6]), "r"(b.r[7]));
 }
 
-// tile[m * stride + n] = D[m][n].  wmma.store.d.sync.aligned.row.m16n16k16.shared.f32
+// tile[m * stride + n] = D[m][n].  wmma.store.d.sync.aligned.row.m16n16k16.f32
 __device__ __forceinline__ void store(float* tile, int stride, const Accumulator& d) {
   asm volatile(
-      "wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8}, %9;" ::
-          "r"(shared_address(tile)),
+      "wmma.store.d.sync.aligned.row.m16n16k16.f32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8}, %9;" ::"l"(
+          tile),
       "f"(d.r[0]), "f"(d.r[1]), "f"(d.r[2]), "f"(d.r[3]), "f"(d.r[4]), "f"(d.r[5]), "f"(d.r[6]),
       "f"(d.r[7]), "r"(stride)
       : "memory");

@@ -1,0 +1,39 @@
+"""Launches every kernel in every dtype on ragged shapes, for compute-sanitizer to watch.
+
+Every array has an allocation of its own, so that its ends are known.
+"""
+
+import cupy
+from problems import DTYPES, FORWARD, RAGGED, claimed, inputs_of
+
+from cupyfa import Problem, planning
+from cupyfa.backends import run
+from cupyfa.backends.select import backend_named
+from cupyfa.ladder import LADDER
+
+
+def main():
+    cupy.cuda.set_allocator(None)
+    backend = backend_named("cuda")
+    for kernel, dtype in claimed(FORWARD, DTYPES) + claimed(LADDER["softmax"], DTYPES):
+        for sizes in RAGGED:
+            launch(backend, kernel, problem_of(kernel, sizes, dtype))
+
+
+def problem_of(kernel, sizes, dtype):
+    if kernel.operation == "softmax":
+        return Problem.of_row_sizes(sizes["M"], sizes["N"], dtype)
+    return Problem.of_sizes(**sizes, dtype=dtype)
+
+
+def launch(backend, kernel, problem):
+    plan = planning.plan(kernel, problem, backend.limits)
+    inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
+    outputs = {name: backend.empty(*allocation) for name, allocation in plan.outputs.items()}
+    run(backend, plan, inputs, outputs)
+    for array in outputs.values():
+        backend.download(array)
+
+
+if __name__ == "__main__":
+    main()
