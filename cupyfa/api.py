@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,11 @@ def attention(
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
     with engine.working_on(q):
         plan = _plan(engine, "forward", kernel, problem, constants)
-        inputs = {name: four_axes(x, layout) for name, x in (("Q", q), ("K", k), ("V", v))}
-        shape = (*q.shape[:-1], problem.dv)
-        o = calls.target(engine, out, shape, problem.dtype.numpy, inputs)
+        shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
+        inputs = {"Q": view(q), "K": view(k), "V": view(v)}
+        o = calls.target(engine, out, shape, problem.dtype.numpy, inputs, view)
         lse = engine.empty(_rows(q, layout), problem.dtype.sums)
-        outputs = {"O": four_axes(o, layout), "lse": lse.reshape(problem.shape("batch heads M"))}
+        outputs = {"O": view(o), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (o, lse), out, return_lse, check)
 
 
@@ -86,13 +87,11 @@ def softmax(
     problem = Problem.of_rows(x)
     with engine.working_on(x):
         plan = _plan(engine, "softmax", kernel, problem, constants)
-        inputs = {"S": x.reshape(problem.shape("batch heads M N"))}
-        p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs)
+        view = partial(_rows_of_scores, problem=problem)
+        inputs = {"S": view(x)}
+        p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
         lse = engine.empty(x.shape[:-1], problem.dtype.sums)
-        outputs = {
-            "P": p.reshape(problem.shape("batch heads M N")),
-            "lse": lse.reshape(problem.shape("batch heads M")),
-        }
+        outputs = {"P": view(p), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (p, lse), out, return_lse, check)
 
 
@@ -153,6 +152,11 @@ def _plan(
 ) -> Plan:
     record = planning.select(kernel, operation, problem, engine.limits)
     return planning.plan(record, problem, engine.limits, **constants)
+
+
+def _rows_of_scores(x: Any, problem: Problem) -> Any:
+    """The rows of x as the scores of one head."""
+    return x.reshape(problem.shape("batch heads M N"))
 
 
 def _rows(q: Any, layout: str) -> tuple[int, ...]:

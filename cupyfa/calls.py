@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,19 @@ from cupyfa.planning import Plan
 Arrays = Mapping[str, Any]
 
 
-def target(engine: Backend, out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Arrays):
+def target(
+    engine: Backend,
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    inputs: Arrays,
+    view: Callable[[Any], Any],
+) -> Any:
     """The array a kernel writes its result to: the caller's, if it lies on the GPU, or a new one.
 
-    Host memory is filled only at the end of a call, when nothing can fail any more. Raises if
-    the caller's array cannot hold the result or overlaps an input.
+    ``view`` is how the kernel sees it; where that is a copy, the caller's array is filled at the
+    end. So is host memory: only when nothing can fail any more. Raises if the caller's array
+    cannot hold the result or overlaps an input.
     """
     if out is None:
         return engine.empty(shape, dtype)
@@ -35,8 +43,10 @@ def target(engine: Backend, out: Any, shape: tuple[int, ...], dtype: np.dtype, i
     for name, array in inputs.items():
         if np.may_share_memory(out, array) if not lies_here else overlap(engine, out, array):
             raise ValueError(f"out overlaps the input {name}, which must not be written")
-    writable = lies_here and out.ndim <= 4 and _columns_contiguous(out)
-    return out if writable else engine.empty(shape, dtype)
+    in_place = lies_here and _columns_contiguous(out)
+    if in_place and engine.address(view(out)) == engine.address(out):
+        return out
+    return engine.empty(shape, dtype)
 
 
 def fill(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays, *, check: bool) -> None:

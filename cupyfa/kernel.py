@@ -71,16 +71,19 @@ class Matmul:
 class Kernel:
     """One version of an operation.
 
-    ``tiles`` lists the constants the kernel is compiled with, in order of preference; a plan takes
-    the first that fits the device and what the caller fixed; ``rules`` are what constants must
-    keep, as ``{"in words": c -> bool}``. ``features`` are what it can do
-    beyond the plain case: "causal", "gqa", "strides" (else inputs are copied to be contiguous),
-    "lse" (else it is not returned), "dv" (a value dimension other than d). ``scratch`` are
-    temporaries as ``{name: (axes, "real" | "scalar")}``. ``arch`` is the least compute capability.
-    ``rounding`` names the precision that operands are rounded to by design, where that is coarser
-    than the dtype. ``tflops`` is what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}`` (at
-    batch 4, heads 16, M = N = 2048; a softmax at 16384 rows of 4096, under d = 0): ``kernel="auto"`` goes by it, and never takes a kernel that
-    was not measured. ``folder`` holds the files of a kernel outside the project.
+    adds: what this version adds to the one before, in a few words.
+    tiles: the constants it is compiled with, in order of preference; a plan takes the first that
+        fits the device and what the caller fixed.
+    rules: what constants must keep, as ``{"in words": c -> bool}``.
+    features: what it can do beyond the plain case: "causal", "gqa", "strides" (else inputs are
+        copied to be contiguous), "lse" (else it is not returned), "dv" (dv other than d).
+    scratch: temporaries, as ``{name: (axes, "real" | "scalar")}``.
+    arch: the least compute capability.
+    rounding: the precision that operands are rounded to by design, where that is not the dtype's.
+    tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, at batch 4, heads 16,
+        M = N = 2048; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it,
+        and never takes a kernel that was not measured.
+    folder: where the files of a kernel from outside the project are.
     """
 
     name: str

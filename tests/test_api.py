@@ -155,6 +155,18 @@ def test_cupy_views_and_out_are_used_in_place(cuda):
 
 
 @pytest.mark.gpu
+def test_out_that_no_kernel_can_write_into_is_filled_at_the_end(cuda):
+    import cupy
+
+    x = cupy.asarray(arrays(2, 3, 6, 8)[0])
+    out = cupy.full((3, 2, 6, 16), np.nan, np.float32).swapaxes(0, 1)[..., ::2]
+    assert cupyfa.softmax(x, out=out) is out
+    cupy.testing.assert_array_equal(out, cupyfa.softmax(x))
+    assert cupyfa.attention(x, x, x, out=out) is out
+    cupy.testing.assert_array_equal(out, cupyfa.attention(x, x, x))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_torch_tensors_pass_through_dlpack(cuda, dtype):
     torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
