@@ -57,12 +57,15 @@ def fill(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays, *, check:
     """
     inputs = readable(plan, inputs)
     outputs = {name: outputs[name] for name in plan.outputs}
-    sized = {name: _with_columns(engine, outputs[name], *plan.outputs[name]) for name in outputs}
+    written = {name: _writable(engine, plan, name, outputs[name]) for name in outputs}
     if check:
-        for name, array in checked(engine, plan, inputs, sized).items():
-            sized[name][...] = engine.upload(array)
+        for name, array in checked(engine, plan, inputs, written).items():
+            written[name][...] = engine.upload(array)
     else:
-        run(engine, plan, {name: engine.upload(x) for name, x in inputs.items()}, sized)
+        run(engine, plan, {name: engine.upload(x) for name, x in inputs.items()}, written)
+    for name, array in outputs.items():
+        if written[name] is not array and array.size:
+            array[...] = written[name]
 
 
 def checked(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays) -> dict[str, np.ndarray]:
@@ -117,6 +120,12 @@ def _columns_contiguous(array: Any) -> bool:
     )
 
 
-def _with_columns(engine: Backend, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """The output itself, or memory of the planned shape in place of one without columns."""
-    return array if tuple(array.shape) == shape else engine.empty(shape, dtype)
+def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
+    """The output if the kernel can write it as it is, else memory to copy it from.
+
+    The kernel writes the planned shape, which has a column where the caller's may have none, and
+    knows its strides only if it says so.
+    """
+    shape, dtype = plan.outputs[name]
+    strided = "strides" in plan.kernel.features or array.flags.c_contiguous
+    return array if strided and tuple(array.shape) == shape else engine.empty(shape, dtype)
