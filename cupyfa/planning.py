@@ -20,6 +20,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
+_LARGEST_GRID = 2**31 - 1
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -251,6 +252,11 @@ def _planned(
         raise Unsupported(
             f"{kernel.name} with {sizes} needs {threads:,} threads a block; "
             f"{limits.device} allows {limits.threads:,}"
+        )
+    if max(x, y, z) > _LARGEST_GRID:
+        raise Unsupported(
+            f"{kernel.name} with {sizes} needs a grid of {x:,} x {y:,} x {z:,} blocks; "
+            f"CUDA allows {_LARGEST_GRID:,}"
         )
     if shared_bytes > limits.shared_bytes:
         raise Unsupported(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cupyfa.dtypes import DType, dtype_named
 
 CAUSAL = {False: None, None: None, True: "bottom-right"} | {
@@ -197,7 +199,7 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 
 def _causal(causal: bool | str | None) -> str | None:
-    if not isinstance(causal, (bool, str, type(None))) or causal not in CAUSAL:
+    if not isinstance(causal, bool | np.bool_ | str | None) or causal not in CAUSAL:
         raise ValueError(
             f"causal={causal!r} is unknown; use False, True (the same as 'bottom-right': query i "
             "sees keys j <= i + N - M) or 'top-left' (j <= i)"

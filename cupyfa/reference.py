@@ -184,7 +184,6 @@ def attend(
         np.copyto(weights, 0.0, where=tile.hidden)  # in a row of NaN they are not yet zero
     weights = rounded(weights, precision)
     out = rounded(_sum_visible(weights, v, tile.hidden), precision)
-    out[np.isneginf(lse)] = 0.0
     out[np.isnan(lse)] = np.nan
     return out, lse, weights
 

@@ -317,6 +317,17 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 
 
 @KERNELS
+def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
+    q, k, v = np.ones((1, 1, 3, 2), "f4"), np.full((1, 1, 40, 2), NEG, "f4"), np.ones((1, 1, 40, 2))
+    v[0, 0, 7, 1] = np.nan
+    o, lse = cupyfa.attention(
+        q, k, v.astype("f4"), kernel=kernel, backend=backend, return_lse=True, check=True
+    )
+    assert (o[..., 0] == 0).all() and np.isnan(o[..., 1]).all()
+    assert (lse == NEG).all()
+
+
+@KERNELS
 @pytest.mark.parametrize("size", [1e2, -1e4])
 def test_huge_scores_do_not_overflow(backend, kernel, size):
     q, k, v = arrays(1, 1, 40, 8)

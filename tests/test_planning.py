@@ -166,3 +166,8 @@ def test_largest_d_is_the_last_that_plans():
     assert not planning.can(FORWARD["v1"], Problem.of_sizes(M=1, d=largest + 1), H100)
     assert planning.largest_d(FORWARD["v3"], "float32", H100) is None
     assert planning.largest_d(FORWARD["v3"], "float64", H100) == 0
+
+
+def test_a_grid_larger_than_cuda_allows_is_refused():
+    with pytest.raises(Unsupported, match="grid of 4,294,967,296 x 1 x 1 blocks; CUDA allows"):
+        plan("minimal", M=1, d=1, batch=2**31, heads=2)

@@ -1,8 +1,8 @@
 // v2: one warp per row, so Br rows of Q at a time.
 //
 // `v1` sums a dot product over the whole block, which costs a barrier per row. A warp sums among
-// its own lanes by shuffles: no barrier is left in the loop over rows, and every load of K and V
-// from shared memory serves a block of Br rows instead of one.
+// its own lanes by shuffles: no barrier is left in the loop over rows, and the warps work on
+// their rows independently of each other.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch

@@ -1,5 +1,5 @@
 #pragma once
-// Sums and maxima over a warp and over a block. Every thread gets the result.
+// Sums and maxima over a warp. Every lane gets the result.
 
 constexpr unsigned full_warp = 0xffffffffu;
 constexpr int warp_size = 32;
