@@ -2,60 +2,65 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import runpy
 import sys
+import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from cupyfa import (
-    DeviceError,
-    Kernel,
-    Unsupported,
-    WrongResult,
-    __version__,
-    planning,
-    report,
-    trial,
-)
+from cupyfa import Kernel, __version__, planning, report, trial
+from cupyfa.backends import Backend
 from cupyfa.backends.select import NAMES, backend_named
-from cupyfa.backends.simulator import Simulator, machine
+from cupyfa.backends.simulator import Simulator
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.problem import LAYOUTS, Problem
 
-WRONG, BAD_ARGUMENTS, UNSUPPORTED = 1, 2, 3
+WRONG, BAD_ARGUMENTS, UNSUPPORTED, INTERRUPTED = 1, 2, 3, 130
+# By name, for one of them is CuPy's, which is imported only where there is work for it.
 EXIT_CODES = {
-    WrongResult: WRONG,
-    machine.SimulatorFault: WRONG,
-    Unsupported: UNSUPPORTED,
-    DeviceError: UNSUPPORTED,
-    machine.CompilerNotFound: UNSUPPORTED,
-    machine.CompileError: BAD_ARGUMENTS,
-    ValueError: BAD_ARGUMENTS,
-    TypeError: BAD_ARGUMENTS,
-    OSError: BAD_ARGUMENTS,
+    "WrongResult": WRONG,
+    "SimulatorFault": WRONG,
+    "Unsupported": UNSUPPORTED,
+    "DeviceError": UNSUPPORTED,
+    "CompilerNotFound": UNSUPPORTED,
+    "MemoryError": UNSUPPORTED,
+    "CompileError": BAD_ARGUMENTS,
+    "CompileException": BAD_ARGUMENTS,
+    "ValueError": BAD_ARGUMENTS,
+    "TypeError": BAD_ARGUMENTS,
+    "OSError": BAD_ARGUMENTS,
 }
 
 
-def errors_to_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
-    """Ends a command with one line on stderr and the exit code that its error stands for."""
+class Program(click.Group):
+    """Ends with one line on stderr and the exit code that an error stands for."""
 
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            command(*args, **kwargs)
-        except tuple(EXIT_CODES) as error:
-            click.echo(f"cupyfa: {error}", err=True)
-            sys.exit(next(EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES))
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
+        except click.Abort:
+            sys.exit(INTERRUPTED)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            remedy = f" See {context.command_path} --help." if context else ""
+            fail(f"{error.format_message()}{remedy}", BAD_ARGUMENTS)
+        except Exception as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            known = next((name for name in names if name in EXIT_CODES), None)
+            if known is None:
+                raise
+            fail(str(error), EXIT_CODES[known])
 
-    return wrapped
+
+def fail(message: str, code: int) -> None:
+    """Ends the program with a message on stderr."""
+    click.echo(f"cupyfa: {message}", err=True)
+    sys.exit(code)
 
 
 def notes_to_stderr() -> None:
@@ -67,16 +72,25 @@ def notes_to_stderr() -> None:
     warnings.showwarning = show
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="cupyfa")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """FlashAttention without torch: run and check attention kernels.
 
     Exit codes: 0 done and right, 1 wrong result, 2 bad arguments, 3 unsupported here.
     """
     notes_to_stderr()
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
+size = click.IntRange(0)
+dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(
     "--format",
     "form",
@@ -95,43 +109,41 @@ backend_option = click.option(
 
 
 @main.command("list")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=dtype_choice,
+    default="float32",
+    show_default=True,
+    help="What the largest d is told for.",
+)
 @backend_option
 @format_option
-@errors_to_exit_codes
 def list_kernels(dtype: str, backend: str, form: str) -> None:
     """The kernels, what each adds, and what it can do."""
     limits = backend_named(backend).limits
-    rows = {
-        operation: [
-            report.kernel_row(kernel, planning.largest_d(kernel, dtype, limits), dtype)
-            for kernel in kernels.values()
-        ]
-        for operation, kernels in LADDER.items()
-    }
-    if form != "table":
-        every = [{"operation": name, **row} for name in rows for row in rows[name]]
-        click.echo(report.render(every, form))
-        return
-    for operation in rows:
-        click.echo(f"{operation}\n{report.render(rows[operation], form)}\n")
+    rows = [
+        report.kernel_row(kernel, planning.largest_d(kernel, dtype, limits))
+        for kernels in LADDER.values()
+        for kernel in kernels.values()
+    ]
+    click.echo(report.listing(rows) if form == "table" else report.render(rows, form))
     click.echo(
-        f"largest d: as far as the {limits.shared_bytes:,} bytes of shared memory reach that "
-        f"{limits.device} gives a block\nrounds to: what operands are rounded to by design",
+        f"note: d is told for {dtype}, as far as the {limits.shared_bytes:,} bytes of shared "
+        f"memory reach that {limits.device} gives a block",
         err=True,
     )
 
 
 @main.command()
 @click.argument("kernel")
-@click.option("-B", "--batch", type=int, help="Sizes left out are drawn at random by the seed.")
-@click.option("-H", "--heads", type=int)
-@click.option("--kv-heads", type=int, help="Divides heads.  [default: heads, if that is given]")
-@click.option("-M", "M", type=int, help="Queries, or the rows of a softmax.")
-@click.option("-N", "N", type=int, help="Keys, or the columns of a softmax.")
-@click.option("-d", type=int, help="Head dimension.")
-@click.option("--dv", type=int, help="Value dimension.  [default: d]")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
+@click.option("-B", "--batch", type=size, help="Sizes left out are drawn at random by the seed.")
+@click.option("-H", "--heads", type=size)
+@click.option("--kv-heads", type=size, help="Divides heads.  [default: heads, if that is given]")
+@click.option("-M", "M", type=size, help="Queries, or the rows of a softmax.")
+@click.option("-N", "N", type=size, help="Keys, or the columns of a softmax.")
+@click.option("-d", type=size, help="Head dimension.")
+@click.option("--dv", type=size, help="Value dimension.  [default: d]")
+@click.option("--dtype", type=dtype_choice, default="float32", show_default=True)
 @click.option(
     "--causal",
     is_flag=False,
@@ -141,14 +153,28 @@ def list_kernels(dtype: str, backend: str, form: str) -> None:
 )
 @click.option("--scale", type=float, help="[default: 1/sqrt(d)]")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bhsd", show_default=True)
-@click.option("--seed", type=int, help="Of the random sizes and inputs.  [default: a new one]")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    help="Of the random sizes and inputs.  [default: a new one]",
+)
 @backend_option
-@click.option("--schedule", type=int, help="Simulator: a seed for another order of the threads.")
+@click.option(
+    "--schedule",
+    type=click.IntRange(0),
+    help="Simulator: a seed for another order of the threads.",
+)
 @click.option("--Br", "Br", type=int, help="Rows of a tile of Q.")
 @click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V.")
-@click.option("-c", "--constant", "constants", multiple=True, metavar="NAME=VALUE")
+@click.option(
+    "-c",
+    "--constant",
+    "constants",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any constant of the kernel, as often as there are some.",
+)
 @format_option
-@errors_to_exit_codes
 def run(
     kernel: str,
     seed: int | None,
@@ -166,24 +192,36 @@ def run(
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     """
     seed = random.randrange(2**31) if seed is None else seed
-    engine = backend_named(backend)
-    if schedule is not None:
-        if not isinstance(engine, Simulator):
-            raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
-        engine = Simulator(schedule=schedule)
     given = tile_sizes(Br, Bc, constants)
     operation, record = kernel_named(kernel)
-    problem = problem_of(operation, seed, sizes)
+    problem = problem_of(operation, record, seed, sizes)
+    engine = engine_named(backend, schedule)
     chosen = planning.select(record, operation, problem, engine.limits)
     plan = planning.plan(chosen, problem, engine.limits, **given)
-    inputs = trial.random_inputs(problem, operation, seed, layout)
-    with engine.working_on(None):
-        result = trial.trial(engine, plan, inputs)
+    try:
+        with engine.working_on(None):
+            result = trial.trial(
+                engine, plan, trial.random_inputs(problem, operation, seed, layout)
+            )
+    except Exception:
+        click.echo(f"note: this was {problem} layout={layout} seed={seed}", err=True)
+        raise
+    about = {"backend": engine.name, "device": engine.limits.device, "layout": layout, "seed": seed}
     if form == "table":
-        print_trial(result, engine.limits.device, engine.name, layout, seed)
+        click.echo(report.trial_lines(result, problem, about))
     else:
-        click.echo(report.render([report.trial_row(result, engine.limits.device, seed)], form))
+        click.echo(report.render([report.trial_row(result, problem, about)], form))
     sys.exit(0 if result.passed else WRONG)
+
+
+def engine_named(backend: str, schedule: int | None) -> Backend:
+    """The backend, if it is the simulator in the order of threads that was asked for."""
+    engine = backend_named(backend)
+    if schedule is None:
+        return engine
+    if not isinstance(engine, Simulator):
+        raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
+    return Simulator(schedule=schedule)
 
 
 def kernel_named(name: str) -> tuple[str, str | Kernel]:
@@ -207,23 +245,45 @@ def kernel_from_script(name: str) -> Kernel:
         raise ValueError(f"{name!r} names no record; write {name}:name for the Kernel in it")
     if not Path(script).is_file():
         raise ValueError(f"there is no file {script!r}")
-    record = runpy.run_path(script).get(variable)
-    if not isinstance(record, Kernel):
-        raise ValueError(f"{script} has no Kernel named {variable!r}")
-    return record
+    found = variables_of(Path(script).resolve())
+    records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
+    if variable not in records:
+        known = ", ".join(records) or "none"
+        raise ValueError(f"{script} has no Kernel named {variable!r}; its Kernels: {known}")
+    return records[variable]
 
 
-def problem_of(operation: str, seed: int, sizes: dict[str, Any]) -> Problem:
-    """The problem of the sizes given, and random ones for those that were not."""
+def variables_of(script: Path) -> dict[str, Any]:
+    """What a script defines, run as Python runs a script: with its folder on the path."""
+    sys.path.insert(0, str(script.parent))
+    try:
+        return runpy.run_path(str(script))
+    except Exception as error:
+        lines = [
+            x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
+        ]
+        place = f"{script}:{lines[-1]}" if lines else str(script)
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(script.parent))
+
+
+def problem_of(operation: str, record: str | Kernel, seed: int, sizes: dict[str, Any]) -> Problem:
+    """The problem of the sizes given, and random ones that suit the kernel for the others."""
     drawn = trial.random_sizes(seed)
-    if sizes["heads"] is not None:
-        drawn["kv_heads"] = sizes["heads"]
-    elif sizes["kv_heads"] is not None:
-        drawn["heads"] = sizes["kv_heads"]
-    sizes = {**drawn, **{name: value for name, value in sizes.items() if value is not None}}
+    if isinstance(record, Kernel) and "gqa" not in record.features:
+        drawn["kv_heads"] = drawn["heads"]
+    given = {name: value for name, value in sizes.items() if value is not None}
     if operation == "softmax":
+        if foreign := ", ".join(sorted(given.keys() - {"M", "N", "dtype"})):
+            raise ValueError(f"a softmax is M rows of N scores and has no {foreign}; leave it out")
+        sizes = {**drawn, **given}
         return Problem.of_row_sizes(sizes["M"], sizes["N"], sizes["dtype"])
-    return Problem.of_sizes(**sizes)
+    if "heads" in given:
+        drawn["kv_heads"] = given["heads"]
+    elif "kv_heads" in given:
+        drawn["heads"] = given["kv_heads"]
+    return Problem.of_sizes(**{**drawn, **given})
 
 
 def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
@@ -231,35 +291,10 @@ def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> di
     given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
     for constant in constants:
         name, _, value = constant.partition("=")
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ValueError(f"constant {constant!r} is not NAME=VALUE with a whole number")
         given[name] = int(value)
     return given
-
-
-def print_trial(result: trial.Trial, device: str, backend: str, layout: str, seed: int) -> None:
-    """A trial as a person reads it."""
-    plan = result.plan
-    console = Console(highlight=False, soft_wrap=True)
-    lines = {
-        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
-        "problem": f"{plan.problem} layout={layout} seed={seed}",
-        "device": f"{device} ({backend})",
-        "constants": " ".join(f"{name}={value}" for name, value in plan.constants.items()),
-    }
-    for launch in plan.launches:
-        lines[launch.entry] = report.launch_line(launch, result.resources[launch.entry])
-    lines["scratch"] = f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else ""
-    lines["time"] = (
-        f"{result.time:.4g} ms (median of {len(result.milliseconds)}), {result.tflops:.3g} TFLOP/s"
-    )
-    for verdict in result.verdicts:
-        lines[verdict.name] = str(verdict).removeprefix(f"{verdict.name}: ")
-    width = max(map(len, lines)) + 2
-    for name, line in lines.items():
-        if line:
-            console.print(f"{name:{width}}{line}", markup=False)
-    console.print("[bold green]PASS[/]" if result.passed else "[bold red]FAIL[/]")
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
     """A launch's file: in the folder of a kernel from outside, else relative to kernels/."""
     file = Path(launch.file or f"{launch.entry}.cu")
     if kernel.folder is not None:
-        return kernel.folder / file
+        return kernel.folder.resolve() / file
     return file if launch.file else kernel.operation / file
 
 

@@ -39,8 +39,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; sizes must be 0 or more")
+            if not 0 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; sizes are 0 to 2**31 - 1")
         if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
@@ -210,7 +210,7 @@ def _causal(causal: bool | str | None) -> str | None:
 def _scale(scale: float | None, d: int) -> float:
     """1/sqrt(d) unless given; with d = 0 every score is 0, whatever the scale."""
     if scale is None:
-        return 1.0 / math.sqrt(d) if d else 1.0
+        return 1.0 / math.sqrt(d) if d > 0 else 1.0
     return float(scale)
 
 

@@ -5,68 +5,86 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from cupyfa.kernel import Kernel
+from cupyfa.operations import OPERATIONS
 from cupyfa.planning import PlannedLaunch
+from cupyfa.problem import Problem
+from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial
 
 FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
 
-def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
-    """The rows in one of FORMATS; their keys are the columns."""
+def render(rows: Sequence[Row], form: str) -> str:
+    """The rows for a program, in one of FORMATS but "table"; their keys are the columns."""
     if form == "json":
-        return json.dumps(list(rows), indent=2)
+        return json.dumps([{key: _plain(x) for key, x in row.items()} for row in rows], indent=2)
     if form == "csv":
         return _csv(rows)
-    if form == "md":
-        return markdown(rows)
-    return _table(rows, width)
+    return markdown(rows)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table, as it stands in the README."""
     columns = list(rows[0]) if rows else []
-    lines = [columns, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
+    head = [column.replace("_", " ") for column in columns]
+    lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines
     )
 
 
-def kernel_row(kernel: Kernel, largest_d: int | None, dtype: str) -> Row:
-    """What ``list`` says of a kernel."""
+def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
+    """What ``list`` says of a kernel; ``largest_d`` is None if every d fits."""
+    inputs = OPERATIONS[kernel.operation].inputs.values()
+    has_d = any("d" in axes.split() for axes in inputs)
     return {
+        "operation": kernel.operation,
         "kernel": kernel.name,
         "adds": kernel.adds,
-        "dtypes": [name.replace("float", "f") for name in kernel.dtypes],
-        "tile": [f"{name}={value}" for name, value in kernel.tiles[0].items()],
-        "rounds to": kernel.rounding or "",
-        f"largest d ({dtype})": "any" if largest_d is None else largest_d,
+        "dtypes": list(kernel.dtypes),
+        "tile": dict(kernel.tiles[0]),
+        "rounds_to": kernel.rounding,
+        "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }
 
 
-def trial_row(result: Trial, device: str, seed: int) -> Row:
-    """A trial as one row of data."""
-    p = result.plan.problem
+def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
+    """Rows of kernels by operation: what each adds, and below that what it can do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for i, row in enumerate(rows):
+        if i == 0 or row["operation"] != rows[i - 1]["operation"]:
+            table.add_row(Text(f"\n{row['operation']}" if i else row["operation"], "bold"))
+        table.add_row(f"  {row['kernel']}", Text(row["adds"]))
+        table.add_row("", Text(_abilities(row), "dim"))
+    return _drawn(table, width)
+
+
+def trial_row(result: Trial, problem: Problem, about: Row) -> Row:
+    """A trial as one row of data; ``about`` says where it ran and what its inputs were."""
+    sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
     return {
         "kernel": result.plan.kernel.name,
-        "device": device,
-        **{name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv")},
-        "dtype": p.dtype.name,
-        "causal": p.causal,
-        "scale": p.scale,
-        "seed": seed,
+        **{name: getattr(problem, name) for name in sizes},
+        "dtype": problem.dtype.name,
+        "causal": problem.causal,
+        "scale": problem.scale,
+        **about,
         "constants": dict(result.plan.constants),
         "launches": [
             {
                 "entry": launch.entry,
-                "grid": launch.grid,
+                "grid": list(launch.grid),
                 "threads": launch.threads,
                 "shared_bytes": launch.shared_bytes,
                 **result.resources[launch.entry],
@@ -78,58 +96,100 @@ def trial_row(result: Trial, device: str, seed: int) -> Row:
         "tflops": result.tflops,
         "passed": result.passed,
         **{
-            f"{verdict.name} {what}": getattr(verdict, what)
+            f"{verdict.name}_{what}": getattr(verdict, what)
             for verdict in result.verdicts
             for what in ("error", "bound", "ratio")
         },
     }
 
 
+def trial_lines(result: Trial, problem: Problem, about: Row, *, width: int | None = None) -> str:
+    """A trial as a person reads it."""
+    plan = result.plan
+    inputs = " ".join(f"{name}={about[name]}" for name in ("layout", "seed"))
+    lines = {
+        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "problem": f"{problem} {inputs}",
+        "device": about["device"],
+        "constants": text(plan.constants),
+        **{x.entry: launch_line(x, result.resources[x.entry]) for x in plan.launches},
+        "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
+        "time": f"{text(result.time)} ms, the median of {len(result.milliseconds)}; "
+        f"{result.tflops:.3g} TFLOP/s",
+        **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, line in lines.items():
+        if line:
+            table.add_row(name, Text(line))
+    table.add_row(Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red"))
+    return _drawn(table, width)
+
+
 def launch_line(launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
     """A launch's geometry and resources in one line."""
-    grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1) or "1"
+    grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
+    blocks = f"{grid} blocks" if grid else "1 block"
     known = "".join(f", {value:,} {name}" for name, value in resources.items())
     return (
-        f"{grid} blocks of {launch.threads} threads, {launch.shared_bytes:,} bytes of shared "
+        f"{blocks} of {launch.threads} threads, {launch.shared_bytes:,} bytes of shared "
         f"memory each{known}"
     )
 
 
-def between_markers(document: str, name: str, content: str) -> str:
-    """The document with what stands between its markers ``<!-- name -->`` replaced."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, _, rest = document.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"the document has no markers {begin} … {end}")
-    return f"{before}{begin}\n{content}\n{end}{after}"
+def verdict_line(verdict: Verdict) -> str:
+    """A verdict without its name: in short if all is well, in full if not."""
+    if verdict.passed:
+        return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
+    return str(verdict).removeprefix(f"{verdict.name}: ")
 
 
 def text(value: Any) -> str:
     """A value as a person reads it."""
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={text(x)}" for key, x in value.items())
     if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
+        return ("; " if any(isinstance(x, Mapping) for x in value) else " ").join(map(text, value))
     return str(value)
 
 
+def _abilities(row: Row) -> str:
+    """What a kernel can do, as ``listing`` says it."""
+    d = row["largest_d"]
+    largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
+    abilities = [
+        " ".join(name.replace("float", "f") for name in row["dtypes"]),
+        largest,
+        f"rounds to {row['rounds_to']}" if row["rounds_to"] else "",
+        text(row["tile"]),
+    ]
+    return ", ".join(filter(None, abilities))
+
+
+def _plain(value: Any) -> Any:
+    """The value, or None for a number that JSON has no word for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _csv(rows: Sequence[Row]) -> str:
+    """Numbers in full; what is neither a number nor a string is JSON."""
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: text(value) for key, value in row.items()} for row in rows)
+    for row in rows:
+        nested = {k: json.dumps(x) for k, x in row.items() if isinstance(x, (list, Mapping))}
+        writer.writerow({**row, **nested})
     return out.getvalue().rstrip("\n")
 
 
-def _table(rows: Sequence[Row], width: int | None) -> str:
-    """The first column stays whole; the others wrap to the terminal's width."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(rows[0] if rows else ()):
-        table.add_column(column, no_wrap=i == 0, ratio=1 if column == "adds" else None)
-    for row in rows:
-        table.add_row(*(text(value) for value in row.values()))
+def _drawn(content: RenderableType, width: int | None) -> str:
+    """What rich makes of it for this terminal."""
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(content)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -72,7 +72,7 @@ PAST_THE_END = ("O.row(batch, head, row)[col] =", "O.row(batch, head, row)[col +
 
 def test_a_write_past_the_end_of_an_array_in_the_simulator(tmp_path):
     kernel = broken(tmp_path, "fa2", *PAST_THE_END)
-    with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O.*fa2\.cu:\d+"):
+    with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O"):
         run(kernel, Simulator())
 
 

@@ -58,6 +58,8 @@ _CLANG_FLAGS = [
     "-Werror=frame-larger-than",
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
+    "-fno-vectorize",  # joined accesses would seem to reach elements that the kernel guards
+    "-fno-slp-vectorize",
     "-mllvm",
     "-tsan-instrument-func-entry-exit=0",
     "-mllvm",

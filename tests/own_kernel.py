@@ -1,0 +1,62 @@
+"""A user's kernel: a .cu file and the script with its record, in a folder outside the project."""
+
+MINE = """\
+// mine: one thread for every query row, which walks over all keys with an online softmax.
+#include <math.cuh>
+#include <tensor.cuh>
+
+extern "C" __global__ void mine(Tensor<const scalar> Q, Tensor<const scalar> K,
+                                Tensor<const scalar> V, Tensor<scalar> O, int M, int N,
+                                real scale) {
+  const int row = blockIdx.x * threads + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  if (row >= M) return;
+  real maximum = -infinity, sum = 0, out[dv] = {};
+  for (int key = 0; key < N; ++key) {
+    real score = 0;
+    for (int i = 0; i < d; ++i)
+      score += real(Q.row(batch, head, row)[i]) * real(K.row(batch, head, key)[i]);
+    score *= scale;
+    const real higher = fmax(maximum, score);
+    const real factor = exp(maximum - higher), weight = exp(score - higher);
+    for (int i = 0; i < dv; ++i)
+      out[i] = out[i] * factor + weight * real(V.row(batch, head, key)[i]);
+    sum = sum * factor + weight;
+    maximum = higher;
+  }
+  for (int i = 0; i < dv; ++i) O.row(batch, head, row)[i] = scalar(out[i] / sum);
+}
+"""
+
+SCRIPT = """\
+from pathlib import Path
+
+from cupyfa import Kernel, Launch, cdiv
+
+mine = Kernel(
+    name="mine",
+    adds="a kernel of my own",
+    launches=(
+        Launch(
+            "mine",
+            args="Q K V O M N scale",
+            grid=lambda p, c: (cdiv(p.M, 64), p.heads, p.batch),
+            threads=lambda p, c: 64,
+        ),
+    ),
+    features=("strides", "dv"),
+    folder=Path(__file__).parent,
+)
+"""
+
+
+def write(folder, kernel=MINE, script=SCRIPT, *, cu=None, py=None):
+    """Writes mine.cu and script.py to a folder and returns the script.
+
+    ``cu`` and ``py`` are pieces of text to replace in them, as (right, wrong).
+    """
+    for name, text, change in (("mine.cu", kernel, cu), ("script.py", script, py)):
+        if change is not None:
+            assert change[0] in text, "the change must change something"
+            text = text.replace(*change)
+        (folder / name).write_text(text)
+    return folder / "script.py"

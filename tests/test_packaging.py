@@ -1,0 +1,209 @@
+"""What is shipped: sdist and wheel, and that every way to install them works."""
+
+import importlib.util
+import json
+import os
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cupyfa
+from cupyfa.ladder import LADDER
+
+TREE = Path(__file__).resolve().parent.parent
+VERSION = cupyfa.__version__
+RUN = ["run", "fa2", "-M", "9", "-N", "9", "-d", "8", "--seed", "1", "--backend", "simulator"]
+# What builds packages; where it is missing, it is fetched.
+HAS_BACKEND = all(importlib.util.find_spec(name) for name in ("hatchling", "editables"))
+
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("build", "pip")),
+    reason="packages are built with `build` and installed with `pip`",
+)
+
+
+def call(*command, cwd, **env):
+    """The output of a program that must succeed, without this environment's own paths."""
+    plain = {k: x for k, x in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**plain, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(sdist, wheel from it, wheel from the tree)."""
+    folder = tmp_path_factory.mktemp("built")
+    build = [sys.executable, "-m", "build", *(["--no-isolation"] if HAS_BACKEND else [])]
+    call(*build, "--outdir", folder / "both", TREE, cwd=folder)
+    call(*build, "--wheel", "--outdir", folder / "tree", TREE, cwd=folder)
+    (sdist,) = (folder / "both").glob("*.tar.gz")
+    (from_sdist,) = (folder / "both").glob("*.whl")
+    (from_tree,) = (folder / "tree").glob("*.whl")
+    return sdist, from_sdist, from_tree
+
+
+def contents(wheel):
+    """The bytes of each file of a wheel; RECORD lists them and may do so in any order."""
+    with zipfile.ZipFile(wheel) as file:
+        return {name: file.read(name) for name in file.namelist() if not name.endswith("RECORD")}
+
+
+def texts(sdist):
+    """The text of each file of an sdist, by its path in the project."""
+    with tarfile.open(sdist) as file:
+        return {
+            member.name.partition("/")[2]: file.extractfile(member).read().decode()
+            for member in file.getmembers()
+            if member.isfile()
+        }
+
+
+def test_the_wheel_is_the_same_from_the_tree_and_from_the_sdist(built):
+    _, from_sdist, from_tree = built
+    assert from_sdist.name == from_tree.name == f"cupyfa-{VERSION}-py3-none-any.whl"
+    assert contents(from_sdist) == contents(from_tree)
+
+
+def test_the_wheel_holds_all_and_nothing_else(built):
+    files = set(contents(built[1]))
+    expected = {"cupyfa/cli.py"}
+    expected |= {f"cupyfa/{file.relative_to(TREE)}" for file in (TREE / "kernels").rglob("*.cu*")}
+    for ending in ("*.py", "*.h", "*.cuh", "*.cpp", "py.typed"):
+        expected |= {str(file.relative_to(TREE)) for file in (TREE / "cupyfa").rglob(ending)}
+    info = {file for file in files if file.startswith(f"cupyfa-{VERSION}.dist-info/")}
+    assert files - info == expected
+    assert "cupyfa/py.typed" in files
+    assert "cupyfa/backends/simulator/runtime.cpp" in files
+    assert "cupyfa/backends/simulator/include/simulator.h" in files
+    assert any(file.endswith("licenses/LICENSE") for file in info)
+
+
+def test_the_sdist_holds_the_project_and_nothing_else(built):
+    top = {name.partition("/")[0] for name in texts(built[0])}
+    assert {"cli.py", "cupyfa", "kernels", "tests", "pyproject.toml", "README.md", "LICENSE"} <= top
+    assert top <= {entry.name for entry in TREE.iterdir()} | {"PKG-INFO"}
+    hidden = {name for name in top if name.startswith(".")}
+    assert hidden <= {".ci", ".clang-format", ".gitignore"}
+
+
+FOREIGN = {
+    "torch is a peer, not a part": r"^\s*(import|from)\s+torch\b",
+    "a path of one machine": r"(?<![\w.])/(home|root|work|Users)/\w",
+    "an index of packages": r"index[-_]url|artifactory|/simple/",
+    "an address in one network": r"\b(10|127|172|192)(\.\d{1,3}){3}\b",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_nothing_foreign_is_in_the_project(built, what):
+    found = {
+        f"{name}: {line}"
+        for name, text in texts(built[0]).items()
+        for line in text.splitlines()
+        if re.search(FOREIGN[what], line) and name != "tests/test_packaging.py"
+    }
+    assert not found, what
+
+
+def libraries():
+    """Where the libraries of this environment lie."""
+    found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    return sorted(found | set(site.getsitepackages() if site.ENABLE_USER_SITE else ()))
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A function that makes a virtual environment, sees this one's libraries, and installs."""
+
+    def make(*arguments):
+        folder = tmp_path / "venv"
+        venv.create(folder, symlinks=True)
+        python = folder / "bin" / "python"
+        packages = Path(
+            call(
+                python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path
+            ).strip()
+        )
+        (packages / "libraries.pth").write_text("\n".join(libraries()) + "\n")
+        if arguments:
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+            offline = ["--no-index", "--no-build-isolation"] if HAS_BACKEND else []
+            options = ["--no-deps", "--ignore-installed", *offline]
+            call(*pip, "install", *options, *arguments, cwd=tmp_path)
+        return python, packages
+
+    return make
+
+
+def works(command, folder):
+    """The command line does its work."""
+    assert call(*command, "--version", cwd=folder) == f"cupyfa, version {VERSION}\n"
+    rows = json.loads(call(*command, "list", "--format", "json", cwd=folder))
+    assert {row["kernel"] for row in rows} == {k for kernels in LADDER.values() for k in kernels}
+    assert call(*command, *RUN, cwd=folder).splitlines()[-1] == "PASS"
+
+
+def root(python, cwd):
+    """Where a Python finds kernels/ and cli.py."""
+    return Path(call(python, "-c", "from cupyfa.sources import ROOT; print(ROOT)", cwd=cwd).strip())
+
+
+def test_the_installed_wheel(built, environment, tmp_path):
+    python, packages = environment(built[1])
+    works([python.parent / "cupyfa"], tmp_path)
+    works([python, "-m", "cupyfa"], tmp_path)
+    assert root(python, tmp_path) == packages / "cupyfa"
+    own = {entry.name for entry in packages.iterdir()} - {"libraries.pth", "__pycache__"}
+    assert own == {"cupyfa", f"cupyfa-{VERSION}.dist-info"}
+
+
+def test_the_editable_install(environment, tmp_path):
+    python, packages = environment("--editable", TREE)
+    works([python.parent / "cupyfa"], tmp_path)
+    assert root(python, tmp_path) == TREE
+    names = {entry.name for entry in packages.iterdir()}
+    assert not names & {"cli", "cli.py", "kernels"}
+
+
+def test_the_bare_checkout(environment, tmp_path):
+    python, _ = environment()
+    works([python, TREE / "cli.py"], tmp_path)
+    works([python, "-m", "cupyfa"], TREE)
+    assert root(python, TREE) == TREE
+
+
+def test_the_unpacked_sdist(built, environment, tmp_path):
+    for name, text in texts(built[0]).items():
+        (tmp_path / "unpacked" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "unpacked" / name).write_text(text)
+    python, _ = environment()
+    works([python, tmp_path / "unpacked" / "cli.py"], tmp_path)
+
+
+def test_the_import_is_quick_and_brings_neither_cupy_nor_click():
+    code = """
+import sys, time
+import numpy
+start = time.process_time()
+import cupyfa
+print(time.process_time() - start, *{"cupy", "click", "rich"} & set(sys.modules))
+"""
+    measured = [call(sys.executable, "-c", code, cwd=TREE).split() for _ in range(5)]
+    assert all(len(words) == 1 for words in measured), measured
+    assert min(float(seconds) for (seconds,) in measured) < 0.15
