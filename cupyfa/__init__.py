@@ -2,6 +2,8 @@
 
 from cupyfa.api import attention, kernels, plan, softmax
 from cupyfa.backends import DeviceError
+from cupyfa.backends.simulator import Simulator
+from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
@@ -10,6 +12,7 @@ from cupyfa.tolerance import WrongResult
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompilerNotFound",
     "DeviceError",
     "Kernel",
     "Launch",
@@ -17,6 +20,8 @@ __all__ = [
     "Matmul",
     "Plan",
     "Problem",
+    "Simulator",
+    "SimulatorFault",
     "Unsupported",
     "WrongResult",
     "attention",

@@ -41,15 +41,17 @@ def attention(
 
     ``causal`` True or "bottom-right" lets query i see keys j <= i + N - M, "top-left" j <= i.
     ``scale`` is 1/sqrt(d) unless given. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
-    ``backend`` is "cuda", "simulator" or "auto". ``constants`` fix the kernel's tile sizes, for
-    example ``Br=64, Bc=32``. ``check`` also compares with the float64 reference, among canaries.
+    ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
+    fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
+    float64 reference, among canaries.
 
     Returns out [..., heads, M, dv] of the inputs' dtype and kind, in ``out`` if that is given; with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
     float32 (float64 for float64). Rows that see no key are 0 and -infinity.
 
     Raises ValueError or TypeError for the arguments, Unsupported if the kernel or device cannot do
-    the problem, DeviceError for the device's failures, WrongResult if a check fails.
+    the problem, DeviceError for the device's failures, SimulatorFault for what a kernel does wrong
+    in the simulator, CompilerNotFound if there is none for it, WrongResult if a check fails.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """

@@ -17,6 +17,7 @@ from cupyfa.problem import Problem
 Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
+FEATURES = ("causal", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 
 
@@ -99,6 +100,18 @@ class Kernel:
     rounding: str | None = None
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {kind for _, kind in self.scratch.values()}
+        mistakes = {
+            "tiles must hold at least one mapping, if an empty one": not self.tiles,
+            f"features are {', '.join(FEATURES)}": not set(self.features) <= set(FEATURES),
+            f"arch is one of {', '.join(ARCHES)}": self.arch not in ARCHES,
+            "scratch is {name: (axes, 'real' or 'scalar')}": not kinds <= {"real", "scalar"},
+        }
+        for rule, broken in mistakes.items():
+            if broken:
+                raise ValueError(f"Kernel {self.name!r}: {rule}")
 
     @property
     def arches(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyfa import tolerance
 from cupyfa.problem import Problem
-from cupyfa.tolerance import Verdict
+from cupyfa.tolerance import Expected
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -19,15 +19,15 @@ class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
     ``inputs`` and ``outputs`` say each array's axes; outputs also whether it holds "scalar"
-    (the dtype of the inputs) or "real" (the dtype of sums). ``verdicts(results, inputs, problem,
-    rounding)`` compares with the reference. ``flops`` counts 2 for a multiply-add, and a causal
+    (the dtype of the inputs) or "real" (the dtype of sums). ``expected(inputs, problem, rounding)``
+    is what the reference says, with bounds. ``flops`` counts 2 for a multiply-add, and a causal
     problem by the scores that are visible.
     """
 
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, tuple[str, str]]
-    verdicts: Callable[[Arrays, Arrays, Problem, str | None], list[Verdict]]
+    expected: Callable[[Arrays, Problem, str | None], dict[str, Expected]]
     flops: Callable[[Problem], int]
 
 
@@ -42,11 +42,8 @@ def visible_scores(p: Problem) -> int:
     return ramp + (p.M - full) * p.N
 
 
-def _attention_verdicts(
-    results: Arrays, inputs: Arrays, p: Problem, rounding: str | None
-) -> list[Verdict]:
-    return tolerance.attention_verdicts(
-        results,
+def _expected_attention(inputs: Arrays, p: Problem, rounding: str | None) -> dict[str, Expected]:
+    return tolerance.expected_attention(
         inputs["Q"],
         inputs["K"],
         inputs["V"],
@@ -57,10 +54,8 @@ def _attention_verdicts(
     )
 
 
-def _softmax_verdicts(
-    results: Arrays, inputs: Arrays, p: Problem, rounding: str | None
-) -> list[Verdict]:
-    return tolerance.softmax_verdicts(results, inputs["S"], dtype=p.dtype.name)
+def _expected_softmax(inputs: Arrays, p: Problem, rounding: str | None) -> dict[str, Expected]:
+    return tolerance.expected_softmax(inputs["S"], dtype=p.dtype.name)
 
 
 OPERATIONS = {
@@ -70,7 +65,7 @@ OPERATIONS = {
             name="softmax",
             inputs={"S": "batch heads M N"},
             outputs={"P": ("batch heads M N", "scalar"), "lse": ("batch heads M", "real")},
-            verdicts=_softmax_verdicts,
+            expected=_expected_softmax,
             flops=lambda p: 5 * p.batch * p.heads * p.M * p.N,
         ),
         Operation(
@@ -81,7 +76,7 @@ OPERATIONS = {
                 "V": "batch kv_heads N dv",
             },
             outputs={"O": ("batch heads M dv", "scalar"), "lse": ("batch heads M", "real")},
-            verdicts=_attention_verdicts,
+            expected=_expected_attention,
             flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (p.d + p.dv),
         ),
     )

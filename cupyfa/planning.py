@@ -6,7 +6,7 @@ Pure integers: nothing here needs a GPU or a compiler.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log, prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
-_LARGEST_GRID = 2**31 - 1
+_LARGEST_GRID = (2**31 - 1, 65535, 65535)
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -170,13 +170,18 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     """The plan with the first of the kernel's tiles that fits; the last one's refusal if none."""
     _check_able(kernel, problem, limits)
     _check_given(kernel, given)
+    given = {name: int(value) for name, value in given.items()}
+    refused: Exception | None = None
     for tile in kernel.tiles:
         constants = {**tile, **given}
-        _check_rules(kernel, constants)
         try:
+            _check_rules(kernel, constants)
             return _with_constants(kernel, problem, limits, constants)
         except Unsupported as error:
             refused = error
+        except ValueError as error:
+            refused = refused or error
+    assert refused is not None, "a kernel has at least one tile"
     raise refused
 
 
@@ -209,7 +214,7 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
             raise ValueError(
                 f"{kernel.name} has no constant {name!r}; it has {', '.join(known) or 'none'}"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} is no tile size; give a whole number from 1")
 
 
@@ -244,19 +249,21 @@ def _planned(
 ) -> PlannedLaunch:
     c = SimpleNamespace(**constants)
     blocks = launch.grid(problem, c)
-    x, y, z, *_ = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1, 1)
+    counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
     threads = launch.threads(problem, c)
     shared_bytes = launch.shared(problem, c)
+    _check_formulas(kernel, launch, problem, counts, threads, shared_bytes)
+    x, y, z, *_ = (*counts, 1, 1)
     sizes = _listed({**constants, "d": problem.d, "dv": problem.dv})
     if threads > limits.threads:
         raise Unsupported(
             f"{kernel.name} with {sizes} needs {threads:,} threads a block; "
             f"{limits.device} allows {limits.threads:,}"
         )
-    if max(x, y, z) > _LARGEST_GRID:
+    if any(size > most for size, most in zip((x, y, z), _LARGEST_GRID)):
         raise Unsupported(
             f"{kernel.name} with {sizes} needs a grid of {x:,} x {y:,} x {z:,} blocks; "
-            f"CUDA allows {_LARGEST_GRID:,}"
+            "CUDA allows 2,147,483,647 x 65,535 x 65,535"
         )
     if shared_bytes > limits.shared_bytes:
         raise Unsupported(
@@ -285,6 +292,26 @@ def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
     """The operation's outputs, without lse if the kernel does not compute it."""
     outputs = OPERATIONS[kernel.operation].outputs
     return {x: outputs[x] for x in outputs if x != "lse" or "lse" in kernel.features}
+
+
+def _check_formulas(
+    kernel: Kernel,
+    launch: Launch,
+    problem: Problem,
+    grid: tuple[int, ...],
+    threads: int,
+    shared_bytes: int,
+) -> None:
+    """Whether a record's formulas give numbers that a launch can have."""
+    numbers = (*grid, threads, shared_bytes)
+    whole = all(isinstance(number, int | np.integer) and number >= 0 for number in numbers)
+    empty = 0 in problem.shape("batch heads M")
+    if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
+        raise ValueError(
+            f"{kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "
+            f"threads={threads!r}, shared={shared_bytes!r} for {problem}; they must give whole "
+            "numbers, one to three for the grid, and at least one block and thread"
+        )
 
 
 def _allocations(arrays: Mapping[str, tuple[str, str]], problem: Problem) -> Allocations:

@@ -46,8 +46,10 @@ class Problem:
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
                 "every key head must serve the same number of query heads"
             )
-        if not math.isfinite(self.scale):
-            raise ValueError(f"scale is {self.scale}; give a finite number")
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(self.dtype.sums.type(self.scale))
+        if not finite:
+            raise ValueError(f"scale is {self.scale}; give a finite number of {self.dtype.sums}")
 
     @classmethod
     def of_sizes(
@@ -209,6 +211,8 @@ def _causal(causal: bool | str | None) -> str | None:
 
 def _scale(scale: float | None, d: int) -> float:
     """1/sqrt(d) unless given; with d = 0 every score is 0, whatever the scale."""
+    if scale is not None and (isinstance(scale, bool | str) or not np.isscalar(scale)):
+        raise TypeError(f"scale is {scale!r}; give a number, or None for 1/sqrt(d)")
     if scale is None:
         return 1.0 / math.sqrt(d) if d > 0 else 1.0
     return float(scale)

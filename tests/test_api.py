@@ -141,6 +141,19 @@ def test_cupy_in_cupy_out_on_the_current_stream(cuda):
 
 
 @pytest.mark.gpu
+@KERNELS
+def test_a_view_as_out_is_filled_and_nothing_beside_it(cuda, kernel):
+    import cupy
+
+    q = cupy.asarray(arrays(1, 2, 5, 8)[0])
+    memory = cupy.full((1, 2, 15, 8), 7, np.float32)
+    out = memory[:, :, 5:10][:, :, ::-1]
+    assert cupyfa.attention(q, q, q, kernel=kernel, out=out) is out
+    cupy.testing.assert_allclose(out, cupyfa.attention(q, q, q, kernel=kernel), atol=1e-3)
+    assert (memory[:, :, :5] == 7).all() and (memory[:, :, 10:] == 7).all()
+
+
+@pytest.mark.gpu
 def test_cupy_views_and_out_are_used_in_place(cuda):
     import cupy
 
@@ -248,9 +261,15 @@ def test_scale(backend, scale):
     close(o, expected(q, k, v, scale)[0])
 
 
-@pytest.mark.parametrize("scale", [np.inf, np.nan])
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 1e39])
 def test_scale_must_be_finite(scale):
     with pytest.raises(ValueError, match="give a finite number"):
+        cupyfa.attention(*arrays(4, 8), scale=scale, backend="simulator")
+
+
+@pytest.mark.parametrize("scale", ["0.5", True, [1.0]])
+def test_scale_must_be_a_number(scale):
+    with pytest.raises(TypeError, match="give a number, or None"):
         cupyfa.attention(*arrays(4, 8), scale=scale, backend="simulator")
 
 
@@ -284,7 +303,7 @@ def test_unknown_masks_are_refused():
 @KERNELS
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_never_matter(backend, kernel, poison):
-    q, k, v = arrays(1, 2, 40, 8, N=70)
+    q, k, v = arrays(1, 2, 40, 8, N=70, dv=70)
     clean = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend)
     k[:, :, 35:] = v[:, :, 35:] = poison
     o, lse = cupyfa.attention(
@@ -389,12 +408,28 @@ def test_out_is_filled_and_returned(backend, check):
             r"float32 \(4, 9\), the result is float32 \(4, 8",
         ),
         (np.empty((4, 8)), ValueError, "out is float64"),
-        ([0], TypeError, "out is a list, the inputs are ndarrays"),
+        ([0], TypeError, "out is a list, the inputs are NumPy arrays"),
     ],
 )
 def test_out_that_cannot_hold_the_result_is_refused(out, error, message):
     with pytest.raises(error, match=message):
         cupyfa.attention(*arrays(4, 8), backend="simulator", out=out)
+
+
+def test_out_must_be_writable():
+    out = np.empty((4, 8), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        cupyfa.attention(*arrays(4, 8), backend="simulator", out=out)
+
+
+def test_memory_mapped_inputs_and_a_plain_out_are_one_kind(tmp_path):
+    q, k, v = arrays(4, 8)
+    np.save(tmp_path / "q.npy", q)
+    mapped = np.load(tmp_path / "q.npy", mmap_mode="r")
+    out = np.empty_like(q)
+    cupyfa.attention(mapped, k, v, backend="simulator", out=out)
+    np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, backend="simulator"))
 
 
 def test_out_must_not_overlap_an_input():

@@ -1,6 +1,7 @@
 """compute-sanitizer finds nothing in any kernel, in any dtype, on ragged shapes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,4 +24,4 @@ def test_the_tool_is_silent(cuda, tool):
     where = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | where)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards" in done.stdout
+    assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout)

@@ -5,6 +5,7 @@ from problems import DTYPES, FORWARD, SMOKE, inputs_of, name, planned
 
 from cupyfa import tolerance
 from cupyfa.backends.guard import run_guarded
+from cupyfa.operations import OPERATIONS
 
 GROUPS: dict = {}
 for _sizes in SMOKE:
@@ -24,7 +25,9 @@ def test_every_rung_on_the_smoke_grid(cuda, group, dtype):
             plan = planned(kernel, cuda, sizes, dtype)
             inputs = inputs_of(plan)
             if kernel.rounding not in expected:
-                expected[kernel.rounding] = reference_of(plan, inputs)
+                expected[kernel.rounding] = OPERATIONS["forward"].expected(
+                    inputs, plan.problem, kernel.rounding
+                )
             results = run_guarded(cuda, plan, inputs, {})
             wrong += [
                 f"{kernel.name} on {plan.problem}: {verdict}"
@@ -32,20 +35,6 @@ def test_every_rung_on_the_smoke_grid(cuda, group, dtype):
                 if not verdict.passed
             ]
     assert not wrong, "\n".join(wrong)
-
-
-def reference_of(plan, inputs):
-    """What O and lse should hold: one reference serves every kernel that rounds alike."""
-    p = plan.problem
-    return tolerance.expected_attention(
-        inputs["Q"],
-        inputs["K"],
-        inputs["V"],
-        scale=p.scale,
-        diagonal=p.diagonal if p.causal else None,
-        dtype=p.dtype.name,
-        rounding=plan.kernel.rounding,
-    )
 
 
 def test_the_grid_has_180_cases():

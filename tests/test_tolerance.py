@@ -411,3 +411,15 @@ def test_softmax_of_one_row_and_in_blocks(monkeypatch):
     require(softmax_verdicts({"P": y, "lse": lse}, x, dtype="float64"), "blocks")
     y[2, 4, 36] += 1e-9
     assert rejects_softmax(x, "float64", P=y)
+
+
+def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():
+    """exp(-200) is a number in float64 and 0 in float32, where 0 * infinity is NaN."""
+    q, k = np.ones((1, 1, 1, 1), "f4"), np.array([0, -200], "f4").reshape(1, 1, 2, 1)
+    v = np.array([[1, 1], [np.inf, 1]], "f4").reshape(1, 1, 2, 2)
+    kwargs = {"scale": 1.0, "diagonal": None, "dtype": "float32"}
+    for value in (np.nan, np.inf):
+        out = np.array([value, 1], "f4").reshape(1, 1, 1, 2)
+        assert tolerance.attention_verdicts({"O": out}, q, k, v, **kwargs)[0].passed
+    wrong = np.array([np.nan, np.nan], "f4").reshape(1, 1, 1, 2)
+    assert not tolerance.attention_verdicts({"O": wrong}, q, k, v, **kwargs)[0].passed

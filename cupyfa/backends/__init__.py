@@ -101,16 +101,17 @@ def execute(
     backend: Backend, plan: Plan, prepared: Sequence[Any], arrays: Mapping[str, Any]
 ) -> None:
     """Launches the steps of a plan on arrays that are all there."""
-    kernels = iter(prepared)
+    values = [arguments(backend, plan, launch, arrays) for launch in plan.launches]
+    launches = iter(zip(prepared, values))
     for step in plan.steps:
         if isinstance(step, Matmul):
             _multiply(backend, plan, step, arrays)
             continue
-        kernel = next(kernels)
+        kernel, its_arguments = next(launches)
         if all(step.grid):  # an empty problem has no blocks, and CUDA refuses an empty grid
             used = {name.removesuffix(".data") for name in step.launch.args.split()}
             touched = {name: array for name, array in arrays.items() if name in used}
-            backend.launch(kernel, step, arguments(backend, plan, step, arrays), touched)
+            backend.launch(kernel, step, its_arguments, touched)
 
 
 def arguments(

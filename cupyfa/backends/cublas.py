@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
 import numpy as np
 from cupy.cuda import cublas, device
 
@@ -23,6 +24,11 @@ def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
         return
     if K == 0:
         out.fill(0)
+        return
+    if not _ready(out):
+        whole = cupy.empty_like(out, order="C")
+        matmul(a, b, whole, scale)
+        out[...] = whole
         return
     a, (_, ldb) = _leading(a)
     b, (transposed, lda) = _leading(b)
@@ -50,12 +56,24 @@ def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
             beta.ctypes.data,
             out.data.ptr + start_out,
             element,
-            max(out.strides[-2] // size, N),
+            _row_length(out),
             step_out // size,
             count,
             compute,
             _DEFAULT_ALGORITHM,
         )
+
+
+def _ready(out: Any) -> bool:
+    """Whether cuBLAS can write the array: rows one after the other, none within another."""
+    size, N = out.dtype.itemsize, out.shape[-1]
+    dense = out.strides[-1] == size or N == 1
+    return dense and N <= _row_length(out) <= _INT_MAX and min(out.strides[:2]) >= 0
+
+
+def _row_length(out: Any) -> int:
+    """Elements from one row to the next; a single row ends where it ends."""
+    return out.strides[-2] // out.dtype.itemsize if out.shape[-2] > 1 else out.shape[-1]
 
 
 def _leading(array: Any) -> tuple[Any, tuple[bool, int]]:

@@ -1,9 +1,9 @@
 """A run among canaries: what a kernel does outside its outputs is seen.
 
 Every array gets memory of its own with margins on both sides, laid out as the caller's array is,
-strides and all. Outputs and margins begin as bytes of all ones, which is NaN in every float
-format: an element nobody wrote shows, a read outside shows in the result, and a write outside
-changes the margin. Inputs are compared before and after.
+strides and all. Outputs begin as NaN, and margins as bytes of all ones, which is NaN in every
+float format: an element nobody wrote shows, a read outside shows in the result, and a write
+outside changes the margin. Inputs are compared before and after.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ SUMS_IN_MEMORY = {
     "row_sum": ("batch heads M", "real"),
 }
 ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum M N heads group diagonal scale"
+MOST_BLOCKS = 2**31 - 1  # of a grid; a block goes on to further tiles from there
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}
     for Br in (128, 64, 32, 16, 8, 4, 2, 1)
@@ -114,7 +115,10 @@ KERNELS = (
                 shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
             ),
         ),
-        tiles=({"Br": 64, "Bc": 32, "Wr": 32, "Wc": 16},),
+        tiles=tuple(
+            {"Br": Br, "Bc": Bc, "Wr": Wr, "Wc": 16}
+            for Br, Bc, Wr in ((64, 32, 32), (32, 32, 16), (64, 16, 16), (16, 32, 16), (32, 16, 16))
+        ),
         rules={
             "Wr and Wc are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == 0,
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
@@ -132,7 +136,7 @@ KERNELS = (
             Launch(
                 "fa2",
                 args="Q K V O lse M N heads batch group diagonal scale",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                grid=lambda p, c: min(cdiv(p.M, c.Br) * p.heads * p.batch, MOST_BLOCKS),
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
                     reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
@@ -156,7 +160,7 @@ KERNELS = (
             Launch(
                 "fa2_coalesced",
                 args="Q K V O lse M N heads batch group diagonal scale",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                grid=lambda p, c: min(cdiv(p.M, c.Br) * p.heads * p.batch, MOST_BLOCKS),
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
                     reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),

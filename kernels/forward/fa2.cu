@@ -3,6 +3,7 @@
 // The loops of `minimal` trade places: a block keeps its rows of Q and walks K and V once, so a
 // row's output, maximum and sum never leave the block. Tiles of Q are independent, so the grid has
 // one block for each instead of one for each head; and the sum divides the output once, at the end.
+// A thread sums several keys, then several columns, side by side: what it reads serves all of them.
 // (Dao, 2023, arXiv:2307.08691, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -130,6 +131,5 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
       }
       *lse.row(batch, head, row) = softmax.lse();
     }
-    __syncthreads();  // before the next tile of Q overwrites this one
   }
 }
