@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
+from cupyfa import includes
 from cupyfa.planning import PlannedLaunch
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -18,11 +18,13 @@ def text(launch: PlannedLaunch) -> str:
     """The exact text that is compiled: header, types, constants, the .cu file, a digest.
 
     Compiler errors name the file by its own lines. The digest makes the text, and with it every
-    cache key, change when a header does.
+    cache key, change when a file that it includes does.
     """
     header = [f"#include <{launch.dtype.header}>"] if launch.dtype.header else []
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
+    file = path.read_text(encoding="utf-8")
+    digest = includes.digest("\n".join([*header, file]), include_folders(launch))
     return "\n".join(
         [
             *header,
@@ -30,8 +32,8 @@ def text(launch: PlannedLaunch) -> str:
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items()),
             f'#line 1 "{name.as_posix()}"',
-            path.read_text(encoding="utf-8"),
-            f"// headers: {_digest(path.parent)}",
+            file,
+            f"// headers: {digest}",
             "",
         ]
     )
@@ -46,10 +48,3 @@ def _constant(name: str, value: int | bool) -> str:
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Where a launch's includes are looked for: beside a file from outside, then the project's."""
     return (launch.path.parent, INCLUDE) if launch.path.is_absolute() else (INCLUDE,)
-
-
-def _digest(folder: Path) -> str:
-    """The headers' content, as one number: the project's, and those beside a file from outside."""
-    folders = [INCLUDE] if folder.is_relative_to(KERNELS) else [INCLUDE, folder]
-    files = [file for folder in folders for file in sorted(folder.glob("*.cuh"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -332,12 +332,13 @@ def _bounds(
     relative = relative + rounded_score + kernel.operand_unit
     floor = tiny * (n + 2 + values.sum(-2, keepdims=True))
     out_bound = relative * magnitude + kernel.output_unit * np.abs(_finite(out)) + floor
-    out_bound[_vanished_infinities(tile, weights, tiny)] = np.inf
+    smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
+    out_bound[_vanished_infinities(tile, weights, smallest)] = np.inf
     lse_bound = eps * (score + 1.2 * total) + rounded_score
     return out_bound, lse_bound[..., 0] + eps * 2 * np.abs(_finite(lse))
 
 
-def _vanished_infinities(tile: reference.Tile, weights: Array, tiny: float) -> Array:
+def _vanished_infinities(tile: reference.Tile, weights: Array, smallest: float) -> Array:
     """Where an infinite value has a weight that the kernel's format has no number for.
 
     The product is infinite in the reference and 0 * infinity, which is NaN, in the kernel.
@@ -345,7 +346,7 @@ def _vanished_infinities(tile: reference.Tile, weights: Array, tiny: float) -> A
     infinite = np.isinf(tile.v)
     if not infinite.any():
         return np.zeros((*weights.shape[:-1], tile.v.shape[-1]), bool)
-    vanished = weights < tiny
+    vanished = weights < smallest
     if tile.hidden is not None:
         vanished &= ~tile.hidden
     return vanished.astype(np.float32) @ infinite.astype(np.float32) > 0

@@ -2,7 +2,6 @@
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import importlib.util
-import itertools
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from cupyfa import sources
-from cupyfa.backends.simulator import machine
+from cupyfa.backends.simulator import dynamic_shared, machine
 
 INCLUDE = [sources.INCLUDE]
 # Without it, a fault of a plain access names no line.
@@ -282,6 +281,49 @@ def test_atomics_on_shared_memory_are_no_race():
     assert "race" in fault(plain, A, threads=64).what
 
 
+def test_a_plain_write_races_with_the_atomics_of_other_threads():
+    body = """
+        __shared__ int count;
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        atomicAdd(&count, 1);
+        A[threadIdx.x] = 0;
+    """
+    A = np.zeros(64, np.int32)
+    for schedule in (None, 1, 2):
+        launch(body, A, threads=64, schedule=schedule)
+        for barrier in ("", "if (threadIdx.x < 32) __syncwarp();"):
+            early = body.replace("__syncthreads();", barrier)
+            what = fault(early, A, threads=64, schedule=schedule).what
+            assert "race" in what or "has written" in what
+        late = body.replace("A[threadIdx.x] = 0;", "A[threadIdx.x] = count;")
+        assert "race" in fault(late, A, threads=64, schedule=schedule).what
+    mixed = body.replace("atomicAdd(&count, 1);", "if (count == 0) atomicAdd(&count, 1);")
+    assert "race" in fault(mixed, A, threads=64).what
+
+
+LAST_BLOCK = """
+    __shared__ unsigned ticket;
+    A[blockIdx.x] = blockIdx.x + 1;
+    __threadfence();
+    ticket = atomicInc(B, gridDim.x - 1);
+    __threadfence_block();
+    if (ticket != gridDim.x - 1) return;
+    unsigned sum = 0;
+    for (unsigned i = 0; i < gridDim.x; ++i) sum += ((volatile unsigned*)A)[i];
+    B[1] = sum;
+    __threadfence_system();
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+"""
+
+
+def test_the_last_block_reduces_what_fences_made_known():
+    for workers in (1, 2, 4):
+        A, B = np.zeros(500, np.uint32), np.zeros(2, np.uint32)
+        launch(LAST_BLOCK, A, B, grid=(500, 1, 1), threads=1, workers=workers)
+        assert B.tolist() == [0, 500 * 501 // 2]
+
+
 def test_mathematics():
     A = np.linspace(0.1, 3, 32).astype(np.float32)
     B = np.zeros((8, 32), np.float32)
@@ -492,6 +534,30 @@ def test_lanes_of_one_warp_need_a_barrier_too():
     assert "race" in caught.what
 
 
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "__shfl_xor_sync(~0u, t, 1)",
+        "__shfl_sync(~0u, t, 0)",
+        "__ballot_sync(~0u, 1)",
+        "__all_sync(~0u, 1)",
+        "__reduce_add_sync(~0u, t)",
+    ],
+)
+def test_shuffles_and_votes_do_not_order_memory(collective):
+    body = f"""
+        __shared__ int x[32];
+        int t = threadIdx.x;
+        x[t] = t;
+        int y = {collective};
+        A[t] = x[t ^ 1] + y;
+    """
+    A = np.zeros(32, np.int32)
+    for schedule in (None, 1, 2):
+        assert "race" in fault(body, A, schedule=schedule).what
+        launch(body.replace("A[t] =", "__syncwarp(); A[t] ="), A, schedule=schedule)
+
+
 def test_bytes_of_one_granule_may_belong_to_two_threads():
     A = np.zeros(32, np.uint8)
     body = """
@@ -576,6 +642,106 @@ def test_dynamic_shared_memory_ends_where_the_launch_says():
     caught = fault(body, threads=33, shared_bytes=128, head=head)
     assert "just past the end of shared memory (128 bytes)" in caught.what
     assert caught.thread == (32, 0, 0)
+
+
+DECLARATIONS = [
+    "extern __shared__ float x[];",
+    "extern __shared__ __align__(16) float x[];",
+    "extern __align__(sizeof(float4)) __shared__ float x [ ] ;",
+    "extern __shared__ alignas(128)\n float\n x[];",
+    "__shared__ extern volatile float x[];",
+    "extern __shared__ __attribute__((aligned(32))) scalar x[];",
+]
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS)
+@pytest.mark.parametrize("scope", ["function", "file", "namespace"])
+def test_extern_shared_arrays_are_the_blocks_dynamic_memory(scope, declaration):
+    body = """
+        x[threadIdx.x] = A[threadIdx.x];
+        __syncthreads();
+        A[threadIdx.x] = x[31 - threadIdx.x + s0];
+    """
+    head = "using scalar = float;\n"
+    if scope == "function":
+        body = declaration.replace("\n", " ") + body
+    else:
+        open_, close = ("namespace own {", "}\nusing namespace own;") * (scope == "namespace") or (
+            "",
+            "",
+        )
+        head += f"{open_} {declaration} struct After {{ }};{close}"
+    A = np.arange(32, dtype=np.float32)
+    launch(body, A, scalars=(np.int32(0),), shared_bytes=128, head=head)
+    assert (A == np.arange(32)[::-1]).all()
+    caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=128, head=head)
+    assert caught.what == "reads 4 bytes, just past the end of shared memory (128 bytes)"
+    if HAS_LINES:
+        assert caught.place == f"test.cu:{3 + (scope == 'function')}"
+    caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=132, head=head)
+    assert "no thread of this block has written" in caught.what
+    race = body.replace("__syncthreads();", "")
+    caught = fault(race, A, scalars=(np.int32(0),), shared_bytes=128, head=head)
+    assert "race" in caught.what or "no thread of this block has written" in caught.what
+
+
+def test_extern_shared_arrays_of_other_shapes():
+    head = """
+        // extern __shared__ float in_a_comment[];
+        constexpr char text[] = "extern __shared__ float in_a_string[]; {";
+        template <class T> struct SharedMemory {
+          __device__ operator T*() { extern __shared__ int bytes[]; return (T*)bytes; }
+        };
+        template <class T> __device__ T last(int i) {
+          extern __shared__ T tile[][4];
+          return tile[i][3];
+        }
+        extern "C" { namespace { extern __shared__ unsigned char raw[]; } }
+        __device__ float twice() {
+          extern __shared__ float2 pairs[];
+          return (&pairs[1])->x + sizeof(pairs[0]);
+        }
+    """
+    body = """
+        float* x = SharedMemory<float>();
+        extern __shared__ char raw2[];
+        float* y = reinterpret_cast<float*>(raw2) + 1;
+        float* z = (float*)raw + 2;
+        float* w = reinterpret_cast<float*>(&raw[12]);
+        *x = 1, *y = 2, *z = 3, *w = 4;
+        A[0] = last<float>(0), A[1] = twice(), A[2] = text[0];
+    """
+    A = np.zeros(3, np.float32)
+    launch(body, A, threads=1, shared_bytes=16, head=head)
+    assert A.tolist() == [4, 11, ord("e")]
+
+
+def test_extern_shared_arrays_leave_lines_where_they_were():
+    text = """\
+        // 1
+        extern __shared__ float
+            x[]; int before_4;  // 3
+        #line 20 "other.cu"
+        __device__ int twenty;
+        extern __shared__ float y[]; int line_21 = __LINE__;
+        void f() {
+          extern __shared__
+              float z[]; int line_24 = __LINE__; }
+        int line_25 = __LINE__;
+        """
+    placed = textwrap.dedent(dynamic_shared.placed(textwrap.dedent(text)))
+    assert "extern" not in placed
+    line = 1
+    for content in placed.splitlines():
+        if content.startswith("#line"):
+            line = int(content.split()[1])
+            continue
+        if "__LINE__" in content:
+            assert f"line_{line} =" in content
+        if "before_4" in content:
+            assert line == 3
+        line += 1
+    assert dynamic_shared.placed(fresh(1)) == fresh(1)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -838,12 +1004,13 @@ def run_fresh(value):
     return A[0]
 
 
-def in_new_process(folder, *values):
-    code = f"import test_simulator as t; print(*[t.run_fresh(v) for v in {list(values)}])"
+def in_new_process(folder, *values, **environment):
+    code = f"import test_simulator as t; print(*[t.run_fresh(v) for v in {ascii(list(values))}])"
     paths = [str(Path(__file__).parent), str(Path(machine.__file__).parents[3])]
+    environment |= {"CUPYFA_CACHE_DIR": str(folder), "PYTHONPATH": ":".join(paths)}
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "CUPYFA_CACHE_DIR": str(folder), "PYTHONPATH": ":".join(paths)},
+        env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -866,6 +1033,11 @@ def test_a_damaged_object_is_made_anew(tmp_path, damage):
     assert answer(in_new_process(tmp_path, 41)) == "41"
 
 
+def test_a_text_beyond_ascii_in_the_c_locale(tmp_path):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert answer(in_new_process(tmp_path, "45 /* \u03b1 = \u221ad */", **plain)) == "45"
+
+
 def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     processes = [in_new_process(tmp_path, 51, 52) for _ in range(3)]
     assert [answer(process) for process in processes] == ["51 52"] * 3
@@ -879,12 +1051,15 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     assert answer(in_new_process(blocked / "cache", 61)) == "61"
 
 
-def test_changed_headers_make_a_new_kernel(tmp_path):
-    numbers = itertools.count(70)
-    text = '#include <number.cuh>\nextern "C" __global__ void test(int* A) { A[0] = number; }'
-    for _ in range(2):
-        number = next(numbers)
-        (tmp_path / "number.cuh").write_text(f"constexpr int number = {number};")
+@pytest.mark.parametrize("file", ["number.cuh", "helper.h", "deep/er/number.hpp"])
+def test_changed_headers_make_a_new_kernel(tmp_path, file):
+    (tmp_path / "bad.cuh").mkdir()
+    (tmp_path / "nowhere.cuh").symlink_to(tmp_path / "missing")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "outer.cuh").write_text(f'#pragma once\n#include "{file}"\n')
+    text = '#include <outer.cuh>\nextern "C" __global__ void test(int* A) { A[0] = number; }'
+    for number in (70, 71):
+        (tmp_path / file).write_text(f"constexpr int number = {number};")
         A = np.zeros(1, np.int32)
         machine.launch(
             text, "test", [np.uint64(A.ctypes.data)], grid=(1, 1, 1), threads=1, shared_bytes=0,

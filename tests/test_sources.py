@@ -1,8 +1,10 @@
 """Source texts are strings: constants above an unchanged file."""
 
+from dataclasses import replace
+
 import pytest
 
-from cupyfa import Limits, Problem, planning, sources
+from cupyfa import Limits, Problem, includes, planning, sources
 from cupyfa.ladder import LADDER
 
 LIMITS = Limits("a device", shared_bytes=65536)
@@ -14,7 +16,7 @@ def text(name="fa2", **sizes):
 
 
 def test_the_text_is_typed_constants_above_the_unchanged_file():
-    file = (sources.KERNELS / "forward" / "fa2.cu").read_text()
+    file = (sources.KERNELS / "forward" / "fa2.cu").read_text(encoding="utf-8")
     head, found, tail = text(dtype="float16", causal=True).partition(file)
     assert found
     assert head.splitlines() == [
@@ -50,6 +52,53 @@ def test_a_changed_header_changes_the_text(tmp_path, monkeypatch):
     before = text()
     for file in sources.INCLUDE.glob("*.cuh"):
         (tmp_path / file.name).write_text(file.read_text())
-    (tmp_path / "math.cuh").write_text("// another\n" + (tmp_path / "math.cuh").read_text())
     monkeypatch.setattr(sources, "INCLUDE", tmp_path)
-    assert text() != before
+    assert text() == before
+    for name, matters in [("math.cuh", True), ("wmma.cuh", False)]:  # fa2 uses no tensor cores
+        (tmp_path / name).write_text("// another\n" + (tmp_path / name).read_text())
+        assert (text() != before) == matters
+        before = text()
+
+
+OWN = {
+    "own.cu": '#include <tensor.cuh>\n  # include "helper.h"\n#include <missing.h>\n',
+    "helper.h": "#pragma once\n#include <sub/x.cuh>\n",
+    "sub/x.cuh": '#include "y.inc"\n#include "../helper.h"\n',
+    "sub/y.inc": "constexpr int beside_x = 1;\n",
+    "unused.cuh": "",
+}
+
+
+@pytest.mark.parametrize("changed", OWN)
+def test_a_changed_file_of_a_users_kernel_changes_its_text(tmp_path, changed):
+    (tmp_path / "sub").mkdir()
+    for name, content in OWN.items():
+        (tmp_path / name).write_text(content)
+    fa2 = LADDER["forward"]["fa2"]
+    launch = planning.plan(fa2, Problem.of_sizes(M=10, d=8), LIMITS).launches[0]
+    launch = replace(launch, path=tmp_path / "own.cu")
+    before = sources.text(launch)
+    (tmp_path / changed).write_text(OWN[changed] + "// changed\n")
+    assert (sources.text(launch) != before) == (changed != "unused.cuh")
+
+
+def test_a_digest_takes_the_file_that_the_compiler_takes(tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        (folder / "sub").mkdir(parents=True)
+        (folder / "x.cuh").write_text(str(folder))
+    (folders[0] / "folder.cuh").mkdir()
+    (folders[0] / "nowhere.cuh").symlink_to(tmp_path / "missing")
+    one, other = (includes.digest("#include <x.cuh>", [folder]) for folder in folders)
+    assert one != other
+    assert includes.digest('#include "x.cuh"', folders) == one
+    assert includes.digest("#include <x.cuh>", folders[::-1]) == other
+    nothing = includes.digest("", folders)
+    assert includes.digest("#include <folder.cuh>\n#include <nowhere.cuh>", folders) == nothing
+    (folders[1] / "folder.cuh").write_text("found in the next folder")
+    assert includes.digest("#include <folder.cuh>", folders) != nothing
+    # In quotes, a file beside the one that includes it comes first.
+    (folders[1] / "sub" / "a.cuh").write_text('#include "x.cuh"')
+    before = includes.digest("#include <sub/a.cuh>", folders)
+    (folders[1] / "sub" / "x.cuh").write_text("nearer")
+    assert includes.digest("#include <sub/a.cuh>", folders) != before

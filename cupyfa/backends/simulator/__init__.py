@@ -1,4 +1,19 @@
-"""The backend made of a host C++ compiler: the same kernels on the CPU, every access checked."""
+"""The backend made of a host C++ compiler: the same kernels on the CPU, every access checked.
+
+What it does not see, or sees otherwise than a device:
+
+- Races through global memory, within a block or between blocks.
+- A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
+  whole warp.
+- Races of one-byte accesses: two threads may use the two bytes that share one record.
+- A loop that spins on memory until another thread writes it: threads change only in collectives,
+  so the launch hangs.
+- Recursion that overflows a thread's stack (256 KB): it hits a guard page, and the process ends.
+- Threads that return while others wait for them in a barrier: reported as a fault, though devices
+  since sm_70 forgive it.
+- The limit of 48 KB on static shared memory.
+- `extern __shared__` in a header or behind a macro: only in a kernel's own text does it link.
+"""
 
 from __future__ import annotations
 
@@ -47,23 +62,19 @@ class Simulator(Backend):
     def address(self, array: Any) -> int:
         return array.ctypes.data
 
-    def prepare(self, launch: PlannedLaunch) -> str:
-        text = sources.text(launch)
-        machine.build(text, sources.include_folders(launch), launch.entry)
-        return text
+    def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
+        return machine.build(sources.text(launch), sources.include_folders(launch), launch.entry)
 
     def launch(
         self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
     ) -> None:
-        machine.launch(
+        machine.run(
             prepared,
-            launch.entry,
             [np.asarray(argument) for argument in arguments],
             grid=launch.grid,
             threads=launch.threads,
             shared_bytes=launch.shared_bytes,
             buffers=[machine.Buffer(name, *span(self, array)) for name, array in arrays.items()],
-            include_dirs=sources.include_folders(launch),
             schedule=self.schedule,
             workers=self.workers,
         )

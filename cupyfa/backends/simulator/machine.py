@@ -18,18 +18,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from cupyfa import includes
+from cupyfa.backends.simulator import dynamic_shared
 
 _HERE = Path(__file__).resolve().parent
 _RUNTIME = _HERE / "runtime.cpp"
 _TWINS = _HERE / "include"
-_HEADER_ENDINGS = (".h", ".cuh")
 _REPORT_BYTES = 2048
 _MAX_THREADS = 1024
 _MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
@@ -108,7 +110,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CompiledKernel:
     """A compiled kernel, ready to launch."""
 
     entry: str
@@ -127,27 +129,36 @@ def launch(
     entry: str,
     arguments: Sequence[np.ndarray | np.generic],
     *,
+    include_dirs: Sequence[Path],
+    **options: Any,
+) -> None:
+    """Builds a kernel and runs it, with the options of ``run``."""
+    run(build(text, include_dirs, entry), arguments, **options)
+
+
+def run(
+    kernel: CompiledKernel,
+    arguments: Sequence[np.ndarray | np.generic],
+    *,
     grid: tuple[int, int, int],
     threads: int | tuple[int, int, int],
     shared_bytes: int,
     buffers: Sequence[Buffer],
-    include_dirs: Sequence[Path],
     schedule: int | None = None,
     workers: int | None = None,
 ) -> None:
-    """Runs ``entry`` of a kernel's text on a grid of blocks, and returns when all have finished.
+    """Runs a kernel on a grid of blocks, and returns when all have finished.
 
     Each of ``arguments`` is a NumPy value whose bytes are one kernel argument. ``buffers`` are the
     only memory the kernel may touch besides its own and the block's shared memory, of which
     ``shared_bytes`` are dynamic. ``schedule`` is the seed of a pseudo-random order of threads; with
     None they take turns by index. ``workers`` OS threads share the blocks; by default one per core.
 
-    Raises SimulatorFault for what the kernel does wrong, CompileError if it does not compile,
-    CompilerNotFound without a compiler, and ValueError for a launch that no device would accept.
+    Raises SimulatorFault for what the kernel does wrong, and ValueError for a launch that no device
+    would accept.
     """
     block = _block_shape(threads)
-    _check_launch(entry, grid, block, shared_bytes)
-    kernel = build(text, include_dirs, entry)
+    _check_launch(kernel.entry, grid, block, shared_bytes)
     values = [np.ascontiguousarray(argument) for argument in arguments]
     _check_arguments(kernel, values)
     if 0 in grid:
@@ -190,7 +201,7 @@ def _check_launch(
         raise ValueError(f"{entry}: shared_bytes is {shared_bytes}; it must not be negative")
 
 
-def _check_arguments(kernel: Kernel, values: Sequence[np.ndarray]) -> None:
+def _check_arguments(kernel: CompiledKernel, values: Sequence[np.ndarray]) -> None:
     given = tuple(value.nbytes for value in values)
     if given != kernel.argument_bytes:
         raise ValueError(
@@ -264,7 +275,7 @@ _UNPLACED = "/@"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 
 
-def _fault(kernel: Kernel, report: _Report) -> SimulatorFault:
+def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     what = report.text.decode(errors="replace")
     place = report.place.decode(errors="replace")
     addresses = [int(found[1], 16) for found in _PLACE.finditer(what + place)]
@@ -286,9 +297,9 @@ def _lines(path: Path, addresses: Sequence[int]) -> dict[int, str]:
         return {}
     # With -a, each answer opens with its address; with -i, inlined callers follow, outwards.
     command = [tool, "-a", "-i", "-e", str(path), *(hex(address) for address in addresses)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False)
     frames: dict[int, list[str]] = {}
-    for line in done.stdout.splitlines():
+    for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("0x"):
             current = frames.setdefault(int(line, 16), [])
         else:
@@ -313,13 +324,13 @@ def _chain(frames: Sequence[str]) -> str:
 # -------------------------------------------------------------------------------------------------
 # Building
 
-_memo: dict[tuple[str, ...], Kernel] = {}
+_memo: dict[tuple[str, ...], CompiledKernel] = {}
 _runtime_memo: dict[str, ctypes.CDLL] = {}
 _lock = threading.Lock()
 _key_locks: dict[str, threading.Lock] = {}
 
 
-def build(text: str, include_dirs: Sequence[Path], entry: str) -> Kernel:
+def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel:
     """Compiles and loads a kernel's text, or finds it compiled; ``entry`` is its entry point.
 
     Raises CompileError with the compiler's own words, and CompilerNotFound without a compiler.
@@ -330,8 +341,8 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> Kernel:
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
-    inputs = [_identity(), source, *_kernel_flags()]
-    key = _digest(*inputs, _RUNTIME.read_bytes(), *_header_bytes(folders))
+    headers = includes.digest(source, folders)
+    key = _digest(_identity(), source, headers, *_kernel_flags(), _RUNTIME.read_bytes())
     memo_key = (key, *map(str, folders))
     with _lock:
         if memo_key in _memo:
@@ -350,7 +361,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> Kernel:
 def _source(text: str, entry: str) -> str:
     return (
         "#include <simulator.h>\n"
-        f'#line 1 "{entry}.cu"\n{text}\n'
+        f'#line 1 "{entry}.cu"\n{dynamic_shared.placed(text)}\n'
         '#line 1 "simulator entry point"\n'
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
@@ -365,7 +376,7 @@ class _ArgumentSizes(ctypes.Structure):
     _fields_ = (("count", ctypes.c_size_t), ("bytes", ctypes.c_size_t * 64))
 
 
-def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> Kernel:
+def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> CompiledKernel:
     runtime, runtime_path = _runtime()
 
     def make(path: Path, scratch: Path) -> None:
@@ -375,7 +386,9 @@ def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> Kernel
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
     address = ctypes.cast(loaded.simulator_call, ctypes.c_void_p).value
     assert address is not None
-    return Kernel(entry, path, tuple(sizes.bytes[: sizes.count]), address, (runtime, loaded))
+    return CompiledKernel(
+        entry, path, tuple(sizes.bytes[: sizes.count]), address, (runtime, loaded)
+    )
 
 
 def _safe(name: str) -> str:
@@ -386,7 +399,7 @@ def _compile_kernel(
     source: str, folders: Sequence[Path], path: Path, scratch: Path, runtime: Path
 ) -> None:
     text, compiled = scratch / "kernel.cpp", scratch / "kernel.o"
-    text.write_text(source)
+    text.write_text(source, encoding="utf-8")
     includes = [f"-I{folder}" for folder in folders]
     # File names in the text that are not absolute are to stay as they are: see _chain.
     names = f"-fdebug-prefix-map={scratch}={_UNPLACED}"
@@ -491,7 +504,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
         cwd=folder,
         env=_environment(),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         check=False,
     )
@@ -521,14 +534,6 @@ def _digest(*parts: str | bytes) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def _header_bytes(folders: Iterable[Path]) -> Iterable[bytes]:
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in _HEADER_ENDINGS:
-                yield str(path)[len(str(folder)) :].encode()
-                yield path.read_bytes()
 
 
 def _user_cache() -> Path | None:

@@ -9,7 +9,8 @@
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
 // here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
 // For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
-// clocks with one component per warp; two accesses that no barrier orders are a race.
+// clocks with one component per warp; two accesses that no barrier orders are a race. Shuffles and
+// votes are no barriers: CUDA promises of __syncwarp alone that it orders memory.
 //
 // This file is compiled once, for all kernels. Of the C++ library it uses only what needs no
 // linking: where the compiler is zig, building that library would take most of a minute.
@@ -259,11 +260,10 @@ void give_slab(char* slab) {
 // ---------------------------------------------------------------------------------------------
 // Vector clocks and the shadow of shared memory
 
-// When a thread did something: its warp's clock, whether it was an atomic, and the thread.
+// When a thread did something: its warp's clock, and the thread.
 using Epoch = std::uint64_t;
 using Clock = std::uint64_t;
-constexpr int clock_shift = 11;
-constexpr Epoch atomic_bit = 1u << 10;
+constexpr int clock_shift = 10;
 
 inline int thread_of(Epoch epoch) {
   return static_cast<int>(epoch % max_threads);
@@ -272,9 +272,12 @@ inline Clock clock_of(Epoch epoch) {
   return epoch >> clock_shift;
 }
 
-// Two bytes of shared memory: the last write, and the last reads by two different threads.
+// Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
+// threads. A write forgets what was before: who races with that races with the write. An atomic
+// forgets nothing, since it does not race with other atomics.
 struct Cell {
   Epoch writer;
+  Epoch updater;
   Epoch readers[2];
 };
 constexpr std::size_t cell_bytes = 2;
@@ -297,6 +300,7 @@ struct Exchange {
   unsigned arrived;
   unsigned votes;  // the lanes whose predicate holds
   int readers;
+  bool orders;  // whether what a lane did before, the others know after
   std::size_t size;
   const char* operation;
   Exchange* next;       // of the free ones
@@ -594,6 +598,7 @@ Exchange* open_exchange(Worker& worker, unsigned mask, std::size_t size, const c
   exchange->arrived = 0;
   exchange->votes = 0;
   exchange->readers = __builtin_popcount(mask);
+  exchange->orders = false;
   exchange->size = size;
   exchange->operation = operation;
   worker.warp->open[worker.warp->open_count++] = exchange;
@@ -615,7 +620,7 @@ inline void complete(Worker& worker, Exchange* exchange) {
   int i = 0;
   while (warp.open[i] != exchange) ++i;
   warp.open[i] = warp.open[--warp.open_count];
-  warp.tick(fiber.warp);
+  if (exchange->orders) warp.tick(fiber.warp);
   make_ready(worker, fiber.warp, exchange->mask & ~(1u << fiber.lane));
 }
 
@@ -637,7 +642,7 @@ COLD void check_same(Worker& worker, const Exchange& exchange, std::size_t size,
 
 // Waits until all lanes of the mask have brought their value, and returns them all.
 inline Exchange* meet(unsigned mask, const void* value, std::size_t size, bool predicate,
-                      const char* operation, const Place& place) {
+                      bool orders, const char* operation, const Place& place) {
   Worker& worker = *self;
   Fiber& fiber = *worker.fiber;
   unsigned lane_bit = 1u << fiber.lane;
@@ -649,6 +654,7 @@ inline Exchange* meet(unsigned mask, const void* value, std::size_t size, bool p
     check_same(worker, *exchange, size, operation, place);
   }
   if (size > 0) std::memcpy(exchange->values + fiber.lane * size, value, size);
+  exchange->orders |= orders;
   exchange->votes |= predicate ? lane_bit : 0;
   exchange->arrived |= lane_bit;
   fiber.exchange = exchange;
@@ -905,11 +911,9 @@ struct Touch {
 }
 
 [[noreturn]] COLD void fault_race(Worker& worker, const Arena& arena, const Touch& touch,
-                                  Epoch other, bool other_read) {
+                                  Epoch other, const char* done) {
   Place place;
   place.pc = touch.pc;
-  const char* done = other_read ? "read" : "wrote";
-  if (!other_read && (other & atomic_bit) != 0) done = "updated";
   fault(worker, place,
         format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
                thread_name(worker, thread_of(other)).chars, done, verb(touch.access),
@@ -924,33 +928,38 @@ inline bool ordered(const Worker& worker, Epoch epoch, int thread) {
 template <Access access>
 inline void check_cell(Worker& worker, Arena& arena, Cell& cell, Epoch now, bool racing,
                        const Touch& touch) {
-  int thread = thread_of(now);
-  if (access == Access::read) {
-    if (cell.readers[0] == now) return;
-    if (clock_of(cell.writer) <= worker.floor) fault_uninitialised(worker, arena, touch);
-    if (!racing) return;
-    if (!ordered(worker, cell.writer, thread)) {
-      fault_race(worker, arena, touch, cell.writer, false);
-    }
-    if (thread_of(cell.readers[0]) != thread) cell.readers[1] = cell.readers[0];
-    cell.readers[0] = now;
-    return;
-  }
-  if (access == Access::atomic && clock_of(cell.writer) <= worker.floor) {
+  if (access == Access::read && cell.readers[0] == now) return;
+  if (access != Access::write && clock_of(cell.writer) <= worker.floor) {
     fault_uninitialised(worker, arena, touch);
   }
-  bool both_atomic = access == Access::atomic && (cell.writer & atomic_bit) != 0;
+  int thread = thread_of(now);
   if (racing) {
-    if (!both_atomic && !ordered(worker, cell.writer, thread)) {
-      fault_race(worker, arena, touch, cell.writer, false);
+    if (!ordered(worker, cell.writer, thread)) {
+      fault_race(worker, arena, touch, cell.writer, "wrote");
     }
-    for (Epoch reader : cell.readers) {
-      if (!ordered(worker, reader, thread)) fault_race(worker, arena, touch, reader, true);
+    if (access != Access::atomic && !ordered(worker, cell.updater, thread)) {
+      fault_race(worker, arena, touch, cell.updater, "updated");
+    }
+    if (access != Access::read) {
+      for (Epoch reader : cell.readers) {
+        if (!ordered(worker, reader, thread)) {
+          fault_race(worker, arena, touch, reader, "read");
+        }
+      }
     }
   }
-  cell.writer = access == Access::atomic ? now | atomic_bit : now;
-  cell.readers[0] = 0;
-  cell.readers[1] = 0;
+  switch (access) {
+    case Access::read:
+      if (!racing) return;
+      if (thread_of(cell.readers[0]) != thread) cell.readers[1] = cell.readers[0];
+      cell.readers[0] = now;
+      return;
+    case Access::write:
+      cell = {now, 0, {0, 0}};
+      return;
+    case Access::atomic:
+      cell.updater = now;
+  }
 }
 
 template <Access access>
@@ -1376,6 +1385,7 @@ EXPORTED const Coordinates* simulator_coordinates() {
 }
 
 EXPORTED unsigned char* simulator_shared_memory() {
+  if (self == nullptr) return nullptr;  // the kernel object's own start-up
   return reinterpret_cast<unsigned char*>(self->dynamic.address);
 }
 
@@ -1385,7 +1395,8 @@ EXPORTED std::size_t simulator_shared_bytes() {
 
 EXPORTED std::uint64_t simulator_shuffle(unsigned mask, std::uint64_t value, int source,
                                          const char* operation, const char* file, int line) {
-  Exchange* exchange = meet(mask, &value, sizeof value, false, operation, {file, line, CALLER});
+  Exchange* exchange =
+      meet(mask, &value, sizeof value, false, false, operation, {file, line, CALLER});
   // What a lane outside the mask holds is undefined: -1, and NaN in every floating type.
   if ((exchange->arrived >> source & 1) == 0) return ~std::uint64_t{0};
   std::uint64_t result;
@@ -1395,12 +1406,17 @@ EXPORTED std::uint64_t simulator_shuffle(unsigned mask, std::uint64_t value, int
 
 EXPORTED unsigned simulator_ballot(unsigned mask, bool predicate, const char* operation,
                                    const char* file, int line) {
-  return meet(mask, nullptr, 0, predicate, operation, {file, line, CALLER})->votes;
+  return meet(mask, nullptr, 0, predicate, false, operation, {file, line, CALLER})->votes;
+}
+
+EXPORTED void simulator_warp_barrier(unsigned mask, const char* operation, const char* file,
+                                     int line) {
+  meet(mask, nullptr, 0, false, true, operation, {file, line, CALLER});
 }
 
 EXPORTED const void* simulator_gather(unsigned mask, const void* mine, std::size_t size,
                                       const char* operation, const char* file, int line) {
-  return meet(mask, mine, size, false, operation, {file, line, CALLER})->values;
+  return meet(mask, mine, size, false, false, operation, {file, line, CALLER})->values;
 }
 
 EXPORTED int simulator_lane() {
@@ -1596,6 +1612,10 @@ EXPORTED void* __tsan_memset(void* to, int value, std::size_t bytes) {
   check<Access::write>(to, bytes, CALLER);
   return std::memset(to, value, bytes);
 }
+EXPORTED void __tsan_atomic_thread_fence(int) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+EXPORTED void __tsan_atomic_signal_fence(int) {}
 EXPORTED void __tsan_init() {}
 EXPORTED void __tsan_func_entry(void*) {}
 EXPORTED void __tsan_func_exit() {}

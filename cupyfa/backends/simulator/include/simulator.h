@@ -40,6 +40,7 @@ unsigned long simulator_shuffle(unsigned mask, unsigned long value, int source,
                                 const char* operation, const char* file, int line);
 unsigned simulator_ballot(unsigned mask, bool predicate, const char* operation, const char* file,
                           int line);
+void simulator_warp_barrier(unsigned mask, const char* operation, const char* file, int line);
 const void* simulator_gather(unsigned mask, const void* mine, size_t size, const char* operation,
                              const char* file, int line);
 unsigned simulator_block_barrier(bool predicate, int which, const char* operation, const char* file,
@@ -273,6 +274,12 @@ inline int lane() {
   return simulator_lane();
 }
 
+// A barrier of the lanes in `mask`: what each did to memory before, all of them may use after. No
+// other collective of a warp promises that.
+inline void warp_barrier(unsigned mask, const char* operation, Here here = Here()) {
+  simulator_warp_barrier(mask, operation, here.file, here.line);
+}
+
 // A collective of the lanes in `mask`: the values all of them bring, indexed by lane. They may be
 // read until this lane's next collective.
 template <class T>
@@ -402,7 +409,7 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
       simulator_block_barrier(predicate != 0, 2, "__syncthreads_and", here.file, here.line));
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
-  simulator_ballot(mask, false, "__syncwarp", here.file, here.line);
+  simulator::warp_barrier(mask, "__syncwarp", here);
 }
 // Threads run in turns, and a worker's stores reach others at the latest when the grid ends.
 inline void __threadfence() {
