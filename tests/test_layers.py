@@ -16,7 +16,7 @@ from cupyfa.sources import INCLUDE, KERNELS, ROOT
 PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports from layers above it only.
 LAYERS = [
-    {"dtypes"},
+    {"dtypes", "includes"},
     {"problem", "reference"},
     {"kernel", "tolerance"},
     {"operations", "ladder"},

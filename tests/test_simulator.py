@@ -140,6 +140,7 @@ def test_arguments_by_value():
         ({"threads": 0}, "0 threads"),
         ({"grid": (-1, 1, 1)}, "grid"),
         ({"shared_bytes": -1}, "shared_bytes"),
+        ({"shared_bytes": 233_000}, "shared_bytes"),
     ],
 )
 def test_a_launch_no_device_would_accept(options, message):
@@ -701,6 +702,11 @@ def test_extern_shared_arrays_of_other_shapes():
           extern __shared__ float2 pairs[];
           return (&pairs[1])->x + sizeof(pairs[0]);
         }
+        template <class T> __device__ T first() {
+          extern __shared__ __align__(sizeof(T)) unsigned char its_bytes[];
+          T* values = reinterpret_cast<T*>(its_bytes);
+          return values[0];
+        }
     """
     body = """
         float* x = SharedMemory<float>();
@@ -709,39 +715,40 @@ def test_extern_shared_arrays_of_other_shapes():
         float* z = (float*)raw + 2;
         float* w = reinterpret_cast<float*>(&raw[12]);
         *x = 1, *y = 2, *z = 3, *w = 4;
-        A[0] = last<float>(0), A[1] = twice(), A[2] = text[0];
+        A[0] = last<float>(0), A[1] = twice(), A[2] = text[0], A[3] = first<float>();
     """
-    A = np.zeros(3, np.float32)
+    A = np.zeros(4, np.float32)
     launch(body, A, threads=1, shared_bytes=16, head=head)
-    assert A.tolist() == [4, 11, ord("e")]
+    assert A.tolist() == [4, 11, ord("e"), 1]
 
 
 def test_extern_shared_arrays_leave_lines_where_they_were():
-    text = """\
-        // 1
-        extern __shared__ float
-            x[]; int before_4;  // 3
-        #line 20 "other.cu"
-        __device__ int twenty;
-        extern __shared__ float y[]; int line_21 = __LINE__;
-        void f() {
-          extern __shared__
-              float z[]; int line_24 = __LINE__; }
-        int line_25 = __LINE__;
-        """
-    placed = textwrap.dedent(dynamic_shared.placed(textwrap.dedent(text)))
-    assert "extern" not in placed
-    line = 1
-    for content in placed.splitlines():
-        if content.startswith("#line"):
-            line = int(content.split()[1])
-            continue
-        if "__LINE__" in content:
-            assert f"line_{line} =" in content
-        if "before_4" in content:
-            assert line == 3
-        line += 1
+    text = "a\nextern __shared__ float\n  x[]; int b;\nextern __shared__\n\nint y[][8];\nc\n"
+    placed = dynamic_shared.placed(text)
+    assert placed.count("simulator_dynamic") == 2
+    assert placed.count("\n") == text.count("\n")
+    lines = placed.splitlines()
+    assert (lines[0], lines[2], lines[6]) == ("a", " int b;", "c")
     assert dynamic_shared.placed(fresh(1)) == fresh(1)
+
+
+def test_extern_shared_arrays_beside_shared_variables():
+    body = """
+        __shared__ int fixed[3];
+        extern __shared__ int x[];
+        fixed[threadIdx.x] = 10 + threadIdx.x;
+        x[s0 + int(threadIdx.x)] = threadIdx.x;
+        __syncthreads();
+        A[threadIdx.x] = fixed[2 - threadIdx.x] + x[2 - threadIdx.x];
+    """
+    A = np.zeros(3, np.int32)
+    options = {"threads": 3, "shared_bytes": 12, "grid": (20, 1, 1)}
+    launch(body, A, scalars=(np.int32(0),), **options)
+    assert A.tolist() == [14, 12, 10]
+    caught = fault(body, A, scalars=(np.int32(-1),), **options)
+    assert "4 bytes before the start of shared memory (12 bytes)" in caught.what
+    caught = fault(body, A, scalars=(np.int32(1),), **options)
+    assert "just past the end of shared memory (12 bytes)" in caught.what
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -1005,7 +1012,7 @@ def run_fresh(value):
 
 
 def in_new_process(folder, *values, **environment):
-    code = f"import test_simulator as t; print(*[t.run_fresh(v) for v in {ascii(list(values))}])"
+    code = f"import test_simulator as t; print(*[t.run_fresh(v) for v in {list(values)!a}])"
     paths = [str(Path(__file__).parent), str(Path(machine.__file__).parents[3])]
     environment |= {"CUPYFA_CACHE_DIR": str(folder), "PYTHONPATH": ":".join(paths)}
     return subprocess.Popen(

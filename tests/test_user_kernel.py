@@ -181,7 +181,7 @@ def test_run_in_the_users_own_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sizes_suit_the_kernel(tmp_path, seed):
-    script = own_kernel.write(tmp_path, py=('"strides", "dv"', '"strides"'))
+    script = own_kernel.write(tmp_path, py=('"strides", "dv"', '"strides",'))
     cli(f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from cupyfa import sources
 from cupyfa.backends import Backend, span
-from cupyfa.backends.simulator import machine
+from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.planning import Limits, PlannedLaunch
 
 
@@ -38,7 +38,7 @@ class Simulator(Backend):
     """
 
     name = "simulator"
-    limits = Limits(device="the simulator", shared_bytes=227 * 1024)
+    limits = Limits(device="the simulator", shared_bytes=dynamic_shared.CAPACITY)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
         self.schedule = schedule

@@ -117,6 +117,7 @@ class CompiledKernel:
     path: Path
     argument_bytes: tuple[int, ...]
     call_address: int
+    locate_address: int | None  # of what finds its `extern __shared__` arrays, if it has any
     objects: tuple[ctypes.CDLL, ...] = field(repr=False)
 
 
@@ -167,6 +168,7 @@ def run(
     # What the request points to has to live until the call returns.
     keep = (_fill_arguments(request, values), _fill_regions(request, buffers))
     request.entry = kernel.call_address
+    request.locate = kernel.locate_address
     request.grid[:] = grid
     request.block[:] = block
     request.shared_bytes = shared_bytes
@@ -197,8 +199,10 @@ def _check_launch(
         )
     if min(grid) < 0 or max(grid) >= 2**31:
         raise ValueError(f"{entry}: grid {grid}; each side must be 0 to 2**31 - 1")
-    if shared_bytes < 0:
-        raise ValueError(f"{entry}: shared_bytes is {shared_bytes}; it must not be negative")
+    if not 0 <= shared_bytes <= dynamic_shared.CAPACITY:
+        raise ValueError(
+            f"{entry}: shared_bytes is {shared_bytes}; choose 0 to {dynamic_shared.CAPACITY}"
+        )
 
 
 def _check_arguments(kernel: CompiledKernel, values: Sequence[np.ndarray]) -> None:
@@ -225,6 +229,7 @@ class _Region(ctypes.Structure):
 class _Request(ctypes.Structure):
     _fields_ = (
         ("entry", ctypes.c_void_p),
+        ("locate", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("argument_bytes", ctypes.POINTER(ctypes.c_size_t)),
         ("argument_count", ctypes.c_size_t),
@@ -359,9 +364,10 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
 
 
 def _source(text: str, entry: str) -> str:
+    placed = dynamic_shared.placed(text)
     return (
         "#include <simulator.h>\n"
-        f'#line 1 "{entry}.cu"\n{dynamic_shared.placed(text)}\n'
+        f'#line 1 "{entry}.cu"\n{placed}\n'
         '#line 1 "simulator entry point"\n'
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
@@ -369,6 +375,7 @@ def _source(text: str, entry: str) -> str:
         "simulator::ArgumentSizes simulator_argument_sizes;\n"
         "simulator::ArgumentSizes simulator_argument_sizes =\n"
         f"    simulator::argument_sizes(&{entry});\n"
+        f"{dynamic_shared.LOCATOR if placed != text else ''}"
     )
 
 
@@ -384,11 +391,16 @@ def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> Compil
 
     loaded, path = _load_or_make(f"{_safe(entry)}-{key[:32]}.so", make)
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
-    address = ctypes.cast(loaded.simulator_call, ctypes.c_void_p).value
-    assert address is not None
-    return CompiledKernel(
-        entry, path, tuple(sizes.bytes[: sizes.count]), address, (runtime, loaded)
-    )
+    call = _address(loaded, "simulator_call")
+    assert call is not None
+    argument_bytes = tuple(sizes.bytes[: sizes.count])
+    locate = _address(loaded, "simulator_locate")
+    return CompiledKernel(entry, path, argument_bytes, call, locate, (runtime, loaded))
+
+
+def _address(loaded: ctypes.CDLL, name: str) -> int | None:
+    function = getattr(loaded, name, None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
 
 
 def _safe(name: str) -> str:
@@ -405,8 +417,18 @@ def _compile_kernel(
     names = f"-fdebug-prefix-map={scratch}={_UNPLACED}"
     command = [*compiler(), *_kernel_flags(), names, *includes]
     _run([*command, "-c", str(text), "-o", str(compiled)], folder=scratch)
+    objects = [compiled]
+    if source.endswith(dynamic_shared.LOCATOR):
+        objects.append(_dynamic_memory(source, scratch))
     # Linked without the sanitizer: the runtime defines what that would bring.
-    _link(path, [compiled, runtime], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
+    _link(path, [*objects, runtime], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
+
+
+def _dynamic_memory(source: str, scratch: Path) -> Path:
+    text, compiled = scratch / "memory.cpp", scratch / "memory.o"
+    text.write_text(dynamic_shared.memory(source), encoding="utf-8")
+    _run([*compiler(), *_BASE_FLAGS, "-c", str(text), "-o", str(compiled)])
+    return compiled
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:

@@ -52,6 +52,9 @@ struct Region {
 
 struct Request {
   void (*entry)(void** arguments);
+  // Where the kernel's __shared__ variables end and where its `extern __shared__` arrays are;
+  // nullptr if it has none.
+  void (*locate)(std::uintptr_t* places);
   void* const* arguments;
   const std::size_t* argument_bytes;
   std::size_t argument_count;
@@ -409,6 +412,7 @@ struct Worker {
   void** arguments = nullptr;
   Region argument_block{};
   char* slabs[max_warps] = {};
+  void* allocated = nullptr;  // the dynamic shared memory, unless the kernel's object has it
   Exchange* free_exchanges = nullptr;
   Exchange* made_exchanges = nullptr;
   Past* pasts = nullptr;
@@ -1191,7 +1195,7 @@ void run_block(Worker& worker, std::uint64_t block) {
 // Setting up a worker
 
 // Shared memory declared inside the kernel is the object's thread-local segment: every worker
-// has one, and nothing else is in it.
+// has one, and nothing is in it but that, and behind it the arrays declared `extern __shared__`.
 std::uintptr_t fixed_shared(const Module& module) {
   if (module.tls_bytes == 0) return 0;
   struct Index {
@@ -1206,12 +1210,20 @@ bool prepare_shared(Worker& worker) {
   constexpr std::size_t alignment = 1024;  // what swizzled layouts ask of shared memory
   const Launch& launch = *worker.launch;
   worker.dynamic.bytes = launch.request->shared_bytes;
-  std::size_t rounded = (worker.dynamic.bytes / alignment + 1) * alignment;
-  worker.dynamic.address = reinterpret_cast<std::uintptr_t>(aligned_alloc(alignment, rounded));
   worker.dynamic.name = "shared memory";
   worker.fixed.address = fixed_shared(launch.module);
   worker.fixed.bytes = worker.fixed.address == 0 ? 0 : launch.module.tls_bytes;
   worker.fixed.name = "the kernel's __shared__ variables";
+  if (launch.request->locate != nullptr) {
+    std::uintptr_t places[2];
+    launch.request->locate(places);
+    worker.fixed.bytes = places[0] - worker.fixed.address;
+    worker.dynamic.address = places[1];
+  } else {
+    std::size_t rounded = (worker.dynamic.bytes / alignment + 1) * alignment;
+    worker.allocated = aligned_alloc(alignment, rounded);
+    worker.dynamic.address = reinterpret_cast<std::uintptr_t>(worker.allocated);
+  }
   bool complete = worker.dynamic.allocate_cells() && worker.fixed.allocate_cells();
   return complete && worker.dynamic.address != 0;
 }
@@ -1302,7 +1314,7 @@ void free_worker(Worker& worker) {
   for (Fiber& fiber : worker.fibers) free_all(fiber.storage);
   free_all(worker.pasts);
   free_exchanges(worker);
-  std::free(reinterpret_cast<void*>(worker.dynamic.address));
+  std::free(worker.allocated);
   std::free(worker.dynamic.cells);
   std::free(worker.fixed.cells);
   std::free(worker.arguments);
@@ -1385,7 +1397,6 @@ EXPORTED const Coordinates* simulator_coordinates() {
 }
 
 EXPORTED unsigned char* simulator_shared_memory() {
-  if (self == nullptr) return nullptr;  // the kernel object's own start-up
   return reinterpret_cast<unsigned char*>(self->dynamic.address);
 }
 

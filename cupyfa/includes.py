@@ -1,0 +1,49 @@
+"""Follows a text's includes: one number for the content of all the files it reaches."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
+
+
+def digest(text: str, folders: Sequence[Path]) -> str:
+    """sha256 over every file that the text includes, directly or not.
+
+    Files are looked for as a compiler does, in the folders in their order; a name in quotes first
+    beside the file that includes it. Those found nowhere are left to the compiler, and so are
+    names that a macro stands for.
+    """
+    found: dict[Path, bytes] = {}
+    _follow(text, None, folders, found)
+    total = hashlib.sha256()
+    for path, content in found.items():
+        name = path.name.encode(errors="surrogateescape")
+        for part in (name, content):
+            total.update(len(part).to_bytes(8, "little"))
+            total.update(part)
+    return total.hexdigest()
+
+
+def _follow(
+    text: str, beside: Path | None, folders: Sequence[Path], found: dict[Path, bytes]
+) -> None:
+    for bracketed, quoted in _INCLUDE.findall(text):
+        places = [beside, *folders] if quoted and beside else folders
+        file = _first_file([place / (bracketed or quoted) for place in places])
+        if file and file[0] not in found:
+            path, content = file
+            found[path] = content
+            _follow(content.decode(errors="replace"), path.parent, folders, found)
+
+
+def _first_file(candidates: Sequence[Path]) -> tuple[Path, bytes] | None:
+    for path in candidates:
+        try:
+            return path, path.read_bytes()
+        except (OSError, ValueError):  # not there, a folder, a link to nowhere, not a name
+            continue
+    return None
