@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,7 +212,7 @@ def _causal(causal: bool | str | None) -> str | None:
 
 def _scale(scale: float | None, d: int) -> float:
     """1/sqrt(d) unless given; with d = 0 every score is 0, whatever the scale."""
-    if scale is not None and (isinstance(scale, bool | str) or not np.isscalar(scale)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | None):
         raise TypeError(f"scale is {scale!r}; give a number, or None for 1/sqrt(d)")
     if scale is None:
         return 1.0 / math.sqrt(d) if d > 0 else 1.0
