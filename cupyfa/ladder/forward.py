@@ -12,7 +12,6 @@ SUMS_IN_MEMORY = {
     "row_sum": ("batch heads M", "real"),
 }
 ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum M N heads group diagonal scale"
-MOST_BLOCKS = 2**31 - 1  # of a grid; a block goes on to further tiles from there
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}
     for Br in (128, 64, 32, 16, 8, 4, 2, 1)
@@ -136,7 +135,7 @@ KERNELS = (
             Launch(
                 "fa2",
                 args="Q K V O lse M N heads batch group diagonal scale",
-                grid=lambda p, c: min(cdiv(p.M, c.Br) * p.heads * p.batch, MOST_BLOCKS),
+                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
                     reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
@@ -160,7 +159,7 @@ KERNELS = (
             Launch(
                 "fa2_coalesced",
                 args="Q K V O lse M N heads batch group diagonal scale",
-                grid=lambda p, c: min(cdiv(p.M, c.Br) * p.heads * p.batch, MOST_BLOCKS),
+                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
                     reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),

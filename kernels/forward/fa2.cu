@@ -99,9 +99,9 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     Tensor<real> lse, int M, int N, int heads, int batches, int group, int diagonal, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
-  const long long blocks = (long long)tiles * heads * batches;
+  const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
 
-  for (long long index = blockIdx.x; index < blocks; index += gridDim.x) {
+  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);
     const int row = tile * Br + threadIdx.x;
     const int visible = row < M ? visible_keys(row, N, diagonal) : 0;

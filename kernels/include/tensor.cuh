@@ -17,7 +17,6 @@ struct Place {
   int tile, head, batch;
 };
 
-template <class Index>
-__device__ __forceinline__ Place place(Index index, int tiles, int heads) {
-  return {int(index % tiles), int(index / tiles % heads), int(index / tiles / heads)};
+__device__ __forceinline__ Place place(int index, int tiles, int heads) {
+  return {index % tiles, index / tiles % heads, index / tiles / heads};
 }
