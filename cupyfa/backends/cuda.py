@@ -37,7 +37,7 @@ def compile_without_gpu(
     """
     from cuda.pathfinder import find_nvidia_header_directory
 
-    options = ["--std=c++17", f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]
+    options = ["--std=c++17", f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
     options += ["--diag-suppress=177"]  # a constant that this kernel does not use
     options += [f"-I{folder}" for folder in folders]
     options += [f"-I{find_nvidia_header_directory('cudart')}"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cupyfa.backends import Backend, DeviceError
 
+# Warnings point at the line that called the library, where Python can be told so.
+_AT_THE_CALLER: Any = (
+    {"skip_file_prefixes": (str(Path(__file__).parents[1]),)}
+    if sys.version_info >= (3, 12)
+    else {"stacklevel": 2}
+)
 NAMES = ("auto", "cuda", "simulator")
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 
@@ -84,7 +92,7 @@ def _automatic() -> Backend:
     reason = _no_cuda()
     if reason is None:
         return _cuda()
-    warnings.warn(f"{reason}: running in the simulator, on the CPU", stacklevel=2)
+    warnings.warn(f"{reason}: running in the simulator, on the CPU", **_AT_THE_CALLER)
     return _simulator()
 
 
