@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 
-from cupyfa import Kernel, __version__, planning, report, trial
+from cupyfa import Kernel, __version__, compiling, planning, report, trial
 from cupyfa.backends import Backend
 from cupyfa.backends.select import NAMES, backend_named
 from cupyfa.backends.simulator import Simulator
 from cupyfa.dtypes import DTYPES
+from cupyfa.kernel import ARCHES
 from cupyfa.ladder import LADDER
 from cupyfa.problem import LAYOUTS, Problem
 
@@ -212,6 +213,57 @@ def run(
     else:
         click.echo(report.render([report.trial_row(result, problem, about)], form))
     sys.exit(0 if result.passed else WRONG)
+
+
+@main.command("compile")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.option("--all", "every", is_flag=True, help="Every kernel of the ladder.")
+@click.option(
+    "--arch",
+    "arches",
+    default=",".join(ARCHES),
+    show_default=True,
+    help="Compute capabilities; those that a kernel does not claim are passed over.",
+)
+@click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, help="[default: all]")
+@click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
+@click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
+@click.option("--causal", is_flag=True, help="With a causal mask.")
+@format_option
+def compile_kernels(
+    kernels: tuple[str, ...],
+    every: bool,
+    arches: str,
+    dtypes: tuple[str, ...],
+    d: int,
+    dv: int | None,
+    causal: bool,
+    form: str,
+) -> None:
+    """Compile kernels with NVRTC, for any architecture and without a GPU.
+
+    KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory.
+    """
+    if every == bool(kernels):
+        raise ValueError("name kernels, or give --all")
+    names = [name for group in LADDER.values() for name in group] if every else list(kernels)
+    records = [record_named(name) for name in names]
+    jobs = compiling.jobs(records, arches.split(","), dtypes or tuple(DTYPES), d, dv, causal)
+    with click.progressbar(jobs, label="compiling", file=sys.stderr) as progress:
+        rows = [
+            report.compiled_row(kernel, problem, done)
+            for kernel, problem, arch in progress
+            for done in compiling.compile_kernel(kernel, problem, arch)
+        ]
+    click.echo(report.render(rows, form))
+
+
+def record_named(name: str) -> Kernel:
+    """The record of a kernel's name; "auto" is none."""
+    _, record = kernel_named(name)
+    if not isinstance(record, Kernel):
+        raise ValueError(f"{name!r} is no kernel here; name one of `cupyfa list`")
+    return record
 
 
 def engine_named(backend: str, schedule: int | None) -> Backend:

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cupyfa.compiling import Compiled
 from cupyfa.kernel import Kernel
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import PlannedLaunch
@@ -24,8 +25,10 @@ FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
 
-def render(rows: Sequence[Row], form: str) -> str:
-    """The rows for a program, in one of FORMATS but "table"; their keys are the columns."""
+def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+    """The rows in one of FORMATS; their keys are the columns."""
+    if form == "table":
+        return _table(rows, width)
     if form == "json":
         return json.dumps([{key: _plain(x) for key, x in row.items()} for row in rows], indent=2)
     if form == "csv":
@@ -127,6 +130,21 @@ def trial_lines(result: Trial, problem: Problem, about: Row, *, width: int | Non
     return _drawn(table, width)
 
 
+def compiled_row(kernel: Kernel, problem: Problem, compiled: Compiled) -> Row:
+    """What the compiler made of one launch."""
+    return {
+        "kernel": kernel.name,
+        "entry": compiled.launch.entry,
+        "dtype": problem.dtype.name,
+        "d": problem.d,
+        "causal": problem.causal,
+        "arch": compiled.arch,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.launch.shared_bytes,
+    }
+
+
 def launch_line(launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
     """A launch's geometry and resources in one line."""
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
@@ -185,6 +203,23 @@ def _csv(rows: Sequence[Row]) -> str:
         nested = {k: json.dumps(x) for k, x in row.items() if isinstance(x, (list, Mapping))}
         writer.writerow({**row, **nested})
     return out.getvalue().rstrip("\n")
+
+
+def _table(rows: Sequence[Row], width: int | None) -> str:
+    """Numbers to the right, the rest to the left; what all rows share is said once, above them."""
+    if not rows:
+        return ""
+    shared = {c: x for c, x in rows[0].items() if len(rows) > 1 and all(r[c] == x for r in rows)}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column, value in rows[0].items():
+        if column not in shared:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            table.add_column(column.replace("_", " "), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(text(value) for column, value in row.items() if column not in shared))
+    said = {c: x for c, x in shared.items() if x is not None}
+    caption = f"{text(said)}\n" if said else ""
+    return caption + _drawn(table, width)
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:

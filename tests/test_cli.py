@@ -491,3 +491,52 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
 
     monkeypatch.setattr(trial, "trial", interrupted)
     cli("run", "fa2", *SIMULATOR, code=130)
+
+
+# compile
+
+
+def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
+    done = cli(
+        "compile", "fa2", "v3", "--arch", "75,90", "--causal", "-d", "40", "--format", "json"
+    )
+    rows = strict(done.stdout)
+    found = {(row["kernel"], row["dtype"], row["arch"]) for row in rows}
+    names = {"fa2": DTYPES, "v3": ("float16", "bfloat16", "float32")}
+    assert found == {(k, dtype, arch) for k in names for dtype in names[k] for arch in ("75", "90")}
+    assert all(row["registers"] > 0 and row["shared_bytes"] <= 227 * 1024 for row in rows)
+    assert {(row["d"], row["causal"]) for row in rows} == {(40, "bottom-right")}
+
+
+def test_compile_says_once_what_all_rows_share():
+    lines = cli(
+        "compile", "softmax_safe", "--arch", "80,90", "--dtype", "float32"
+    ).stdout.splitlines()
+    assert lines[0].startswith("kernel=softmax_safe entry=softmax_safe dtype=float32")
+    assert [line.split()[0] for line in lines[-2:]] == ["80", "90"]
+
+
+def test_compile_takes_a_users_kernel(tmp_path):
+    done = cli("compile", f"{own_kernel.write(tmp_path)}:mine", "--arch", "89", "--format", "csv")
+    assert {row["kernel"] for row in csv.DictReader(done.stdout.splitlines())} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        ([], 2, "name kernels, or give --all"),
+        (["fa2", "--all"], 2, "name kernels, or give --all"),
+        (["auto"], 2, "'auto' is no kernel here"),
+        (["fa2", "--arch", "61"], 2, "architecture '61' is unknown; there are 75, 80"),
+        (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
+        (["fa2", "-d", "30000"], 3, "bytes of shared memory a block"),
+    ],
+)
+def test_compile_refuses_in_one_line(args, code, message):
+    assert message in refused("compile", *args, code=code)
+
+
+def test_compile_names_the_line_that_does_not_compile(tmp_path):
+    script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
+    done = cli("compile", f"{script}:mine", "--arch", "80", code=2)
+    assert re.search(r"mine\.cu\(\d+\): error: identifier .nought. is undefined", done.stderr)

@@ -14,19 +14,14 @@ import own_kernel
 import pytest
 from problems import DTYPES
 
-from cupyfa import Launch, Limits, Problem, planning, sources
+from cupyfa import Launch, Problem, planning, sources
+from cupyfa.compiling import compile_launch, limits_of
 from cupyfa.kernel import ARCHES
 from cupyfa.ladder import LADDER
 
-cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
+pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
 
-# The shared memory that a block may ask for, by architecture, in KiB (CUDA programming guide).
-SHARED = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
 TENSOR_CORES = re.compile(r"#include <\w*mma\.cuh>")
-
-
-def limits(arch):
-    return Limits(f"sm_{arch}", shared_bytes=1024 * SHARED[arch], arch=arch)
 
 
 def plans(arch, d):
@@ -36,8 +31,8 @@ def plans(arch, d):
             for dtype in DTYPES:
                 for causal in (False, True):
                     problem = Problem.of_sizes(M=64, d=d, dtype=dtype, causal=causal)
-                    if planning.can(kernel, problem, limits(arch)):
-                        yield planning.plan(kernel, problem, limits(arch))
+                    if planning.can(kernel, problem, limits_of(arch)):
+                        yield planning.plan(kernel, problem, limits_of(arch))
 
 
 def cases():
@@ -53,22 +48,16 @@ def cases():
     return list(found.values())
 
 
-def compiled(launch, arch):
-    text = sources.text(launch)
-    folders = sources.include_folders(launch)
-    return cuda.compile_without_gpu(text, f"{launch.entry}.cu", arch, folders)
-
-
 @pytest.mark.parametrize("arch, launch", cases())
 def test_every_kernel_for_every_architecture(record_property, arch, launch):
-    cubin, log = compiled(launch, arch)
-    assert cubin.startswith(b"\x7fELF")
-    assert "warning" not in log
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
-    (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", log))
-    record_property("resources", [launch.entry, launch.dtype.name, spilled, registers])
+    made = compile_launch(launch, arch)
+    assert made.cubin.startswith(b"\x7fELF")
+    assert "warning" not in made.log
+    assert made.registers > 0
+    told = [launch.entry, launch.dtype.name, made.spilled_bytes, made.registers]
+    record_property("resources", told)
     if TENSOR_CORES.search((sources.KERNELS / launch.path).read_text()):
-        assert spilled == 0
+        assert made.spilled_bytes == 0
 
 
 def test_every_launch_of_every_record_is_compiled():
@@ -81,12 +70,11 @@ def test_every_launch_of_every_record_is_compiled():
 def launch_of(script):
     """The launch of a user's kernel, of 64 rows and d = 64."""
     kernel = runpy.run_path(str(script))["mine"]
-    return planning.plan(kernel, Problem.of_sizes(M=64, d=64), limits("80")).launches[0]
+    return planning.plan(kernel, Problem.of_sizes(M=64, d=64), limits_of("80")).launches[0]
 
 
 def test_a_users_kernel_compiles_too(tmp_path):
-    cubin, _ = compiled(launch_of(own_kernel.write(tmp_path)), "80")
-    assert b"mine" in cubin
+    assert b"mine" in compile_launch(launch_of(own_kernel.write(tmp_path)), "80").cubin
 
 
 @pytest.mark.parametrize(
@@ -101,7 +89,7 @@ def test_broken_source_is_told_by_its_own_file_and_line(tmp_path, right, wrong, 
 
     launch = launch_of(own_kernel.write(tmp_path, cu=(right, wrong)))
     with pytest.raises(CompileException) as error:
-        compiled(launch, "80")
+        compile_launch(launch, "80")
     place = re.search(rf"^(.*)\((\d+)\): error: {re.escape(message)}", str(error.value), re.M)
     file, line = place.groups()
     first = own_kernel.MINE[: own_kernel.MINE.index(right)].count("\n") + 1
@@ -114,4 +102,4 @@ def test_a_broken_assumption_is_told_in_words(tmp_path):
     wrong = f'  static_assert(d % 128 == 0, "rows are whole lines");\n{right}'
     launch = launch_of(own_kernel.write(tmp_path, cu=(right, wrong)))
     with pytest.raises(Exception, match="rows are whole lines"):
-        compiled(launch, "80")
+        compile_launch(launch, "80")

@@ -26,7 +26,7 @@ LAYERS = [
     {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
     {"backends.select"},
     {"calls"},
-    {"api", "trial"},
+    {"api", "trial", "compiling"},
     {"report"},
     {"__init__", "__main__"},
 ]
