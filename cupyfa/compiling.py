@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cupyfa import sources
-from cupyfa.kernel import Kernel
+from cupyfa.kernel import Kernel, cdiv
 from cupyfa.planning import Limits, PlannedLaunch, Unsupported, plan
 from cupyfa.problem import Problem
 
-# The shared memory that a block may ask for, in KiB, by compute capability (CUDA C++ programming
-# guide, technical specifications).
-SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What one multiprocessor holds: KiB of shared memory for a block and in all, warps, blocks."""
+
+    shared_of_block: int
+    shared: int
+    warps: int
+    blocks: int
+    reserved: int = 1024  # bytes of shared memory that the system takes of each block
+
+
+REGISTERS = 16384  # of each of a multiprocessor's four parts, given to warps by the 256
+# By compute capability (CUDA C++ programming guide, technical specifications).
+MULTIPROCESSORS = {
+    "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
+    "80": Multiprocessor(163, 164, warps=64, blocks=32),
+    "86": Multiprocessor(99, 100, warps=48, blocks=16),
+    "89": Multiprocessor(99, 100, warps=48, blocks=24),
+    "90": Multiprocessor(227, 228, warps=64, blocks=32),
+    "100": Multiprocessor(227, 228, warps=64, blocks=32),
+    "120": Multiprocessor(99, 100, warps=48, blocks=24),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,20 @@ class Compiled:
         """Bytes that a thread stores to local memory for want of registers."""
         return self._number(r"(\d+) bytes spill stores")
 
+    @property
+    def occupancy(self) -> tuple[int, str]:
+        """Blocks that a multiprocessor runs at a time, and what there is not enough of for more."""
+        sm, warps = MULTIPROCESSORS[self.arch], cdiv(self.launch.threads, 32)
+        shared = self.launch.shared_bytes + sm.reserved
+        fit = {
+            "warps": sm.warps // warps,
+            "blocks": sm.blocks,
+            "registers": 4 * (REGISTERS // (256 * cdiv(32 * self.registers, 256))) // warps,
+            "shared memory": 1024 * sm.shared // shared if shared else sm.blocks,
+        }
+        limit = min(fit, key=lambda what: fit[what])
+        return fit[limit], limit
+
     def _number(self, pattern: str) -> int:
         found = re.search(pattern, self.log)
         return int(found[1]) if found else 0
@@ -42,9 +79,10 @@ class Compiled:
 
 def limits_of(arch: str) -> Limits:
     """The limits of an architecture's devices."""
-    if arch not in SHARED_KIB:
-        raise ValueError(f"architecture {arch!r} is unknown; there are {', '.join(SHARED_KIB)}")
-    return Limits(f"sm_{arch}", shared_bytes=1024 * SHARED_KIB[arch], arch=arch)
+    if arch not in MULTIPROCESSORS:
+        known = ", ".join(MULTIPROCESSORS)
+        raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
+    return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[arch].shared_of_block, arch=arch)
 
 
 def jobs(
@@ -89,6 +127,32 @@ def compile_kernel(kernel: Kernel, problem: Problem, arch: str, **constants: int
     """
     planned = plan(kernel, problem, limits_of(arch), **constants)
     return [compile_launch(launch, arch) for launch in planned.launches]
+
+
+def ptx(launch: PlannedLaunch, arch: str) -> str:
+    """One launch as PTX for an architecture."""
+    from cupyfa.backends.cuda import compile_without_gpu
+
+    text, folders = sources.text(launch), sources.include_folders(launch)
+    made, _ = compile_without_gpu(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
+    return made.rstrip(b"\0").decode()
+
+
+def sass(compiled: Compiled) -> str:
+    """The machine code of a launch, as nvdisasm of the CUDA toolkit writes it.
+
+    Raises Unsupported if nvdisasm is not on the PATH.
+    """
+    tool = shutil.which("nvdisasm")
+    if tool is None:
+        raise Unsupported(
+            "machine code is read by nvdisasm, of the CUDA toolkit; put it on the PATH"
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:

@@ -16,7 +16,7 @@ from rich.text import Text
 from cupyfa.compiling import Compiled
 from cupyfa.kernel import Kernel
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import PlannedLaunch
+from cupyfa.planning import Plan, PlannedLaunch
 from cupyfa.problem import Problem
 from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial
@@ -142,7 +142,35 @@ def compiled_row(kernel: Kernel, problem: Problem, compiled: Compiled) -> Row:
         "registers": compiled.registers,
         "spilled_bytes": compiled.spilled_bytes,
         "shared_bytes": compiled.launch.shared_bytes,
+        "blocks_per_sm": compiled.occupancy[0],
+        "limited_by": compiled.occupancy[1],
     }
+
+
+def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
+    """Every number of one launch of a plan, as a person reads it."""
+    return fields(
+        {
+            "launch": launch.entry,
+            "problem": str(plan.problem),
+            "constants": plan.constants,
+            "grid": " x ".join(f"{size:,}" for size in launch.grid),
+            "threads": launch.threads,
+            "shared memory": f"{launch.shared_bytes:,} bytes",
+            "scratch": f"{plan.scratch_bytes:,} bytes",
+            "arguments": launch.launch.args,
+        }
+    )
+
+
+def fields(row: Row, *, width: int | None = None) -> str:
+    """One row of data, a line for each of its fields that says something."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, value in row.items():
+        if text(value):
+            table.add_row(name.replace("_", " "), Text(text(value)))
+    return _drawn(table, width) + "\n"
 
 
 def launch_line(launch: PlannedLaunch, resources: Mapping[str, int]) -> str:

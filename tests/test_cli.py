@@ -540,3 +540,51 @@ def test_compile_names_the_line_that_does_not_compile(tmp_path):
     script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
     done = cli("compile", f"{script}:mine", "--arch", "80", code=2)
     assert re.search(r"mine\.cu\(\d+\): error: identifier .nought. is undefined", done.stderr)
+
+
+# show
+
+
+def test_show_source_is_the_text_that_is_compiled():
+    shown = cli("show", "fa2", "--source", "--dtype", "float16", "-d", "24", "--Br", "16").stdout
+    assert "using scalar = __half;\n" in shown
+    assert "constexpr int Br = 16;\n" in shown
+    assert "constexpr int d = 24;\n" in shown
+    assert (sources.KERNELS / "forward" / "fa2.cu").read_text() in shown
+
+
+def test_show_plan_has_every_number_of_the_launch():
+    shown = cli(
+        "show", "fa2", "--plan", "-M", "70", "-B", "2", "-H", "3", "--Br", "32", "--Bc", "32"
+    )
+    assert "grid           18 x 1 x 1\n" in shown.stdout
+    assert "shared memory  36,864 bytes\n" in shown.stdout
+    assert "arguments      Q K V O lse M N heads batch" in shown.stdout
+
+
+def test_show_tells_resources_of_every_launch():
+    shown = cli("show", "baseline", "--causal", "--arch", "80").stdout
+    assert [x for x in shown.splitlines() if x.startswith("entry")] == [
+        "entry          softmax_safe",
+        "entry          mend_rows",
+    ]
+    assert "blocks per sm" in shown and "limited by" in shown
+
+
+def test_show_ptx_is_for_the_architecture():
+    assert ".target sm_86" in cli("show", "v2", "--ptx", "--arch", "86").stdout
+
+
+def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "nvdisasm, of the CUDA toolkit" in refused("show", "v2", "--sass", code=3)
+    tool = tmp_path / "nvdisasm"
+    tool.write_text('#!/bin/sh\necho "$1 $2"\n')
+    tool.chmod(0o755)
+    assert re.match(r"-c .*\.cubin", cli("show", "v2", "--sass").stdout)
+
+
+def test_show_refuses_what_does_not_fit():
+    assert "shared memory a block; sm_75 has 65,536" in refused(
+        "show", "fa2", "-d", "128", "--Br", "128", "--arch", "75", code=3
+    )

@@ -8,6 +8,7 @@ some dozens of bytes go to the cache for the sake of more warps at a time.
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import own_kernel
@@ -15,7 +16,7 @@ import pytest
 from problems import DTYPES
 
 from cupyfa import Launch, Problem, planning, sources
-from cupyfa.compiling import compile_launch, limits_of
+from cupyfa.compiling import Compiled, compile_launch, limits_of
 from cupyfa.kernel import ARCHES
 from cupyfa.ladder import LADDER
 
@@ -103,3 +104,40 @@ def test_a_broken_assumption_is_told_in_words(tmp_path):
     launch = launch_of(own_kernel.write(tmp_path, cu=(right, wrong)))
     with pytest.raises(Exception, match="rows are whole lines"):
         compile_launch(launch, "80")
+
+
+def made_of(registers, threads, shared_bytes, arch):
+    """A launch that the compiler is said to have made so."""
+    launch = planning.plan(LADDER["forward"]["v1"], Problem.of_sizes(M=1, d=8), limits_of(arch))
+    launch = replace(launch.launches[0], threads=threads, shared_bytes=shared_bytes)
+    return Compiled(launch, arch, b"", f"Used {registers} registers, 0 bytes spill stores")
+
+
+@pytest.mark.parametrize(
+    "registers, threads, shared_bytes, arch, blocks, limit",
+    [
+        (32, 256, 0, "90", 8, "warps"),
+        (16, 32, 0, "90", 32, "blocks"),
+        (168, 384, 0, "90", 1, "registers"),
+        (32, 128, 100 * 1024, "90", 2, "shared memory"),
+        (32, 128, 64 * 1024, "75", 1, "shared memory"),
+        (64, 512, 0, "86", 2, "registers"),
+    ],
+)
+def test_occupancy_by_hand(registers, threads, shared_bytes, arch, blocks, limit):
+    assert made_of(registers, threads, shared_bytes, arch).occupancy == (blocks, limit)
+
+
+@pytest.mark.gpu
+def test_occupancy_is_what_the_driver_says(cuda):
+    from cupy_backends.cuda.api import driver
+
+    for kernel in LADDER["forward"].values():
+        for dtype in kernel.dtypes:
+            problem = Problem.of_sizes(M=64, d=64, dtype=dtype)
+            for launch in planning.plan(kernel, problem, cuda.limits).launches:
+                function = cuda.prepare(launch).kernel
+                told = driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                    function.ptr, launch.threads, launch.shared_bytes
+                )
+                assert compile_launch(launch, cuda.limits.arch).occupancy[0] == told, launch.entry

@@ -29,22 +29,24 @@ def unavailable() -> str | None:
 
 
 def compile_without_gpu(
-    text: str, name: str, arch: str, folders: Sequence[Any]
+    text: str, name: str, arch: str, folders: Sequence[Any], *, to_ptx: bool = False
 ) -> tuple[bytes, str]:
     """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
 
-    Raises cupy.cuda.compiler.CompileException with NVRTC's own words.
+    With ``to_ptx`` the PTX instead. Raises cupy.cuda.compiler.CompileException with NVRTC's words.
     """
     from cuda.pathfinder import find_nvidia_header_directory
 
-    options = ["--std=c++17", f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
+    target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
+    options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
     options += ["--diag-suppress=177"]  # a constant that this kernel does not use
     options += [f"-I{folder}" for folder in folders]
     options += [f"-I{find_nvidia_header_directory('cudart')}"]
     program = nvrtc.createProgram(text, name, [], [])
     try:
         nvrtc.compileProgram(program, options)
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        made = nvrtc.getPTX(program) if to_ptx else nvrtc.getCUBIN(program)
+        return made, nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError:
         log = nvrtc.getProgramLog(program)
         raise cupy.cuda.compiler.CompileException(log, text, name, options, "nvrtc") from None
