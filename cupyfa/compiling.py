@@ -74,7 +74,8 @@ class Compiled:
 
     def _number(self, pattern: str) -> int:
         found = re.search(pattern, self.log)
-        return int(found[1]) if found else 0
+        assert found, f"the compiler did not tell {pattern!r}: {self.log}"
+        return int(found[1])
 
 
 def limits_of(arch: str) -> Limits:

@@ -39,6 +39,7 @@ def compile_without_gpu(
 
     target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
+    options += ["--no-cache"]  # what comes out of NVRTC's own cache comes without a log
     options += ["--diag-suppress=177"]  # a constant that this kernel does not use
     options += [f"-I{folder}" for folder in folders]
     options += [f"-I{find_nvidia_header_directory('cudart')}"]
