@@ -67,7 +67,7 @@ class Compiled:
             "warps": sm.warps // warps,
             "blocks": sm.blocks,
             "registers": 4 * (REGISTERS // (256 * cdiv(32 * self.registers, 256))) // warps,
-            "shared memory": 1024 * sm.shared // shared if shared else sm.blocks,
+            "shared": 1024 * sm.shared // shared if shared else sm.blocks,
         }
         limit = min(fit, key=lambda what: fit[what])
         return fit[limit], limit

@@ -119,8 +119,8 @@ def made_of(registers, threads, shared_bytes, arch):
         (32, 256, 0, "90", 8, "warps"),
         (16, 32, 0, "90", 32, "blocks"),
         (168, 384, 0, "90", 1, "registers"),
-        (32, 128, 100 * 1024, "90", 2, "shared memory"),
-        (32, 128, 64 * 1024, "75", 1, "shared memory"),
+        (32, 128, 100 * 1024, "90", 2, "shared"),
+        (32, 128, 64 * 1024, "75", 1, "shared"),
         (64, 512, 0, "86", 2, "registers"),
     ],
 )
