@@ -242,12 +242,9 @@ def _table(rows: Sequence[Row], width: int | None) -> str:
     for column, value in rows[0].items():
         if column not in shared:
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            longest = max(len(text(row[column])) for row in rows)  # only headings wrap
-            table.add_column(
-                column.replace("_", " "),
-                justify="right" if number else "left",
-                min_width=min(longest, 24),
-            )
+            roomy = len(column) <= max(len(text(row[column])) for row in rows)
+            heading = column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
+            table.add_column(heading, justify="right" if number else "left")
     for row in rows:
         table.add_row(*(text(value) for column, value in row.items() if column not in shared))
     said = {c: x for c, x in shared.items() if x is not None}
