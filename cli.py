@@ -248,12 +248,12 @@ def compile_kernels(
         raise ValueError("name kernels, or give --all")
     names = [name for group in LADDER.values() for name in group] if every else list(kernels)
     records = [record_named(name) for name in names]
-    jobs = compiling.jobs(records, arches.split(","), dtypes or tuple(DTYPES), d, dv, causal)
-    with click.progressbar(jobs, label="compiling", file=sys.stderr) as progress:
+    plans = compiling.plans(records, arches.split(","), dtypes or tuple(DTYPES), d, dv, causal)
+    with click.progressbar(plans, label="compiling", file=sys.stderr) as progress:
         rows = [
-            report.compiled_row(kernel, problem, done)
-            for kernel, problem, arch in progress
-            for done in compiling.compile_kernel(kernel, problem, arch)
+            report.compiled_row(plan, compiling.compile_launch(launch, arch))
+            for plan, arch in progress
+            for launch in plan.launches
         ]
     click.echo(report.render(rows, form))
 
@@ -314,7 +314,7 @@ def show(
             click.echo(compiling.sass(compiling.compile_launch(launch, arch)))
         else:
             compiled = compiling.compile_launch(launch, arch)
-            click.echo(report.fields(report.compiled_row(record, problem, compiled)))
+            click.echo(report.fields(report.compiled_row(plan, compiled)))
 
 
 def record_named(name: str) -> Kernel:

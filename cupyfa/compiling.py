@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cupyfa import sources
 from cupyfa.kernel import Kernel, cdiv
-from cupyfa.planning import Limits, PlannedLaunch, Unsupported, plan
+from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported, plan
 from cupyfa.problem import Problem
 
 
@@ -86,27 +86,26 @@ def limits_of(arch: str) -> Limits:
     return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[arch].shared_of_block, arch=arch)
 
 
-def jobs(
+def plans(
     kernels: Sequence[Kernel],
     arches: Sequence[str],
     dtypes: Sequence[str],
     d: int,
     dv: int | None = None,
     causal: bool = False,
-) -> list[tuple[Kernel, Problem, str]]:
-    """(kernel, problem, architecture) of all combinations that the kernels claim.
+) -> list[tuple[Plan, str]]:
+    """(plan, architecture) of all combinations that the kernels claim.
 
     Raises Unsupported, with the reason, if that is none.
     """
-    possible: list[tuple[Kernel, Problem, str]] = []
+    possible: list[tuple[Plan, str]] = []
     refused: Exception = ValueError("there is nothing to compile")
     for kernel in kernels:
         for dtype in dtypes:
             problem = _problem(kernel, dtype, d, dv, causal)
             for arch in arches:
                 try:
-                    plan(kernel, problem, limits_of(arch))
-                    possible.append((kernel, problem, arch))
+                    possible.append((plan(kernel, problem, limits_of(arch)), arch))
                 except Unsupported as error:
                     refused = error
     if not possible:
@@ -119,15 +118,6 @@ def _problem(kernel: Kernel, dtype: str, d: int, dv: int | None, causal: bool) -
     if kernel.operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     return Problem.of_sizes(M=1, d=d, dv=dv, dtype=dtype, causal=causal)
-
-
-def compile_kernel(kernel: Kernel, problem: Problem, arch: str, **constants: int) -> list[Compiled]:
-    """Every launch of a kernel for a problem, compiled for an architecture.
-
-    Raises Unsupported if the kernel does not claim it, and the compiler's error unchanged.
-    """
-    planned = plan(kernel, problem, limits_of(arch), **constants)
-    return [compile_launch(launch, arch) for launch in planned.launches]
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:

@@ -130,14 +130,14 @@ def trial_lines(result: Trial, problem: Problem, about: Row, *, width: int | Non
     return _drawn(table, width)
 
 
-def compiled_row(kernel: Kernel, problem: Problem, compiled: Compiled) -> Row:
+def compiled_row(plan: Plan, compiled: Compiled) -> Row:
     """What the compiler made of one launch."""
     return {
-        "kernel": kernel.name,
+        "kernel": plan.kernel.name,
         "entry": compiled.launch.entry,
-        "dtype": problem.dtype.name,
-        "d": problem.d,
-        "causal": problem.causal,
+        "dtype": plan.problem.dtype.name,
+        "d": plan.problem.d,
+        "causal": plan.problem.causal,
         "arch": compiled.arch,
         "registers": compiled.registers,
         "spilled_bytes": compiled.spilled_bytes,

@@ -132,42 +132,6 @@ def require(verdicts: Iterable[Verdict], context: str) -> None:
         raise WrongResult("\n  ".join([f"wrong result of {context}", *failed]))
 
 
-def attention_verdicts(
-    results: Mapping[str, Array],
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    diagonal: int | None,
-    dtype: str,
-    rounding: str | None = None,
-) -> list[Verdict]:
-    """Compares what an attention kernel computed with the reference.
-
-    results: "O" [batch, heads, M, dv] of `dtype` and "lse" [batch, heads, M] of float32 (float64
-    for float64), or one of them. The other arguments are those of `expected_attention`. Returns
-    the verdicts in the order of `results`.
-
-    Raises ValueError if a name, a shape, `dtype` or `rounding` is wrong.
-    """
-    expected = expected_attention(
-        q, k, v, scale=scale, diagonal=diagonal, dtype=dtype, rounding=rounding
-    )
-    return compare(results, expected)
-
-
-def softmax_verdicts(results: Mapping[str, Array], x: Array, *, dtype: str) -> list[Verdict]:
-    """Compares what a softmax kernel computed of x [..., N] with the reference.
-
-    results: "P" [..., N] of `dtype` and "lse" [...] of float32 (float64 for float64), or one of
-    them. Returns the verdicts in the order of `results`.
-
-    Raises ValueError if a name, a shape or `dtype` is wrong.
-    """
-    return compare(results, expected_softmax(x, dtype=dtype))
-
-
 def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
     """Compares arrays by name with what `expected_attention` or `expected_softmax` returned.
 
