@@ -13,11 +13,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cupyfa.backends import Backend
+from cupyfa.cases import Case
 from cupyfa.compiling import Compiled
 from cupyfa.kernel import Kernel
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, PlannedLaunch
-from cupyfa.problem import Problem
 from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial
 
@@ -73,16 +74,20 @@ def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
     return _drawn(table, width)
 
 
-def trial_row(result: Trial, problem: Problem, about: Row) -> Row:
-    """A trial as one row of data; ``about`` says where it ran and what its inputs were."""
-    sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
+    """A trial as one row of data."""
+    problem, sizes = case.problem, ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
     return {
         "kernel": result.plan.kernel.name,
         **{name: getattr(problem, name) for name in sizes},
         "dtype": problem.dtype.name,
         "causal": problem.causal,
         "scale": problem.scale,
-        **about,
+        "backend": engine.name,
+        "device": engine.limits.device,
+        "values": case.values,
+        "layout": case.layout,
+        "seed": case.seed,
         "constants": dict(result.plan.constants),
         "launches": [
             {
@@ -106,14 +111,13 @@ def trial_row(result: Trial, problem: Problem, about: Row) -> Row:
     }
 
 
-def trial_lines(result: Trial, problem: Problem, about: Row, *, width: int | None = None) -> str:
+def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
     """A trial as a person reads it."""
     plan = result.plan
-    inputs = " ".join(f"{name}={about[name]}" for name in ("layout", "seed"))
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
-        "problem": f"{problem} {inputs}",
-        "device": about["device"],
+        "problem": str(case),
+        "device": engine.limits.device,
         "constants": text(plan.constants),
         **{x.entry: launch_line(x, result.resources[x.entry]) for x in plan.launches},
         "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",

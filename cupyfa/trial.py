@@ -6,7 +6,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from cupyfa.backends import Backend, execute
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan
-from cupyfa.problem import Problem, four_axes
 from cupyfa.tolerance import Verdict
 
 _LONGEST = 0.5  # seconds of timing, after one run to warm up
@@ -63,18 +61,6 @@ def trial(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> Tria
             launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.launches
         },
     )
-
-
-def random_inputs(problem: Problem, operation: str, seed: int, layout: str) -> dict[str, Any]:
-    """Normally distributed inputs [batch, heads, rows, columns], laid out as the layout says."""
-    generator = np.random.default_rng(seed)
-    inputs = {}
-    for name, axes in OPERATIONS[operation].inputs.items():
-        batch, heads, rows, columns = problem.shape(axes)
-        shape = (batch, rows, heads, columns) if layout == "bshd" else (batch, heads, rows, columns)
-        array = generator.standard_normal(shape, np.float32).astype(problem.dtype.numpy)
-        inputs[name] = four_axes(array, layout)
-    return inputs
 
 
 def random_sizes(seed: int) -> dict[str, int]:

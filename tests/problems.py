@@ -2,7 +2,8 @@
 
 from itertools import product
 
-from cupyfa import Problem, planning, trial
+from cupyfa import Problem, planning
+from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -47,4 +48,4 @@ def planned(kernel, backend, sizes, dtype="float32", **tiles):
 
 def inputs_of(plan, seed=0, layout="bhsd"):
     """Random inputs for a plan."""
-    return trial.random_inputs(plan.problem, plan.kernel.operation, seed, layout)
+    return Case(plan.kernel.operation, plan.problem, seed, layout=layout).inputs()

@@ -18,6 +18,7 @@ from problems import DTYPES
 
 import cupyfa
 from cupyfa import sources, trial
+from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
@@ -360,7 +361,7 @@ def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
         ("--wrong", "No such option"),
         ("list extra", "unexpected extra argument (extra)"),
         ("list --format xml", "'xml' is not one of 'table', 'json', 'csv', 'md'"),
-        ("run nope", f"kernel 'nope' is unknown; there are {', '.join(KERNELS)}, auto, and script"),
+        ("run nope", f"kernel 'nope' is unknown; there are {', '.join(KERNELS)}, and script"),
         ("run fa2 -M", "requires an argument"),
         ("run fa2 -M two", "'two' is not a valid integer"),
         *((f"run fa2 {size} -3", "-3 is not in the range x>=0") for size in SIZES[:-2:2]),
@@ -481,7 +482,7 @@ def test_more_than_fits_into_memory(monkeypatch):
     def unable(*_):
         raise MemoryError("Unable to allocate 7.45 PiB")
 
-    monkeypatch.setattr(trial, "random_inputs", unable)
+    monkeypatch.setattr(Case, "inputs", unable)
     assert "Unable to allocate" in refused("run", "fa2", *SIMULATOR, code=3)
 
 
@@ -526,7 +527,7 @@ def test_compile_takes_a_users_kernel(tmp_path):
     [
         ([], 2, "name kernels, or give --all"),
         (["fa2", "--all"], 2, "name kernels, or give --all"),
-        (["auto"], 2, "'auto' is no kernel here"),
+        (["auto"], 2, "kernel 'auto' is unknown"),
         (["fa2", "--arch", "61"], 2, "architecture '61' is unknown; there are 75, 80"),
         (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
         (["fa2", "-d", "30000"], 3, "bytes of shared memory a block"),

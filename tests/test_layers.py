@@ -16,7 +16,7 @@ from cupyfa.sources import INCLUDE, KERNELS, ROOT
 PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports from layers above it only.
 LAYERS = [
-    {"dtypes", "includes"},
+    {"dtypes", "includes", "store"},
     {"problem", "reference"},
     {"kernel", "tolerance"},
     {"operations", "ladder"},
@@ -26,8 +26,10 @@ LAYERS = [
     {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
     {"backends.select"},
     {"calls"},
-    {"api", "trial", "compiling"},
+    {"cases", "records", "compiling", "environment"},
+    {"api", "trial"},
     {"report"},
+    {"commands"},
     {"__init__", "__main__"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}

@@ -80,6 +80,10 @@ class Backend(ABC):
         """Registers and spilled bytes of a thread, where known."""
         return {}
 
+    def versions(self) -> dict[str, str]:
+        """The driver, libraries and compilers that take part, by name."""
+        return {}
+
     def working_on(self, array: Any) -> AbstractContextManager:
         """The context to work on an array in: its device, and errors as DeviceError."""
         return nullcontext()

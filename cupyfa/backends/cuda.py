@@ -143,11 +143,24 @@ class Cuda(Backend):
     def resources(self, prepared: Any) -> dict[str, int]:
         return {"registers": prepared.num_regs, "spilled bytes": prepared.local_size_bytes}
 
+    def versions(self) -> dict[str, str]:
+        return {
+            "cupy": cupy.__version__,
+            "driver": _dotted(runtime.driverGetVersion()),
+            "cuda": _dotted(runtime.runtimeGetVersion()),
+            "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+        }
+
     @contextmanager
     def working_on(self, array: Any) -> Iterator[None]:
         device = array.device if self.owns(array) else cupy.cuda.Device()
         with device_errors(), device:
             yield
+
+
+def _dotted(version: int) -> str:
+    """CUDA's version numbers as people write them: 12090 is 12.9."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @cache

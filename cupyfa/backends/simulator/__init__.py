@@ -93,3 +93,6 @@ class Simulator(Backend):
             call()
             milliseconds.append(1e3 * (time.perf_counter() - start))
         return milliseconds
+
+    def versions(self) -> dict[str, str]:
+        return {"compiler": machine.compiler_version()}

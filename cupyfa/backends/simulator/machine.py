@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa import includes
+from cupyfa import includes, store
 from cupyfa.backends.simulator import dynamic_shared
 
 _HERE = Path(__file__).resolve().parent
@@ -501,6 +501,11 @@ def compiler() -> list[str]:
     )
 
 
+def compiler_version() -> str:
+    """The first line of what the C++ compiler says of itself."""
+    return _version().splitlines()[0]
+
+
 def _version() -> str:
     return _version_of(tuple(compiler()))
 
@@ -538,10 +543,10 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 def _environment() -> dict[str, str]:
     """The environment of a compiler: the caller's, with a place for zig's cache if it has none."""
     environment = dict(os.environ, LC_ALL="C")
-    base = _user_cache()
-    if base is None or not _can_write(base / "zig"):
+    base = store.user_cache()
+    if base is None or not store.can_write(base / "zig"):
         for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-            environment.setdefault(name, str(_cache_folder() / "zig"))
+            environment.setdefault(name, str(store.folder() / "zig"))
     return environment
 
 
@@ -556,42 +561,6 @@ def _digest(*parts: str | bytes) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def _user_cache() -> Path | None:
-    """The folder this user's programs keep their caches in; None for a user without a home."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base)
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        return None
-
-
-def _cache_folder() -> Path:
-    """A folder that objects can be written to, and found in again if the user has such a one."""
-    chosen = os.environ.get("CUPYFA_CACHE_DIR")
-    base = _user_cache()
-    folder = Path(chosen) if chosen else base / "cupyfa" if base else None
-    return folder if folder and _can_write(folder) else _temporary_folder()
-
-
-def _can_write(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-@cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="cupyfa-")  # removed when the process ends
-
-
-def _temporary_folder() -> Path:
-    return Path(_temporary().name)
 
 
 _Make = Callable[[Path, Path], None]
@@ -609,7 +578,7 @@ def _load_or_make(name: str, make: _Make) -> tuple[ctypes.CDLL, Path]:
 
 
 def _whole_or_made(name: str, make: _Make) -> Path:
-    folder = _cache_folder()
+    folder = store.folder()
     path = folder / name
     if _is_whole(path):
         return path

@@ -1,0 +1,144 @@
+"""One problem with everything that makes its inputs again: a seed, values, and how they lie."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from cupyfa.operations import OPERATIONS
+from cupyfa.problem import Problem
+
+# What the numbers are: each kind breaks kernels in its own way.
+VALUES = {
+    "normal": "normally distributed",
+    "uniform": "from 0 to 1: sums grow instead of cancelling",
+    "integers": "-2 … 2: products are exact",
+    "equal": "all keys the same: every weight is 1/n",
+    "one_hot": "V's row j is 1 in column j mod dv: O shows the weights themselves",
+    "huge": "scores up to about 10,000: exp overflows without the maximum",
+    "tiny": "below the smallest normal number of the dtype",
+    "nan": "NaN in one query, one key and one value",
+    "inf": "infinity in one query, one key and one value",
+}
+# How arrays lie in memory: all of them are [batch, heads, rows, columns] to the kernel.
+LAYOUTS = {
+    "bhsd": "contiguous",
+    "bshd": "heads beside columns: [batch, rows, heads, columns] in memory",
+    "packed": "Q, K and V (or K and V alone) are slices of one bshd array, where shapes allow",
+    "reversed": "negative strides in batch, heads and rows",
+    "gaps": "every second row of a wider array, NaN between",
+    "columns": "columns are not side by side",
+    "unaligned": "element 0 lies beside a multiple of 16 bytes",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and its inputs, the same on every machine for the same fields."""
+
+    operation: str
+    problem: Problem
+    seed: int = 0
+    values: str = "normal"
+    layout: str = "bhsd"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("values", self.values, VALUES),
+            ("layout", self.layout, LAYOUTS),
+        ):
+            if value not in known:
+                raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The arrays of the operation, each [batch, heads, rows, columns]."""
+        axes = OPERATIONS[self.operation].inputs
+        rng = np.random.default_rng(self.seed)
+        dtype = self.problem.dtype.numpy
+        drawn = {
+            name: _drawn(name, self.problem.shape(axes[name]), self.values, dtype, rng)
+            for name in axes
+        }
+        if self.layout == "packed":
+            return _packed(drawn)
+        return {name: _arranged(array, self.layout) for name, array in drawn.items()}
+
+    def options(self) -> list[str]:
+        """The options of the command line that make it again."""
+        p = self.problem
+        if self.operation == "softmax":
+            sizes = ["-M", p.M, "-N", p.N]
+        else:
+            sizes = ["-B", p.batch, "-H", p.heads, "-M", p.M, "-N", p.N, "-d", p.d]
+            sizes += ["--kv-heads", p.kv_heads] if p.kv_heads != p.heads else []
+            sizes += ["--dv", p.dv] if p.dv != p.d else []
+            sizes += ["--causal", p.causal] if p.causal else []
+            usual = 1.0 / math.sqrt(p.d) if p.d > 0 else 1.0
+            sizes += [f"--scale={p.scale!r}"] if p.scale != usual else []
+        about = ["--dtype", p.dtype.name, "--seed", self.seed]
+        about += ["--values", self.values] if self.values != "normal" else []
+        about += ["--layout", self.layout] if self.layout != "bhsd" else []
+        return [str(option) for option in [*sizes, *about]]
+
+    def __str__(self) -> str:
+        values = f" values={self.values}" if self.values != "normal" else ""
+        return f"{self.problem}{values} layout={self.layout} seed={self.seed}"
+
+
+def _drawn(
+    name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
+) -> np.ndarray:
+    """The elements of one array, contiguous; scores are made by Q and K, or are S."""
+    makes_scores = name != "V"
+    if values == "uniform":
+        x = rng.random(shape, np.float32)
+    elif values == "integers":
+        x = rng.integers(-2, 3, shape).astype(np.float32)
+    elif values == "one_hot" and name == "V":
+        x = np.zeros(shape, np.float32)
+        rows = np.arange(shape[2] if shape[3] else 0)
+        x[..., rows, rows % max(shape[3], 1)] = 1.0
+    else:
+        x = rng.standard_normal(shape, np.float32)
+    if values == "equal" and name in "KS":
+        x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
+    elif values == "huge" and makes_scores:
+        x *= 2500 if name == "S" else 50
+    elif values == "tiny":
+        x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
+    elif values in ("nan", "inf") and x.size:
+        x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+    return x.astype(dtype)
+
+
+def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
+    """The same elements in other places of memory."""
+    if layout == "bshd":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if layout == "columns":
+        return np.ascontiguousarray(x.mT).mT
+    if layout == "reversed":
+        return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+    if layout == "gaps":
+        batch, heads, rows, columns = x.shape
+        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[:, :heads, ::2, :columns] = x
+        return wide[:, :heads, ::2, :columns]
+    if layout == "unaligned":
+        longer = np.empty(x.size + 1, x.dtype)
+        longer[1:] = x.ravel()
+        return longer[1:].reshape(x.shape)
+    return x
+
+
+def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays as slices of one [batch, rows, all their heads, columns], as far as shapes allow."""
+    rows_and_columns = {name: x.shape[2:] for name, x in arrays.items()}
+    alike = [x for x in arrays if rows_and_columns[x] == rows_and_columns[list(arrays)[-1]]]
+    whole = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2).swapaxes(1, 2)
+    heads = np.cumsum([arrays[name].shape[1] for name in alike])
+    slices = dict(zip(alike, np.split(whole, heads[:-1], axis=1)))
+    return {name: slices.get(name, _arranged(x, "bshd")) for name, x in arrays.items()}

@@ -1,0 +1,59 @@
+"""``cupyfa compile``."""
+
+from __future__ import annotations
+
+import click
+
+from cupyfa import compiling, records, report
+from cupyfa.commands.options import (
+    dtype_choice,
+    every_option,
+    format_option,
+    kernel_names,
+    kernels_argument,
+    progress_bar,
+)
+from cupyfa.dtypes import DTYPES
+from cupyfa.kernel import ARCHES
+
+
+@click.command("compile")
+@kernels_argument
+@every_option
+@click.option(
+    "--arch",
+    "arches",
+    default=",".join(ARCHES),
+    show_default=True,
+    help="Compute capabilities; those that a kernel does not claim are passed over.",
+)
+@click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, help="[default: all]")
+@click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
+@click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
+@click.option("--causal", is_flag=True, help="With a causal mask.")
+@format_option
+def compile_kernels(
+    kernels: tuple[str, ...],
+    every: bool,
+    arches: str,
+    dtypes: tuple[str, ...],
+    d: int,
+    dv: int | None,
+    causal: bool,
+    form: str,
+) -> None:
+    """Compile kernels with NVRTC, for any architecture and without a GPU.
+
+    KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory.
+    """
+    chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
+    plans = compiling.plans(chosen, arches.split(","), dtypes or tuple(DTYPES), d, dv, causal)
+    rows = []
+    with progress_bar("compiling") as progress:
+        for done, (plan, arch) in enumerate(plans):
+            progress(done, len(plans), f"{plan.kernel.name} for sm_{arch}")
+            rows += [
+                report.compiled_row(plan, compiling.compile_launch(launch, arch))
+                for launch in plan.launches
+            ]
+    click.echo(report.render(rows, form))

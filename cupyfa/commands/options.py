@@ -1,0 +1,185 @@
+"""Options that commands share, and what they mean to the library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cupyfa import report, trial
+from cupyfa.backends import Backend
+from cupyfa.backends.select import NAMES, backend_named
+from cupyfa.backends.simulator import Simulator
+from cupyfa.cases import LAYOUTS, VALUES
+from cupyfa.dtypes import DTYPES
+from cupyfa.kernel import Kernel
+from cupyfa.ladder import LADDER
+from cupyfa.problem import Problem
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+size = click.IntRange(0)
+dtype_choice = click.Choice(list(DTYPES))
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice(report.FORMATS),
+    default="table",
+    show_default=True,
+    help="For people, or for programs.",
+)
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(NAMES),
+    default="auto",
+    show_default=True,
+    help="auto is cuda if there is a device.",
+)
+schedule_option = click.option(
+    "--schedule",
+    type=click.IntRange(0),
+    help="Simulator: a seed for another order of the threads.",
+)
+every_option = click.option("--all", "every", is_flag=True, help="Every kernel of the ladder.")
+kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+
+
+def problem_options(command: Command) -> Command:
+    """The sizes and options of one problem."""
+    for option in reversed(
+        (
+            click.option("-B", "--batch", type=size),
+            click.option("-H", "--heads", type=size),
+            click.option(
+                "--kv-heads", type=size, help="Divides heads.  [default: heads, if that is given]"
+            ),
+            click.option("-M", "M", type=size, help="Queries, or the rows of a softmax."),
+            click.option("-N", "N", type=size, help="Keys, or the columns of a softmax."),
+            click.option("-d", type=size, help="Head dimension."),
+            click.option("--dv", type=size, help="Value dimension.  [default: d]"),
+            click.option("--dtype", type=dtype_choice, default="float32", show_default=True),
+            click.option(
+                "--causal",
+                is_flag=False,
+                flag_value="bottom-right",
+                type=click.Choice(["bottom-right", "top-left"]),
+                help="Query i sees keys j <= i + N - M (bottom-right, the default) or j <= i "
+                "(top-left).",
+            ),
+            click.option("--scale", type=float, help="[default: 1/sqrt(d)]"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def input_options(command: Command) -> Command:
+    """What the inputs of a problem are made of."""
+    for option in (
+        click.option(
+            "--values",
+            type=click.Choice(list(VALUES)),
+            default="normal",
+            show_default=True,
+            help="What the numbers are.",
+        ),
+        click.option(
+            "--layout",
+            type=click.Choice(list(LAYOUTS)),
+            default="bhsd",
+            show_default=True,
+            help="How the arrays lie in memory.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def tile_options(command: Command) -> Command:
+    """The constants of a kernel that a user may fix."""
+    for option in (
+        click.option(
+            "-c",
+            "--constant",
+            "constants",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Any constant of the kernel, as often as there are some.",
+        ),
+        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
+        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
+    ):
+        command = option(command)
+    return command
+
+
+def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str, Any]) -> Problem:
+    """The problem of the sizes given, and random ones that suit the kernel for the others."""
+    drawn = trial.random_sizes(seed)
+    if record is not None and "gqa" not in record.features:
+        drawn["kv_heads"] = drawn["heads"]
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if operation == "softmax":
+        if foreign := ", ".join(sorted(given.keys() - {"M", "N", "dtype"})):
+            raise ValueError(f"a softmax is M rows of N scores and has no {foreign}; leave it out")
+        sizes = {**drawn, **given}
+        return Problem.of_row_sizes(sizes["M"], sizes["N"], sizes["dtype"])
+    if "heads" in given:
+        drawn["kv_heads"] = given["heads"]
+    elif "kv_heads" in given:
+        drawn["heads"] = given["kv_heads"]
+    return Problem.of_sizes(**{**drawn, **given})
+
+
+def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
+    """The constants fixed on the command line."""
+    given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
+    for constant in constants:
+        name, _, value = constant.partition("=")
+        if not value.isdecimal():
+            raise ValueError(f"constant {constant!r} is not NAME=VALUE with a whole number")
+        given[name] = int(value)
+    return given
+
+
+def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
+    """The names given, or with ``--all`` those of the whole ladder."""
+    if every == bool(kernels):
+        raise ValueError("name kernels, or give --all")
+    return [name for group in LADDER.values() for name in group] if every else list(kernels)
+
+
+def engine_named(backend: str, schedule: int | None) -> Backend:
+    """The backend, if it is the simulator in the order of threads that was asked for."""
+    engine = backend_named(backend)
+    if schedule is None:
+        return engine
+    if not isinstance(engine, Simulator):
+        raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
+    return Simulator(schedule=schedule)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, if that is a terminal: a function to call with done, total, and what is on.
+
+    It is what the library's functions take as ``progress``.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    console = Console(file=sys.stderr)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=None, what="")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)

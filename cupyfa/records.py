@@ -1,0 +1,60 @@
+"""Kernels by name: those of the ladder, and those that a user's script makes."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cupyfa.kernel import Kernel
+from cupyfa.ladder import LADDER
+
+
+def record_named(name: str) -> Kernel:
+    """The record of a ladder's kernel, or of ``script.py:name``.
+
+    Raises ValueError, with the names there are, if there is no such record.
+    """
+    if ".py" in name:
+        return _from_script(name)
+    for kernels in LADDER.values():
+        if name in kernels:
+            return kernels[name]
+    known = ", ".join(kernel for kernels in LADDER.values() for kernel in kernels)
+    raise ValueError(f"kernel {name!r} is unknown; there are {known}, and script.py:name")
+
+
+def operation_of(name: str) -> str:
+    """The operation of a kernel's name; "auto" is one that computes attention forward."""
+    return "forward" if name == "auto" else record_named(name).operation
+
+
+def _from_script(name: str) -> Kernel:
+    script, _, variable = name.rpartition(":")
+    if not script:
+        raise ValueError(f"{name!r} names no record; write {name}:name for the Kernel in it")
+    if not Path(script).is_file():
+        raise ValueError(f"there is no file {script!r}")
+    found = _variables_of(Path(script).resolve())
+    records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
+    if variable not in records:
+        known = ", ".join(records) or "none"
+        raise ValueError(f"{script} has no Kernel named {variable!r}; its Kernels: {known}")
+    return records[variable]
+
+
+def _variables_of(script: Path) -> dict[str, Any]:
+    """What a script defines, run as Python runs a script: with its folder on the path."""
+    sys.path.insert(0, str(script.parent))
+    try:
+        return runpy.run_path(str(script))
+    except Exception as error:
+        lines = [
+            x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
+        ]
+        place = f"{script}:{lines[-1]}" if lines else str(script)
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(script.parent))
