@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
 import warnings
 from typing import Any
@@ -10,10 +12,20 @@ import click
 
 from cupyfa import __version__
 from cupyfa.commands import BAD_ARGUMENTS, INTERRUPTED, UNSUPPORTED, WRONG
+from cupyfa.commands.bench import bench
+from cupyfa.commands.cache import cache
+from cupyfa.commands.check import check
+from cupyfa.commands.compare import compare
 from cupyfa.commands.compile import compile_kernels
+from cupyfa.commands.doctor import doctor
+from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
+from cupyfa.commands.profile import profile
+from cupyfa.commands.replay import replay
 from cupyfa.commands.run import run
 from cupyfa.commands.show import show
+from cupyfa.commands.signals import ended_by_signals
+from cupyfa.commands.tune import tune
 
 # By name, for one of them is CuPy's, which is imported only where there is work for it.
 EXIT_CODES = {
@@ -31,24 +43,58 @@ EXIT_CODES = {
 }
 
 
+# Of these the disk is to blame, not the arguments.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
 class Program(click.Group):
     """Ends with one line on stderr and the exit code that an error stands for."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
+            with ended_by_signals():
+                sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except click.Abort:
             sys.exit(INTERRUPTED)
         except click.ClickException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on
+                click.echo(error.format_message())
+                sys.exit(0)
             context = getattr(error, "ctx", None)
-            remedy = f" See {context.command_path} --help." if context else ""
-            fail(f"{error.format_message()}{remedy}", BAD_ARGUMENTS)
+            remedy = f". See {context.command_path} --help." if context else ""
+            fail(f"{error.format_message().removesuffix('.')}{remedy}", BAD_ARGUMENTS)
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             known = next((name for name in names if name in EXIT_CODES), None)
             if known is None:
                 raise
-            fail(str(error), EXIT_CODES[known])
+            if "CUDA context is lost" in str(error):
+                pass_over_lost_objects()
+            full = isinstance(error, OSError) and error.errno in NO_ROOM
+            fail(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:  # who read the output has left: end as other programs do then
+            sys.stdout = None  # type: ignore[assignment]  # nothing more to flush
+            sys.exit(128 + signal.SIGPIPE)
+
+
+def pass_over_lost_objects() -> None:
+    """Keeps quiet of what cannot be freed any more, as a kernel took the device's context along."""
+    sys.unraisablehook = lambda _: None
+
+
+def message_of(error: Exception) -> str:
+    """What an error says, in one line but for a compiler's own words."""
+    if isinstance(error, MemoryError):
+        return f"{error or 'out of memory'}; give smaller sizes"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the output'}: {error.strerror}"
+    if type(error).__name__ in ("CompileError", "CompileException"):
+        return str(error)
+    return " ".join(str(error).splitlines())
 
 
 def fail(message: str, code: int) -> None:
@@ -83,7 +129,21 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_kernels, run, compile_kernels, show):
+for command in (
+    list_kernels,
+    run,
+    check,
+    replay,
+    compile_kernels,
+    show,
+    profile,
+    cache,
+    doctor,
+    tune,
+    bench,
+    compare,
+    ladder,
+):
     main.add_command(command)
 
 

@@ -1,13 +1,25 @@
 """FlashAttention without torch: CUDA C++ kernels from NumPy, on the GPU or in a simulator."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cupyfa.api import attention, kernels, plan, softmax
 from cupyfa.backends import DeviceError
 from cupyfa.backends.simulator import Simulator
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.measurement import Measurement
 from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.tolerance import WrongResult
+
+if TYPE_CHECKING:
+    from cupyfa.benchmark import bench
+    from cupyfa.checking import check, replay
+    from cupyfa.comparing import compare
+    from cupyfa.diagnosis import doctor
+    from cupyfa.profiling import profile
+    from cupyfa.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -18,6 +30,7 @@ __all__ = [
     "Launch",
     "Limits",
     "Matmul",
+    "Measurement",
     "Plan",
     "Problem",
     "Simulator",
@@ -25,9 +38,33 @@ __all__ = [
     "Unsupported",
     "WrongResult",
     "attention",
+    "bench",
     "cdiv",
+    "check",
+    "compare",
+    "doctor",
     "kernels",
     "padded",
     "plan",
+    "profile",
+    "replay",
     "softmax",
+    "tune",
 ]
+
+# The tools around the kernels take as long to import as all the rest: they are imported when used.
+_TOOLS = {
+    "bench": "benchmark",
+    "check": "checking",
+    "compare": "comparing",
+    "doctor": "diagnosis",
+    "profile": "profiling",
+    "replay": "checking",
+    "tune": "tuning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_TOOLS[name]}"), name)

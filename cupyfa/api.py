@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def attention(
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
     with engine.working_on(q):
-        plan = _plan(engine, "forward", kernel, problem, constants)
+        plan = _plan(engine, attention, kernel, problem, constants)
         shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
         inputs = {"Q": view(q), "K": view(k), "V": view(v)}
         o = calls.target(engine, out, shape, problem.dtype.numpy, inputs, view)
@@ -88,7 +89,7 @@ def softmax(
     engine, (x,) = adopt(backend, x=x)
     problem = Problem.of_rows(x)
     with engine.working_on(x):
-        plan = _plan(engine, "softmax", kernel, problem, constants)
+        plan = _plan(engine, softmax, kernel, problem, constants)
         view = partial(_rows_of_scores, problem=problem)
         inputs = {"S": view(x)}
         p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
@@ -99,7 +100,7 @@ def softmax(
 
 def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
     """The records of every kernel, or of one operation's, in teaching order."""
-    if operation is not None and operation not in LADDER:
+    if operation not in (None, *LADDER):
         raise ValueError(f"operation {operation!r} is unknown; there are {', '.join(LADDER)}")
     return tuple(
         kernel for name in LADDER if operation in (None, name) for kernel in LADDER[name].values()
@@ -147,12 +148,20 @@ def plan(
 
 def _plan(
     engine: Backend,
-    operation: str,
+    function: Callable[..., Any],
     kernel: str | Kernel,
     problem: Problem,
     constants: Mapping[str, int],
 ) -> Plan:
+    operation = "softmax" if function is softmax else "forward"
     record = planning.select(kernel, operation, problem, engine.limits)
+    for name in constants.keys() - record.tiles[0].keys():
+        options = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        raise ValueError(
+            f"{record.name} has no constant {name!r}; it has "
+            f"{', '.join(record.tiles[0]) or 'none'}, and the options of {function.__name__} are "
+            f"{', '.join(x.name for x in options)}"
+        )
     return planning.plan(record, problem, engine.limits, **constants)
 
 

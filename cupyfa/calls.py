@@ -35,16 +35,29 @@ def target(
     on_host = isinstance(next(iter(inputs.values())), np.ndarray)
     if not (isinstance(out, np.ndarray) if on_host else engine.owns(out)):
         kind = "NumPy" if on_host else "CuPy"
-        raise TypeError(f"out is a {type(out).__name__}, the inputs are {kind} arrays")
+        raise TypeError(
+            f"out is a {type(out).__name__}, the inputs are {kind} arrays; give a {kind} array"
+        )
+    if isinstance(out, np.ma.MaskedArray):
+        raise TypeError("out is a MaskedArray, whose mask no kernel knows; give out.data")
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}"
+            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
+            "give an array like that"
+        )
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"out has strides {out.strides} for shape {out.shape}, so that elements share memory; "
+            "give an array with a place for each"
         )
     if on_host and not out.flags.writeable:
         raise ValueError("out is read-only; give an array that can be written")
     for name, array in inputs.items():
         if np.may_share_memory(out, array) if on_host else overlap(engine, out, array):
-            raise ValueError(f"out overlaps the input {name}, which must not be written")
+            raise ValueError(
+                f"out overlaps the input {name}, which must not be written; "
+                "give it memory of its own, or drop out="
+            )
     in_place = not on_host and _columns_contiguous(out)
     if in_place and engine.address(view(out)) == engine.address(out):
         return out
@@ -121,6 +134,17 @@ def _columns_contiguous(array: Any) -> bool:
     return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
         stride % size for stride in array.strides
     )
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Whether elements share memory; also said of axes that interleave without sharing any."""
+    axes = sorted((abs(x), size) for x, size in zip(array.strides, array.shape) if size > 1)
+    end = array.dtype.itemsize  # of what lies within the axes so far
+    for stride, size in axes:
+        if stride < end and array.size:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:

@@ -32,7 +32,9 @@ LAYOUTS = {
     "gaps": "every second row of a wider array, NaN between",
     "columns": "columns are not side by side",
     "unaligned": "element 0 lies beside a multiple of 16 bytes",
+    "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
+_FAR = 2**31 + 64  # elements
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Case:
 
     def __post_init__(self) -> None:
         for what, value, known in (
+            ("operation", self.operation, OPERATIONS),
             ("values", self.values, VALUES),
             ("layout", self.layout, LAYOUTS),
         ):
@@ -62,9 +65,7 @@ class Case:
             name: _drawn(name, self.problem.shape(axes[name]), self.values, dtype, rng)
             for name in axes
         }
-        if self.layout == "packed":
-            return _packed(drawn)
-        return {name: _arranged(array, self.layout) for name, array in drawn.items()}
+        return arranged(drawn, self.layout)
 
     def options(self) -> list[str]:
         """The options of the command line that make it again."""
@@ -114,8 +115,14 @@ def _drawn(
     return x.astype(dtype)
 
 
+def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
+    """Contiguous arrays in one of LAYOUTS: the same elements in other places of memory."""
+    if layout == "packed":
+        return _packed(arrays)
+    return {name: _arranged(array, layout) for name, array in arrays.items()}
+
+
 def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
-    """The same elements in other places of memory."""
     if layout == "bshd":
         return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     if layout == "columns":
@@ -131,7 +138,25 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
         longer = np.empty(x.size + 1, x.dtype)
         longer[1:] = x.ravel()
         return longer[1:].reshape(x.shape)
+    if layout == "far":
+        return _far(x)
     return x
+
+
+def _far(x: np.ndarray) -> np.ndarray:
+    """The outermost axis with more than one element has a stride of more than 2**31 elements.
+
+    What lies between is never touched, so that it takes addresses and no memory.
+    """
+    axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
+    if axis is None or not x.size:
+        return x
+    stride = max(_FAR, x.size)
+    memory = np.empty((x.shape[axis] - 1) * stride + x.size, x.dtype)
+    strides = [stride * x.itemsize if i == axis else x.strides[i] for i in range(x.ndim)]
+    far = np.lib.stride_tricks.as_strided(memory, x.shape, strides)
+    far[...] = x
+    return far
 
 
 def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

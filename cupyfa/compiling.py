@@ -102,7 +102,7 @@ def plans(
     refused: Exception = ValueError("there is nothing to compile")
     for kernel in kernels:
         for dtype in dtypes:
-            problem = _problem(kernel, dtype, d, dv, causal)
+            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal)
             for arch in arches:
                 try:
                     possible.append((plan(kernel, problem, limits_of(arch)), arch))
@@ -113,9 +113,9 @@ def plans(
     return possible
 
 
-def _problem(kernel: Kernel, dtype: str, d: int, dv: int | None, causal: bool) -> Problem:
+def problem_to_compile(operation: str, dtype: str, d: int, dv: int | None, causal: bool) -> Problem:
     """The problem to compile for; lengths do not matter, for they are not compiled in."""
-    if kernel.operation == "softmax":
+    if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     return Problem.of_sizes(M=1, d=d, dv=dv, dtype=dtype, causal=causal)
 
@@ -142,7 +142,10 @@ def sass(compiled: Compiled) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
         file.flush()
-        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise Unsupported(f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer one")
     return done.stdout
 
 
@@ -153,4 +156,6 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
     cubin, log = compile_without_gpu(
         sources.text(launch), f"{launch.entry}.cu", arch, sources.include_folders(launch)
     )
+    if f"entry function '{launch.entry}'" not in log:
+        raise sources.without_entry(launch)
     return Compiled(launch, arch, cubin, log)

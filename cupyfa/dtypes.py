@@ -50,6 +50,6 @@ DTYPES = {
 
 def dtype_named(name: str) -> DType:
     """The row of a dtype given by name."""
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}")
     return DTYPES[name]

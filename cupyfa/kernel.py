@@ -7,16 +7,24 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 
 from __future__ import annotations
 
+import numbers
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from cupyfa.dtypes import DTYPES
 from cupyfa.problem import Problem
+from cupyfa.reference import PRECISIONS
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
+AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+# What the text above every kernel's file declares.
+RESERVED = ("d", "dv", "causal", "threads", "shared_bytes", "scalar", "real")
 FEATURES = ("causal", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 
@@ -57,6 +65,9 @@ class Launch:
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
 
+    def __post_init__(self) -> None:
+        _check(self, _LAUNCH_RULES)
+
 
 @dataclass(frozen=True)
 class Matmul:
@@ -75,6 +86,8 @@ class Kernel:
     adds: what this version adds to the one before, in a few words.
     tiles: the constants it is compiled with, in order of preference; a plan takes the first that
         fits the device and what the caller fixed.
+    candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
+        the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
     features: what it can do beyond the plain case: "causal", "gqa", "strides" (else inputs are
         copied to be contiguous), "lse" (else it is not returned), "dv" (dv other than d).
@@ -84,6 +97,8 @@ class Kernel:
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, at batch 4, heads 16,
         M = N = 2048; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it,
         and never takes a kernel that was not measured.
+    predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
+        as ``{counter: value in words}``, and what the kernel's page explains.
     folder: where the files of a kernel from outside the project are.
     """
 
@@ -92,6 +107,7 @@ class Kernel:
     launches: Sequence[Launch | Matmul]
     operation: str = "forward"
     tiles: Sequence[Mapping[str, int]] = ({},)
+    candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     features: Sequence[str] = ()
@@ -99,19 +115,11 @@ class Kernel:
     arch: str = "75"
     rounding: str | None = None
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    folder: Path | None = None
+    predicts: Mapping[str, str] = field(default_factory=dict)
+    folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        kinds = {kind for _, kind in self.scratch.values()}
-        mistakes = {
-            "tiles must hold at least one mapping, if an empty one": not self.tiles,
-            f"features are {', '.join(FEATURES)}": not set(self.features) <= set(FEATURES),
-            f"arch is one of {', '.join(ARCHES)}": self.arch not in ARCHES,
-            "scratch is {name: (axes, 'real' or 'scalar')}": not kinds <= {"real", "scalar"},
-        }
-        for rule, broken in mistakes.items():
-            if broken:
-                raise ValueError(f"Kernel {self.name!r}: {rule}")
+        _check(self, _KERNEL_RULES)
 
     @property
     def arches(self) -> tuple[str, ...]:
@@ -121,3 +129,69 @@ class Kernel:
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
+
+
+# What records must be, in words, and whether one is.
+_LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
+    "entry is the name of a C function": lambda x: x.entry.isidentifier(),
+    "args is one string, names with blanks between": lambda x: isinstance(x.args, str),
+    "grid is a formula, lambda p, c: …": lambda x: callable(x.grid),
+    "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
+    "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
+    "when is a formula, lambda p: …": lambda x: callable(x.when),
+}
+_KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
+    "name is a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
+    "launches are one or more Launch or Matmul, in a tuple": lambda x: (
+        bool(x.launches) and all(isinstance(step, Launch | Matmul) for step in x.launches)
+    ),
+    "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.tiles),
+    "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
+        set(tile) == set(x.tiles[0]) and all(map(_is_size, tile.values())) for tile in x.tiles
+    ),
+    f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
+        name.isidentifier() and name not in RESERVED for name in x.tiles[0]
+    ),
+    "candidates are some whole numbers for each constant of the tiles": lambda x: (
+        not x.candidates
+        or (
+            set(x.candidates) == set(x.tiles[0])
+            and all(values and all(map(_is_size, values)) for values in x.candidates.values())
+        )
+    ),
+    "rules are {in words: c -> bool}": lambda x: all(map(callable, x.rules.values())),
+    f"dtypes are {', '.join(DTYPES)}": lambda x: bool(x.dtypes) and set(x.dtypes) <= set(DTYPES),
+    f"features are {', '.join(FEATURES)}": lambda x: set(x.features) <= set(FEATURES),
+    "scratch is {name: (axes, 'real' or 'scalar')}": lambda x: all(
+        kind in ("real", "scalar") for _, kind in x.scratch.values()
+    ),
+    f"scratch has axes {', '.join(AXES)}": lambda x: all(
+        set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
+    ),
+    f"arch is one of {', '.join(ARCHES)}": lambda x: x.arch in ARCHES,
+    f"rounding is None or one of {', '.join(PRECISIONS)}": lambda x: (
+        x.rounding is None or x.rounding in PRECISIONS
+    ),
+    "predicts are {counter: value in words}": lambda x: all(
+        isinstance(words, str) for words in x.predicts.values()
+    ),
+    "folder is None or a path": lambda x: isinstance(x.folder, str | Path | None),
+}
+
+
+def _check(record: Any, rules: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raises ValueError, with the rule and the value, if a record does not keep its rules."""
+    for rule, holds in rules.items():
+        try:
+            kept = holds(record)
+        except (AttributeError, TypeError, ValueError):  # not even of the kind that it is about
+            kept = False
+        if not kept:
+            first, field = next(iter(vars(record).values())), rule.split()[0]
+            value = reprlib.repr(getattr(record, field))
+            raise ValueError(f"{type(record).__name__} {first!r}: {rule}, but here {value}")
+
+
+def _is_size(value: Any) -> bool:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and 1 <= value < 2**31

@@ -6,11 +6,15 @@ Pure integers: nothing here needs a GPU or a compiler.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
 from math import log, prod
 from pathlib import Path
+from statistics import geometric_mean
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +22,42 @@ from cupyfa.dtypes import DType
 from cupyfa.kernel import Kernel, Launch, Matmul
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
-from cupyfa.problem import Problem
+from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class Unsupported(NotImplementedError):
-    """A valid problem that this kernel or device cannot do; the message says who can."""
+    """A valid problem that this kernel or device cannot do; the message says who can.
+
+    ``reason`` says why in few words and without sizes, for counting.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.
+
+    ``folder`` tells a kernel from outside from others of its name; it is None for the ladder's.
+    """
+
+    kernel: str
+    folder: str | None
+    dtype: str
+    d: int
+    dv: int
+    constants: tuple[tuple[str, int], ...]
+    tflops: float
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device grants one block, and how it is named in messages.
+    """What a device grants one block, how it is named in messages, and what was tuned on it.
 
     ``arch`` None runs anything, as the simulator does. ``no_matmul`` says why there are no matrix
     products here, if that is so.
@@ -41,6 +68,7 @@ class Limits:
     threads: int = 1024
     arch: str | None = None
     no_matmul: str | None = None
+    tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,11 +117,16 @@ def select(kernel: str | Kernel, operation: str, problem: Problem, limits: Limit
         if kernel.operation != operation:
             raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
         return kernel
+    if not isinstance(kernel, str):
+        kind = type(kernel).__name__
+        raise TypeError(f"kernel is a {kind}; give a kernel's name, a Kernel of your own or 'auto'")
     if kernel == "auto":
         return _fastest(operation, problem, limits)
     if kernel not in LADDER[operation]:
+        other = next((x for x in LADDER if kernel in LADDER[x]), None)
         raise ValueError(
-            f"kernel {kernel!r} is unknown; the {operation} kernels are "
+            f"kernel {kernel!r} {f'computes {other}' if other else 'is unknown'}; "
+            f"the {operation} kernels are "
             f"{', '.join(LADDER[operation])}, or 'auto'"
         )
     return LADDER[operation][kernel]
@@ -107,13 +140,14 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
     Raises ValueError for constants that the kernel does not have or that break its rules, and
     Unsupported if the kernel or the device cannot do the problem.
     """
+    _check_arrays(kernel)
     if any("d" in axes.split() for axes in OPERATIONS[kernel.operation].inputs.values()):
         problem = replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
     try:
         return _first_fit(kernel, problem, limits, given)
     except Unsupported as refused:
         remedy = _remedy(kernel, problem, limits, given)
-        raise Unsupported(f"{refused}; {remedy}") from None
+        raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
 
 
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
@@ -123,6 +157,26 @@ def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     except Unsupported:
         return False
     return True
+
+
+def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
+    """The plans to choose from by measuring: the record's own choice, then all others that fit,
+    those that differ least from it first.
+
+    Raises Unsupported if the kernel's own choice of constants cannot be.
+    """
+    own = plan(kernel, problem, replace(limits, tuned=()))
+    combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
+    plans = []
+    for constants in combined if kernel.candidates else map(dict, kernel.tiles):
+        with suppress(Unsupported, ValueError):
+            plans.append(_with_constants(kernel, own.problem, limits, constants))
+
+    def difference(other: Plan) -> float:
+        return sum(abs(log(other.constants[x] / own.constants[x])) for x in own.constants)
+
+    others = [x for x in plans if x.constants != own.constants]
+    return [own, *sorted(others, key=difference)]
 
 
 def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
@@ -139,23 +193,48 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
     """A launch's file: in the folder of a kernel from outside, else relative to kernels/."""
     file = Path(launch.file or f"{launch.entry}.cu")
     if kernel.folder is not None:
-        return kernel.folder.resolve() / file
+        return Path(kernel.folder).resolve() / file
     return file if launch.file else kernel.operation / file
 
 
+def folder_of(kernel: Kernel) -> str | None:
+    """The folder of a kernel from outside, None for one of the ladder."""
+    return None if kernel.folder is None else str(Path(kernel.folder).resolve())
+
+
 def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
-    """The kernel that was measured fastest among those that can do the problem on the device."""
+    """The kernel that was measured fastest among those that can do the problem on the device.
+
+    Measured here, or else on an H100: such speeds are scaled by what this device made of those
+    that were measured on both.
+    """
     measured = [k for k in LADDER[operation].values() if problem.dtype.name in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
-        raise Unsupported(f"no kernel can do {problem} on {limits.device}")
-    return max(able, key=lambda kernel: _measured(kernel, problem))
+        others = [k.name for k in LADDER[operation].values() if can(k, problem, limits)]
+        remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
+        raise Unsupported(
+            f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
+        )
+    recorded = {kernel.name: kernel.tflops[problem.dtype.name] for kernel in measured}
+    here = {name: _measured_here(name, problem, limits) for name in recorded}
+    both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
+    scale = geometric_mean(both) if both else 1.0
+    scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
+    return max(able, key=lambda k: _nearest(scaled[k.name] | here[k.name], problem.d))
 
 
-def _measured(kernel: Kernel, problem: Problem) -> float:
-    """What the kernel reached at the measured head dimension that is nearest by its ratio."""
-    speeds = kernel.tflops[problem.dtype.name]
-    return speeds[min(speeds, key=lambda d: abs(log(max(d, 1) / max(problem.d, 1))))]
+def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
+    """TFLOP/s of a kernel of the ladder on this device by d: with dv = d, or of this d and dv."""
+    mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
+    here = {t.d: t.tflops for t in mine if t.dtype == problem.dtype.name and t.d == t.dv}
+    exact = {t.d: t.tflops for t in mine if _is_for(t, problem)}
+    return here | exact
+
+
+def _nearest(speeds: Mapping[int, float], d: int) -> float:
+    """The speed at the head dimension that is nearest by its ratio."""
+    return speeds[min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))]
 
 
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
@@ -167,22 +246,37 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """The plan with the first of the kernel's tiles that fits; the last one's refusal if none."""
+    """The plan with the constants tuned for the problem, or the first of the kernel's tiles that
+    fits; the last one's refusal if none does.
+    """
     _check_able(kernel, problem, limits)
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
+    for constants in _tuned_for(kernel, problem, limits):
+        with suppress(Exception):  # the record, and what it can take, may have changed since
+            return _with_constants(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
     for tile in kernel.tiles:
-        constants = {**tile, **given}
         try:
-            _check_rules(kernel, constants)
-            return _with_constants(kernel, problem, limits, constants)
+            return _with_constants(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:
             refused = error
         except ValueError as error:
             refused = refused or error
     assert refused is not None, "a kernel has at least one tile"
     raise refused
+
+
+def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[dict[str, int]]:
+    for tuned in limits.tuned:
+        if tuned.kernel == kernel.name and _is_for(tuned, problem):
+            constants = dict(tuned.constants)
+            if constants.keys() == kernel.tiles[0].keys() and tuned.folder == folder_of(kernel):
+                yield constants
+
+
+def _is_for(tuned: Tuned, problem: Problem) -> bool:
+    return (tuned.dtype, tuned.d, tuned.dv) == (problem.dtype.name, problem.d, problem.dv)
 
 
 def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
@@ -194,6 +288,7 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     }
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
+    scratch = max((prod(problem.shape(axes)) for axes, _ in kernel.scratch.values()), default=0)
     if problem.dtype.name not in kernel.dtypes:
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
     elif lacking:
@@ -202,9 +297,32 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
         reason = f"it needs sm_{kernel.arch}, {limits.device} is sm_{limits.arch}"
     elif matmuls and limits.no_matmul:
         reason = limits.no_matmul
+    elif scratch >= MOST_ELEMENTS:
+        reason = f"its scratch would have {scratch:,} elements, and an array has fewer than 2**59"
     else:
         return
-    raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}")
+    raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+
+
+def _check_arrays(kernel: Kernel) -> None:
+    """Whether a record's arrays are those of its operation and scratch of its own."""
+    if kernel.operation not in OPERATIONS:
+        known = ", ".join(OPERATIONS)
+        raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
+    operation = OPERATIONS[kernel.operation]
+    given = {**operation.inputs, **operation.outputs}
+    if taken := given.keys() & kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: {', '.join(sorted(taken))} is an array of the operation, not scratch; "
+            "give the scratch another name"
+        )
+    products = [step for step in kernel.launches if isinstance(step, Matmul)]
+    named = {name.removesuffix(".T") for x in products for name in (x.a, x.b, x.out)}
+    if unknown := named - given.keys() - kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: a Matmul names {', '.join(sorted(unknown))}; arrays are "
+            f"{', '.join([*given, *kernel.scratch])}"
+        )
 
 
 def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
@@ -220,20 +338,24 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
 
 def _check_rules(kernel: Kernel, constants: Mapping[str, int]) -> None:
     for rule, holds in kernel.rules.items():
-        if not holds(SimpleNamespace(**constants)):
-            raise ValueError(f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}")
+        if not _evaluated(kernel, f"rule {rule!r}", holds, SimpleNamespace(**constants)):
+            raise ValueError(
+                f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
+                "choose others, or leave them to the plan"
+            )
 
 
 def _with_constants(
     kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
 ) -> Plan:
+    _check_rules(kernel, constants)
     return Plan(
         kernel=kernel,
         problem=problem,
         constants=constants,
         steps=tuple(
             step if isinstance(step, Matmul) else _planned(kernel, step, problem, limits, constants)
-            for step in kernel.steps(problem)
+            for step in _evaluated(kernel, "when", kernel.steps, problem)
         ),
         scratch=_allocations(kernel.scratch, problem),
         outputs=_allocations(_outputs(kernel), problem),
@@ -248,27 +370,30 @@ def _planned(
     constants: Mapping[str, int],
 ) -> PlannedLaunch:
     c = SimpleNamespace(**constants)
-    blocks = launch.grid(problem, c)
+    blocks = _evaluated(kernel, f"grid of {launch.entry}", launch.grid, problem, c)
     counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
-    threads = launch.threads(problem, c)
-    shared_bytes = launch.shared(problem, c)
+    threads = _evaluated(kernel, f"threads of {launch.entry}", launch.threads, problem, c)
+    shared_bytes = _evaluated(kernel, f"shared of {launch.entry}", launch.shared, problem, c)
     _check_formulas(kernel, launch, problem, counts, threads, shared_bytes)
     x, y, z, *_ = (*counts, 1, 1)
     sizes = _listed({**constants, "d": problem.d, "dv": problem.dv})
     if threads > limits.threads:
         raise Unsupported(
             f"{kernel.name} with {sizes} needs {threads:,} threads a block; "
-            f"{limits.device} allows {limits.threads:,}"
+            f"{limits.device} allows {limits.threads:,}",
+            "too many threads a block",
         )
     if any(size > most for size, most in zip((x, y, z), _LARGEST_GRID)):
         raise Unsupported(
             f"{kernel.name} with {sizes} needs a grid of {x:,} x {y:,} x {z:,} blocks; "
-            "CUDA allows 2,147,483,647 x 65,535 x 65,535"
+            "CUDA allows 2,147,483,647 x 65,535 x 65,535",
+            "too many blocks",
         )
     if shared_bytes > limits.shared_bytes:
         raise Unsupported(
             f"{kernel.name} with {sizes} needs {shared_bytes:,} bytes of shared memory a block; "
-            f"{limits.device} has {limits.shared_bytes:,}"
+            f"{limits.device} has {limits.shared_bytes:,}",
+            "too little shared memory",
         )
     return PlannedLaunch(
         launch=launch,
@@ -292,6 +417,17 @@ def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
     """The operation's outputs, without lse if the kernel does not compute it."""
     outputs = OPERATIONS[kernel.operation].outputs
     return {x: outputs[x] for x in outputs if x != "lse" or "lse" in kernel.features}
+
+
+def _evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: Any) -> Any:
+    """What a record's formula gives. Raises ValueError if it raises anything."""
+    try:
+        return formula(*values)
+    except Exception as error:
+        raise ValueError(
+            f"{kernel.name}: the record's {what} fails with {type(error).__name__}: {error}; "
+            f"it was called with {', '.join(map(str, values))}"
+        ) from error
 
 
 def _check_formulas(

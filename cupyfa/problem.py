@@ -15,6 +15,7 @@ from cupyfa.dtypes import DType, dtype_named
 CAUSAL = {False: None, None: None, True: "bottom-right"} | {
     word: word for word in ("bottom-right", "top-left")
 }
+MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 
 
@@ -40,8 +41,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
-            if not 0 <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} is {getattr(self, name)}; sizes are 0 to 2**31 - 1")
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
+        elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
+        if elements >= MOST_ELEMENTS:
+            raise ValueError(f"an array would have {elements:,} elements; the most are 2**59")
         if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
@@ -78,7 +81,7 @@ class Problem:
             dv=d if dv is None else dv,
             dtype=dtype_named(dtype),
             causal=_causal(causal),
-            scale=_scale(scale, d),
+            scale=_scale(scale, _size("d", d)),
         )
 
     @classmethod
@@ -173,6 +176,15 @@ class Problem:
         )
 
 
+def _size(name: str, size: Any) -> int:
+    """A size as Python's own whole number: products of NumPy's would overflow."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise TypeError(f"{name} is {size!r}; sizes are whole numbers")
+    if not 0 <= size < 2**31:
+        raise ValueError(f"{name} is {size}; sizes are 0 to 2**31 - 1")
+    return int(size)
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -216,7 +228,10 @@ def _scale(scale: float | None, d: int) -> float:
         raise TypeError(f"scale is {scale!r}; give a number, or None for 1/sqrt(d)")
     if scale is None:
         return 1.0 / math.sqrt(d) if d > 0 else 1.0
-    return float(scale)
+    try:
+        return float(scale)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if scale > 0 else -math.inf
 
 
 def four_axes(array: Any, layout: str) -> Any:

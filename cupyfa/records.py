@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def _from_script(name: str) -> Kernel:
     if not script:
         raise ValueError(f"{name!r} names no record; write {name}:name for the Kernel in it")
     if not Path(script).is_file():
-        raise ValueError(f"there is no file {script!r}")
+        raise ValueError(f"there is no file {script!r}; give the path of a script with a Kernel")
     found = _variables_of(Path(script).resolve())
     records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
     if variable not in records:
@@ -46,15 +47,21 @@ def _from_script(name: str) -> Kernel:
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
-    """What a script defines, run as Python runs a script: with its folder on the path."""
+    """What a script defines, run as Python runs a script: with its folder on the path.
+
+    What it prints goes to stderr, for stdout is kept for data.
+    """
+    path = list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:
-        return runpy.run_path(str(script))
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            return runpy.run_path(str(script))
+    except (Exception, SystemExit) as error:
         lines = [
             x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
         ]
         place = f"{script}:{lines[-1]}" if lines else str(script)
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+        what = " ".join(str(error).split())  # in one line
+        raise ValueError(f"{place}: {type(error).__name__}: {what}; mend the script") from error
     finally:
-        sys.path.remove(str(script.parent))
+        sys.path[:] = path

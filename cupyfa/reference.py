@@ -147,7 +147,7 @@ def tiles(q: Array, k: Array, v: Array, diagonal: int | None = None) -> Iterator
         return
     N, group = k.shape[2], heads // k.shape[1]
     q, k, v = flat(q), flat(k), flat(v)
-    some_rows = max(_TILE_ROWS, _TILE_SCORES // max(N, 1))
+    some_rows = max(_TILE_ROWS, _TILE_SCORES // max(N, d, 1))
     some_heads = max(1, _TILE_SCORES // (M * max(N, d, 1)))
     for first_head in range(0, batch * heads, some_heads):
         some = slice(first_head, min(first_head + some_heads, batch * heads))
@@ -256,15 +256,19 @@ def _rounded_to_tf32(x: Array) -> Array:
 
 
 def _rounded_to_float16(x: Array) -> Array:
-    """float32 as float16 holds it, without NumPy's casts, which subnormal numbers make slow.
+    """float32 as float16 holds it, without NumPy's casts, which are slow.
 
-    float16 has as many mantissa bits as tf32. Below 2**-14 it has the multiples of 2**-24, which
-    are also all that float32 has between 0.5 and 1. Its largest number is 65504.
+    Among numbers from 2**(e + 13) to 2**(e + 14) float32 is spaced as float16 is among those with
+    the exponent e, so that adding 1.5 * 2**(e + 13) rounds. Exponents of float16 begin at -14; its
+    largest number is 65504, and what is nearer to 65536 is infinite.
     """
-    kept = _rounded_to_tf32(x)
-    size = np.abs(kept)
-    np.copyto(kept, (x + np.float32(0.75)) - np.float32(0.75), where=size < 2**-14)
-    np.copyto(kept, np.copysign(np.float32(np.inf), x), where=size > 65504)
+    exponent = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    power = np.maximum(exponent, np.float32(2**-14), out=exponent)
+    power *= np.float32(1.5 * 2**13)
+    kept = x + power
+    kept -= power
+    if not (x.min(initial=0) >= -65504 and x.max(initial=0) <= 65504):
+        np.copyto(kept, np.copysign(np.float32(np.inf), x), where=np.abs(x) >= 65520)
     return kept
 
 

@@ -15,13 +15,16 @@ from rich.text import Text
 
 from cupyfa.backends import Backend
 from cupyfa.cases import Case
+from cupyfa.comparing import Comparison
 from cupyfa.compiling import Compiled
 from cupyfa.kernel import Kernel
+from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, PlannedLaunch
 from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial
 
+_LONG = 20  # characters: shorter values stand in one line
 FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
@@ -151,6 +154,55 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
     }
 
 
+def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
+    """What was measured, as a person reads it: what differs between rows, and notes below.
+
+    ``about`` is what was the same for all of them beside the problem.
+    """
+    table = [dict(row.row()) for row in rows]
+    for row in table:
+        rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
+        row.update(rates, ms="WRONG" if row["note"].startswith("WRONG") else row["ms"])
+    _drop_sizes(table, rows)
+    if all(row["checked_%"] in (None, 100.0) for row in table):
+        _drop(table, "checked_%")
+    notes = [row.pop("note") for row in table]
+    shown = _table(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
+    told = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
+    return "\n".join([text(about), shown, *told])
+
+
+def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
+    """What became of each row, as a person reads it."""
+    table = [dict(row.row()) for row in rows]
+    _drop_sizes(table, [row.measurement for row in rows])
+    for column in ("factor", "uncertainty"):
+        _drop(table, column)
+    return fields(table[0], width=width) if len(rows) == 1 else _table(table, width)
+
+
+_FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
+# Left out one by one where a table has no room.
+_SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
+
+
+def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
+    """Takes out sizes that follow others, the usual scale, and tiles that no kernel changes."""
+    for column, same in _FOLLOWS.items():
+        if all(row[column] in (None, row[same]) for row in table):
+            _drop(table, column)
+    if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
+        _drop(table, "scale")
+    tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
+    if len(tiles) == len({kernel for kernel, _ in tiles}):
+        _drop(table, "constants")
+
+
+def _drop(table: Sequence[dict[str, Any]], column: str) -> None:
+    for row in table:
+        del row[column]
+
+
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
     """Every number of one launch of a plan, as a person reads it."""
     return fields(
@@ -237,28 +289,49 @@ def _csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _table(rows: Sequence[Row], width: int | None) -> str:
-    """Numbers to the right, the rest to the left; what all rows share is said once, above them."""
+def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
+    """Numbers to the right, the rest to the left; what all rows share is said once, above them.
+
+    Columns to ``spare`` go, the first one first, until the others fit.
+    """
     if not rows:
         return ""
     shared = {c: x for c, x in rows[0].items() if len(rows) > 1 and all(r[c] == x for r in rows)}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, value in rows[0].items():
-        if column not in shared:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            roomy = len(column) <= max(len(text(row[column])) for row in rows)
-            heading = column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
-            table.add_column(heading, justify="right" if number else "left")
+    columns = [column for column in rows[0] if column not in shared]
+    for column in columns:
+        values = [row[column] for row in rows]
+        number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
+        roomy = len(column) <= max(len(text(value)) for value in values)
+        heading = column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
+        plain = all(len(text(value)) < _LONG for value in values)
+        table.add_column(
+            heading, justify="right" if number else "left", no_wrap=plain, overflow="fold"
+        )
     for row in rows:
-        table.add_row(*(text(value) for column, value in row.items() if column not in shared))
+        table.add_row(*(text(row[column]) for column in columns))
+    if left := [column for column in spare if column in columns]:
+        console = Console(width=width)
+        unbounded = console.options.update(width=10_000)
+        if table.__rich_measure__(console, unbounded).maximum > console.width:
+            fewer = [{c: x for c, x in row.items() if c != left[0]} for row in rows]
+            return _table(fewer, width, spare=left[1:])
     said = {c: x for c, x in shared.items() if x is not None}
     caption = f"{text(said)}\n" if said else ""
     return caption + _drawn(table, width)
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:
-    """What rich makes of it for this terminal."""
+    """What rich makes of it for this terminal, or for one as wide as its longest words need."""
     console = Console(width=width, highlight=False)
+    unbounded = console.options.update(width=10_000)
+    if isinstance(content, Table):
+        needed = console.measure(content, options=unbounded).minimum
+        if needed > console.width:
+            content.collapse_padding = True
+            needed = console.measure(content, options=unbounded).minimum
+        indent = 2  # of names under a heading, which is no word
+        console.width = max(console.width, needed + indent)
     with console.capture() as capture:
         console.print(content)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -23,7 +23,7 @@ def text(launch: PlannedLaunch) -> str:
     header = [f"#include <{launch.dtype.header}>"] if launch.dtype.header else []
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
-    file = path.read_text(encoding="utf-8")
+    file = _read(path, launch.entry)
     digest = includes.digest("\n".join([*header, file]), include_folders(launch))
     return "\n".join(
         [
@@ -37,6 +37,27 @@ def text(launch: PlannedLaunch) -> str:
             "",
         ]
     )
+
+
+def without_entry(launch: PlannedLaunch) -> ValueError:
+    """What is wrong with a file in which the compiler did not find the launch's entry point."""
+    return ValueError(
+        f"{KERNELS / launch.path} has no kernel {launch.entry}; write there "
+        f'extern "C" __global__ void {launch.entry}(...), or give its Launch another entry'
+    )
+
+
+def _read(path: Path, entry: str) -> str:
+    """The text of a kernel's file. Raises OSError or ValueError that say whose file it is."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise type(error)(
+            f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); put it there, "
+            "or say where it is: folder= in its Kernel, file= in its Launch"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); save it as that") from None
 
 
 def _constant(name: str, value: int | bool) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,28 @@ def user_cache() -> Path | None:
         return None
 
 
-def folder() -> Path:
-    """A folder that can be written to, and found in again if the user has such a one.
-
-    CUPYFA_CACHE_DIR if that is set, else ``cupyfa`` among the user's caches; for want of both,
-    one that lasts as long as the process.
-    """
-    chosen = os.environ.get("CUPYFA_CACHE_DIR")
+def chosen_folder() -> Path | None:
+    """CUPYFA_CACHE_DIR if that is set, else ``cupyfa`` among the user's caches."""
+    if chosen := os.environ.get("CUPYFA_CACHE_DIR"):
+        return Path(chosen)
     base = user_cache()
-    path = Path(chosen) if chosen else base / "cupyfa" if base else None
+    return base / "cupyfa" if base else None
+
+
+def folder() -> Path:
+    """A folder that can be written to: the chosen one, or one that goes when the process ends."""
+    path = chosen_folder()
     return path if path and can_write(path) else Path(_temporary().name)
+
+
+def give_cupy_a_folder() -> None:
+    """Sees to it that CuPy, which keeps what it compiled, has a folder that it can write to.
+
+    To be called before it is imported: it makes its folder then, and fails if it cannot.
+    """
+    usual = os.path.expanduser("~/.cupy/kernel_cache")
+    if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
+        os.environ["CUPY_CACHE_DIR"] = str(folder() / "cupy")
 
 
 def can_write(path: Path) -> bool:
@@ -75,13 +90,16 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that others see all of it or nothing. Raises OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    name = path.parent / f".{path.name}-{secrets.token_hex(4)}"
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        with suppress(FileNotFoundError):  # who may read the file stays as it was
+            os.chmod(name, stat.S_IMODE(path.stat().st_mode))
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
 
-from cupyfa import calls
+from cupyfa import calls, timing
 from cupyfa.backends import Backend, execute
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan
-from cupyfa.tolerance import Verdict
+from cupyfa.tolerance import Verdict, WrongResult
 
-_LONGEST = 0.5  # seconds of timing, after one run to warm up
+_LONGEST = 0.5  # seconds of timing
 _MOST = 20
 
 
@@ -46,13 +47,18 @@ class Trial:
         return operation.flops(self.plan.problem) / self.time / 1e9 if self.time else 0.0
 
 
-def trial(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> Trial:
+def trial(
+    engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
+) -> Trial:
     """Checks a plan on these inputs among canaries, then times it.
 
-    Raises WrongResult only if the kernel wrote where it must not; the verdicts say the rest.
+    Raises WrongResult only if the kernel wrote where it must not, or if one of ``reruns`` more runs
+    gives other bits; the verdicts say the rest.
     """
     readable = calls.readable(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
+    if different := difference(engine, plan, readable, results, reruns):
+        raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
     return Trial(
         plan=plan,
         verdicts=calls.judge(engine, plan, readable, results),
@@ -61,6 +67,30 @@ def trial(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> Tria
             launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.launches
         },
     )
+
+
+def difference(
+    engine: Backend,
+    plan: Plan,
+    inputs: Mapping[str, np.ndarray],
+    results: Mapping[str, np.ndarray],
+    reruns: int,
+) -> str | None:
+    """Which bits of more runs on readable inputs are not those of the results; None if all are.
+
+    Threads run in other orders where that can be chosen.
+    """
+    for again in range(1, reruns + 1):
+        others = run_guarded(engine.reordered(again), plan, inputs, {})
+        for name, result in results.items():
+            bits = f"u{result.itemsize}"
+            if (different := result.view(bits) != others[name].view(bits)).any():
+                first = ", ".join(str(i) for i in np.argwhere(different)[0])
+                return (
+                    f"{name} of run {again + 1} differs from the first run's in "
+                    f"{different.sum():,} of {different.size:,} elements, first at [{first}]"
+                )
+    return None
 
 
 def random_sizes(seed: int) -> dict[str, int]:
@@ -78,17 +108,8 @@ def random_sizes(seed: int) -> dict[str, int]:
 
 
 def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
-    """Milliseconds of several runs on arrays that lie with the engine, compiled already."""
+    """Milliseconds of several runs, with what an earlier one left in the caches."""
     prepared = [engine.prepare(launch) for launch in plan.launches]
-    arrays = {name: engine.upload(array) for name, array in inputs.items()}
-    arrays |= {
-        name: engine.empty(*allocation)
-        for name, allocation in {**plan.outputs, **plan.scratch}.items()
-    }
-
-    def call() -> None:
-        execute(engine, plan, prepared, arrays)
-
-    (first,) = engine.time(call, 1)
-    repeat = max(1, min(_MOST, int(1e3 * _LONGEST / max(first, 1e-3))))
-    return engine.time(call, repeat)
+    call = partial(execute, engine, plan, prepared, timing.arrays_of(engine, plan, inputs, {}))
+    (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
+    return times

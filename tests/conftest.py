@@ -2,8 +2,16 @@
 
 import pytest
 
-from cupyfa import DeviceError
+from cupyfa import DeviceError, tuned
 from cupyfa.backends.select import backend_named
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_tuned():
+    """Plans in tests do not go by what was tuned on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "on", lambda device: ())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Problems that tests share: sizes that divide nothing, and inputs for them."""
 
-from itertools import product
-
 from cupyfa import Problem, planning
 from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
@@ -15,16 +13,6 @@ RAGGED = (
     {"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "causal": "top-left"},
     {"heads": 1, "M": 67, "N": 131, "d": 64, "scale": -0.3},
     {"heads": 3, "kv_heads": 1, "M": 5, "N": 1, "d": 7, "dv": 40},
-)
-
-# 180 cases for each dtype: lengths x head dimensions x mask x heads that share keys.
-SMOKE_LENGTHS = ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339))
-SMOKE_HEAD_DIMS = (32, 59, 64, 111, 128, 256)
-SMOKE = tuple(
-    {"batch": 1, "heads": 6, "kv_heads": kv_heads, "M": M, "N": N, "d": d, "causal": causal}
-    for (M, N), d, causal, kv_heads in product(
-        SMOKE_LENGTHS, SMOKE_HEAD_DIMS, (False, True), (6, 2, 1)
-    )
 )
 
 

@@ -185,9 +185,9 @@ def test_the_schedule_reaches_the_simulator(monkeypatch):
     schedules = []
     honest = trial.trial
 
-    def spy(engine, *args):
+    def spy(engine, *args, **options):
         schedules.append(engine.schedule)
-        return honest(engine, *args)
+        return honest(engine, *args, **options)
 
     monkeypatch.setattr(trial, "trial", spy)
     in_turn, in_disorder = run("fa2"), run("fa2", "--schedule", "7")
@@ -343,7 +343,7 @@ def test_a_fault_is_one_line_and_the_seed_of_it(tmp_path, form):
 
 
 def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
-    def wrote_outside(*_):
+    def wrote_outside(*_, **__):
         raise cupyfa.WrongResult("fa2: the kernel wrote 4 bytes outside O")
 
     monkeypatch.setattr(trial, "trial", wrote_outside)
@@ -487,7 +487,7 @@ def test_more_than_fits_into_memory(monkeypatch):
 
 
 def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial, "trial", interrupted)

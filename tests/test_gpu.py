@@ -11,6 +11,7 @@ from problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
 from cupyfa import calls
+from cupyfa.cases import Case
 
 pytestmark = pytest.mark.gpu
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -103,3 +104,11 @@ def test_named_barriers_order_the_warps_that_meet(cuda):
     out = cupy.zeros(128, np.int32)
     kernel((1,), (128,), (out,))
     assert (out.get() == np.repeat([10, 20], 64)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_scale_of_zero_does_not_hide_nan_from_the_baseline(cuda, dtype):
+    plan = planned(FORWARD["baseline"], cuda, {"M": 5, "N": 7, "d": 4, "scale": 0.0}, dtype)
+    for values in ("normal", "huge", "nan", "inf"):
+        case = Case("forward", plan.problem, values=values)
+        calls.checked(cuda, plan, case.inputs(), {})

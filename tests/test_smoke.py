@@ -1,42 +1,23 @@
-"""The smoke grid on the GPU: lengths x head dimensions x masks x shared keys, in every dtype."""
+"""The whole ladder on whole grids, which takes a GPU."""
+
+import os
 
 import pytest
-from problems import DTYPES, FORWARD, SMOKE, inputs_of, name, planned
+from problems import DTYPES
 
-from cupyfa import tolerance
-from cupyfa.backends.guard import run_guarded
-from cupyfa.operations import OPERATIONS
+import cupyfa
+from cupyfa.ladder import LADDER
 
-GROUPS: dict = {}
-for _sizes in SMOKE:
-    GROUPS.setdefault((_sizes["M"], _sizes["N"], _sizes["d"]), []).append(_sizes)
+JOBS = min(16, os.cpu_count() or 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_every_rung_on_the_smoke_grid(cuda, group, dtype):
-    wrong = []
-    for sizes in GROUPS[group]:
-        expected = {}
-        for kernel in FORWARD.values():
-            if dtype not in kernel.dtypes:
-                continue
-            plan = planned(kernel, cuda, sizes, dtype)
-            inputs = inputs_of(plan)
-            if kernel.rounding not in expected:
-                expected[kernel.rounding] = OPERATIONS["forward"].expected(
-                    inputs, plan.problem, kernel.rounding
-                )
-            results = run_guarded(cuda, plan, inputs, {})
-            wrong += [
-                f"{kernel.name} on {plan.problem}: {verdict}"
-                for verdict in tolerance.compare(results, expected[kernel.rounding])
-                if not verdict.passed
-            ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_the_grid_has_180_cases():
-    assert len(SMOKE) == 180
-    assert len({name(sizes) for sizes in SMOKE}) == 180
+@pytest.mark.parametrize("grid", ["smoke", "edges"])
+def test_every_kernel(cuda, grid, dtype):
+    names = [name for kernels in LADDER.values() for name in kernels]
+    done = cupyfa.check(names, grid=grid, dtypes=[dtype], backend="cuda", jobs=JOBS)
+    told = [f"{failure.outcome.message}\n{failure.command}" for failure in done.failures]
+    assert done.right == done.runs, "\n".join(told)
+    for tally in done.tallies:
+        assert tally.runs or "its dtypes are float16, bfloat16, float32" in tally.not_run

@@ -24,11 +24,16 @@ class DeviceError(RuntimeError):
     """The device's own failure: out of memory, a kernel that trapped, a lost device."""
 
 
+class OutOfMemory(DeviceError):
+    """The device has too little memory free for a call."""
+
+
 class Backend(ABC):
     """A place with memory and a way to launch kernels on it."""
 
     name: str
     limits: Limits
+    compile_errors: tuple[type[Exception], ...] = ()  # what ``prepare`` raises for a kernel's text
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
@@ -69,20 +74,54 @@ class Backend(ABC):
         """Starts a prepared kernel; ``arrays`` are all it may touch."""
 
     @abstractmethod
-    def matmul(self, a: Any, b: Any, out: Any, scale: float) -> None:
-        """out = a b * scale over the last two axes; heads of b are shared by groups of a's."""
+    def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
+        """out = a b * scale over the last two axes; heads of b are shared by groups of a's.
+
+        ``tf32`` lets float32 be rounded to that, where it is faster.
+        """
 
     @abstractmethod
-    def time(self, call: Callable[[], Any], repeat: int) -> list[float]:
-        """Milliseconds of each of so many calls, measured where the work is done."""
+    def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
+        """Milliseconds of a call, measured where the work is done, and with ``cold`` after
+        everything in that place's caches was overwritten. Waits until it is done.
+        """
+
+    def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """What replays the launches of a call at once, as a CUDA graph; the call, if all is one."""
+        return call
+
+    @property
+    def stream(self) -> int | None:
+        """The address of the CUDA stream that work goes to, if there is one."""
+        return None
+
+    def synchronize(self) -> None:
+        """Waits until all work is done."""
+        return
+
+    def trim(self) -> None:
+        """Gives memory that is kept for later back to the device, for other libraries to use."""
+        return
 
     def resources(self, prepared: Any) -> dict[str, int]:
         """Registers and spilled bytes of a thread, where known."""
         return {}
 
+    def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
+        """Blocks of a launch that a multiprocessor runs at a time, where known."""
+        return None
+
     def versions(self) -> dict[str, str]:
         """The driver, libraries and compilers that take part, by name."""
         return {}
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Reads ``limits`` again: something was tuned."""
+
+    def reordered(self, seed: int) -> Backend:
+        """The same place, running threads in another order where that can be chosen."""
+        return self
 
     def working_on(self, array: Any) -> AbstractContextManager:
         """The context to work on an array in: its device, and errors as DeviceError."""
@@ -177,3 +216,11 @@ def overlap(backend: Backend, a: Any, b: Any) -> bool:
     """Whether two arrays may share memory: whether their spans meet."""
     (start_a, size_a), (start_b, size_b) = span(backend, a), span(backend, b)
     return start_a < start_b + size_b and start_b < start_a + size_a
+
+
+def gist(message: str) -> str:
+    """The one line of a compiler's or a library's message that says most."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if "Original error:" in lines:  # as CuPy puts it below its advice
+        lines = lines[lines.index("Original error:") + 1 :]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import cublas, device
+from cupy_backends.cuda.api import runtime
 
 # Element type and compute type, by the numbers of library_types.h and cublas_api.h.
 _TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
+_FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
 _INT_MAX = 2**31 - 1
 
 
-def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
+def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
     """out = a b * scale per head: a [batch, heads, M, K], b [batch, kv_heads, K, N].
 
-    cuBLAS counts columns first, so it is asked for out^T = b^T a^T.
+    cuBLAS counts columns first, so it is asked for out^T = b^T a^T. ``tf32`` lets it round
+    float32 to that.
     """
     (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
@@ -25,20 +31,27 @@ def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
     if K == 0:
         out.fill(0)
         return
+    if scale == 0:  # cuBLAS would not look at a and b, whose NaN and infinities count
+        smallest = np.finfo(np.float64 if out.dtype == np.float64 else np.float32).tiny
+        matmul(a, b, out, float(smallest), tf32=tf32)
+        out *= 0
+        return
     if not _ready(out):
         whole = cupy.empty_like(out, order="C")
-        matmul(a, b, whole, scale)
+        matmul(a, b, whole, scale, tf32=tf32)
         out[...] = whole
         return
     a, (_, ldb) = _leading(a)
     b, (transposed, lda) = _leading(b)
     element, compute = _TYPES[str(out.dtype)]
+    compute = _FAST_TF32 if tf32 else compute
     sums = np.float64 if out.dtype == np.float64 else np.float32
     alpha, beta = np.array([scale, 0], sums).reshape(2, 1)
     size = out.dtype.itemsize
+    gemm, handle = _gemm(), device.get_cublas_handle()
     for start_a, start_b, start_out, step_a, step_b, step_out, count in _batches(a, b, out):
-        cublas.gemmStridedBatchedEx(
-            device.get_cublas_handle(),
+        gemm(
+            handle,
             cublas.CUBLAS_OP_T if transposed else cublas.CUBLAS_OP_N,
             cublas.CUBLAS_OP_N,
             N,
@@ -62,6 +75,36 @@ def matmul(a: Any, b: Any, out: Any, scale: float) -> None:
             compute,
             _DEFAULT_ALGORITHM,
         )
+
+
+def _gemm() -> Callable[..., Any]:
+    """CuPy's function, or the library's own: CuPy's refuses streams that are being captured."""
+    stream = cupy.cuda.get_current_stream().ptr
+    if not runtime.streamIsCapturing(stream):
+        return cublas.gemmStridedBatchedEx
+    library = _library()
+    _succeed(library.cublasSetStream_v2(device.get_cublas_handle(), stream))
+    return lambda *arguments: _succeed(library.cublasGemmStridedBatchedEx(*arguments))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """cuBLAS, as CuPy's module has loaded it."""
+    library = ctypes.CDLL(cublas.__file__)
+    whole, wide, pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
+    matrix = (pointer, whole, whole, wide)  # data, type, row length, step to the next
+    library.cublasSetStream_v2.argtypes = (pointer, pointer)
+    library.cublasGemmStridedBatchedEx.argtypes = (
+        *(pointer, whole, whole, whole, whole, whole),  # handle, two transpositions, sizes
+        *(pointer, *matrix, *matrix, pointer, *matrix),
+        *(whole, whole, whole),  # count, compute type, algorithm
+    )
+    return library
+
+
+def _succeed(status: int) -> None:
+    if status:
+        raise cublas.CUBLASError(status)
 
 
 def _ready(out: Any) -> bool:

@@ -8,16 +8,27 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import cupy
 import numpy as np
-from cupy.cuda import nvrtc
-from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa import sources
-from cupyfa.backends import Backend, DeviceError
-from cupyfa.planning import Limits, PlannedLaunch
+from cupyfa import sources, store, tuned
+from cupyfa.backends import Backend, DeviceError, OutOfMemory
+from cupyfa.planning import Limits, PlannedLaunch, Unsupported
 
+store.give_cupy_a_folder()
+import cupy  # noqa: E402
+from cupy.cuda import nvrtc  # noqa: E402
+from cupy_backends.cuda.api import driver, runtime  # noqa: E402
+
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _STATIC_LIMIT = 48 * 1024  # more shared memory than this has to be asked for
+_HEAD_START = 600_000  # cycles, about 0.3 ms
+# Keeps the device busy, so that the host has queued a call before the device begins it.
+_HOLD = """
+extern "C" __global__ void hold(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {}
+}
+"""
 
 
 def unavailable() -> str | None:
@@ -62,17 +73,37 @@ def device_errors() -> Iterator[None]:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
         free, total = runtime.memGetInfo()
-        raise DeviceError(
-            f"out of memory: {error}; the device has {free:,} of {total:,} bytes free"
+        raise OutOfMemory(
+            f"out of memory: {error}; the device has {free:,} of {total:,} bytes free: "
+            "free arrays, or give smaller sizes"
         ) from None
     except (runtime.CUDARuntimeError, driver.CUDADriverError) as error:
-        raise DeviceError(f"the device failed: {error}") from None
+        no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
+        kind = OutOfMemory if no_memory else DeviceError
+        raise kind(f"the device failed: {error}{_aftermath()}") from None
+    except RuntimeError as error:
+        if type(error).__name__ != "CUBLASError":  # of a module that need not be there
+            raise
+        raise DeviceError(f"cuBLAS failed: {error}{_aftermath()}") from None
+
+
+def _aftermath() -> str:
+    """What is to be done after a failure: once a kernel trapped, every further call fails too."""
+    try:
+        runtime.deviceSynchronize()
+    except runtime.CUDARuntimeError:
+        return (
+            "; this process's CUDA context is lost, with all that was on the device: restart the "
+            "process. cupyfa check runs kernels in processes of their own"
+        )
+    return ""
 
 
 class Cuda(Backend):
     """The current CUDA device. Work goes to CuPy's current stream."""
 
     name = "cuda"
+    compile_errors = (cupy.cuda.compiler.CompileException,)
 
     def __init__(self) -> None:
         self._modules: dict[tuple[int, str], Any] = {}
@@ -116,7 +147,20 @@ class Cuda(Backend):
 
     def _build(self, text: str, launch: PlannedLaunch) -> Any:
         options = tuple(f"-I{folder}" for folder in sources.include_folders(launch))
-        kernel = cupy.RawModule(code=text, options=options).get_function(launch.entry)
+        module = cupy.RawModule(code=text, options=options)
+        try:
+            kernel = module.get_function(launch.entry)
+        except driver.CUDADriverError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            raise sources.without_entry(launch) from None
+        if launch.threads > kernel.max_threads_per_block:
+            raise Unsupported(
+                f"{launch.entry} takes {kernel.num_regs} registers a thread, which a block of "
+                f"{launch.threads} threads does not have: at most {kernel.max_threads_per_block} "
+                "fit; choose smaller tiles, or write __launch_bounds__(threads) to spill them",
+                "too many registers a block",
+            )
         if launch.shared_bytes > _STATIC_LIMIT:
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         return kernel
@@ -126,22 +170,48 @@ class Cuda(Backend):
     ) -> None:
         prepared(launch.grid, (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes)
 
-    def matmul(self, a: Any, b: Any, out: Any, scale: float) -> None:
+    def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         from cupyfa.backends import cublas
 
-        cublas.matmul(a, b, out, scale)
+        cublas.matmul(a, b, out, scale, tf32=tf32)
 
-    def time(self, call: Callable[[], Any], repeat: int) -> list[float]:
-        events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(repeat)]
-        for start, end in events:
-            start.record()
-            call()
-            end.record()
-        events[-1][1].synchronize()
-        return [cupy.cuda.get_elapsed_time(start, end) for start, end in events]
+    def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        if cold:
+            _flush()
+        _hold_kernel()((1,), (1,), (_HEAD_START,))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(start, end)
+
+    def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                call()
+            finally:
+                graph = stream.end_capture()
+        return graph.launch
+
+    @property
+    def stream(self) -> int | None:
+        return cupy.cuda.get_current_stream().ptr
+
+    def synchronize(self) -> None:
+        cupy.cuda.Device().synchronize()
+
+    def trim(self) -> None:
+        cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
         return {"registers": prepared.num_regs, "spilled bytes": prepared.local_size_bytes}
+
+    def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
+        return driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            prepared.kernel.ptr, launch.threads, launch.shared_bytes
+        )
 
     def versions(self) -> dict[str, str]:
         return {
@@ -150,6 +220,9 @@ class Cuda(Backend):
             "cuda": _dotted(runtime.runtimeGetVersion()),
             "nvrtc": ".".join(map(str, nvrtc.getVersion())),
         }
+
+    def refresh(self) -> None:
+        _limits.cache_clear()
 
     @contextmanager
     def working_on(self, array: Any) -> Iterator[None]:
@@ -164,15 +237,28 @@ def _dotted(version: int) -> str:
 
 
 @cache
+def _hold_kernel() -> Any:
+    return cupy.RawKernel(_HOLD, "hold")
+
+
+def _flush() -> None:
+    """Overwrites four times what the L2 cache holds."""
+    size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
+    cupy.empty(size, np.uint8).data.memset_async(0, size)
+
+
+@cache
 def _limits(device: int) -> Limits:
     attributes = cupy.cuda.Device(device).attributes
     properties = runtime.getDeviceProperties(device)
+    name = properties["name"].decode()
     return Limits(
-        device=properties["name"].decode(),
+        device=name,
         shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
         no_matmul=_no_cublas(),
+        tuned=tuned.on(name),
     )
 
 
@@ -182,3 +268,57 @@ def _no_cublas() -> str | None:
     except ImportError:
         return "its matrix products need cuBLAS: pip install 'cupyfa[cublas]'"
     return None
+
+
+# What ``doctor`` asks, each in a process of its own.
+
+_TRIAL = """
+#include <cuda_fp16.h>
+extern "C" __global__ void trial(__half* x) { x[threadIdx.x] = __hadd(x[threadIdx.x], x[0]); }
+"""
+
+
+def cuda_versions() -> dict[str, int]:
+    """The newest CUDA that the driver supports, 0 without one, and CuPy's: 12090 is 12.9."""
+    return {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
+
+
+def try_devices() -> list[dict[str, Any]]:
+    """What each device is, and "error", what kept a kernel from being compiled and run on it."""
+    return [_tried(index) for index in range(runtime.getDeviceCount())]
+
+
+def _tried(index: int) -> dict[str, Any]:
+    error = None
+    with cupy.cuda.Device(index) as device:
+        properties = runtime.getDeviceProperties(index)
+        try:
+            x = cupy.ones(32, np.float16)
+            cupy.RawKernel(_TRIAL, "trial")((1,), (32,), (x,))
+            if not (x.get() == 2).all():
+                error = "a kernel ran and gave a wrong result"
+            free, total = device.mem_info
+        except Exception as caught:  # of the driver, of NVRTC, of the cache: all are told
+            error, (free, total) = f"{type(caught).__name__}: {caught}", (0, 0)
+        return {
+            "name": properties["name"].decode(),
+            "arch": device.compute_capability,
+            "shared_bytes": device.attributes["MaxSharedMemoryPerBlockOptin"],
+            "free": free,
+            "total": total,
+            "error": error,
+        }
+
+
+def try_nvrtc() -> dict[str, str]:
+    """NVRTC's version, and the architecture that it has compiled a kernel for."""
+    arch = "90" if unavailable() else cupy.cuda.Device().compute_capability
+    compile_without_gpu(_TRIAL, "trial.cu", arch, ())
+    return {"nvrtc": ".".join(map(str, nvrtc.getVersion())), "arch": arch}
+
+
+def cublas_version() -> str:
+    """That of the cuBLAS that is found."""
+    from cupy.cuda import cublas, device
+
+    return "found" if unavailable() else str(cublas.getVersion(device.get_cublas_handle()))

@@ -1,9 +1,10 @@
 """A run among canaries: what a kernel does outside its outputs is seen.
 
 Every array gets memory of its own with margins on both sides, laid out as the caller's array is,
-strides and all. Outputs begin as NaN, and margins as bytes of all ones, which is NaN in every
-float format: an element nobody wrote shows, a read outside shows in the result, and a write
-outside changes the margin. Inputs are compared before and after.
+strides and all, its element 0 as far from a multiple of 16 bytes. All of that memory begins as
+bytes of all ones, which is NaN in every float format: an element of an output that nobody wrote
+shows, a read outside shows in the result, and a write outside leaves a byte that is not all ones.
+Inputs are compared before and after. All this is done where the arrays are; only outputs move.
 """
 
 from __future__ import annotations
@@ -13,28 +14,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.backends import Backend, execute, extent
 from cupyfa.planning import Plan
 from cupyfa.tolerance import WrongResult
 
 MARGIN = 4096  # bytes on each side: at least 512 elements of any dtype
+_ONES = 0xFF
 
 
 @dataclass(frozen=True)
 class _Guarded:
-    """An array inside guarded memory, and that memory as it was before the run."""
+    """An array inside guarded memory."""
 
-    before: np.ndarray
-    memory: Any
-    array: Any
+    memory: Any  # its bytes, margins included
     offset: int  # of element 0, in bytes
-
-    def elements(self, image: np.ndarray) -> np.ndarray:
-        """This array's elements in a host image of its memory."""
-        return np.ndarray(
-            self.array.shape, self.array.dtype, image, self.offset, self.array.strides
-        )
+    array: Any
+    bits: Any  # the array's elements as unsigned integers
 
 
 def run_guarded(
@@ -45,47 +42,71 @@ def run_guarded(
     Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
     """
     prepared = [backend.prepare(launch) for launch in plan.launches]
-    guarded = {name: _guard(backend, _host(backend, x), x.strides) for name, x in inputs.items()}
+    guarded, original = {}, {}
+    for name, array in inputs.items():
+        guarded[name] = _like(backend, array)
+        original[name] = backend.upload(array.view(guarded[name].bits.dtype))
+        guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
-        poison = np.full(shape, np.nan, dtype)
-        strides = outputs[name].strides if name in outputs else poison.strides
-        guarded[name] = _guard(backend, poison, strides)
+        guarded[name] = (
+            _like(backend, outputs[name])
+            if name in outputs
+            else _guarded(backend, shape, dtype, _contiguous(shape, dtype), 0)
+        )
     execute(backend, plan, prepared, {name: g.array for name, g in guarded.items()})
 
-    results = {}
+    results = {
+        name: backend.download(guarded[name].bits.copy()).view(dtype)
+        for name, (_, dtype) in plan.outputs.items()
+    }
     for name, g in guarded.items():
-        after = backend.download(g.memory)
-        if name in plan.outputs:
-            results[name] = g.elements(after).copy()
-        _check_memory(plan, name, g, after, written=name not in inputs)
+        _check_memory(plan, name, g, original.get(name))
     return results
 
 
-def _host(backend: Backend, array: Any) -> np.ndarray:
-    return backend.download(array) if backend.owns(array) else array
+def _like(backend: Backend, array: Any) -> _Guarded:
+    """Guarded memory for an array with the strides and the alignment of this one."""
+    address = backend.address(array) if backend.owns(array) else array.ctypes.data
+    return _guarded(backend, array.shape, array.dtype, array.strides, address % 16)
 
 
-def _guard(backend: Backend, array: np.ndarray, strides: Sequence[int]) -> _Guarded:
-    """Guarded memory that holds the elements of an array with the given strides."""
-    low, high = extent(np.lib.stride_tricks.as_strided(array, strides=strides))
-    offset = MARGIN - low // 16 * 16  # element 0 stays aligned to 16 bytes
-    image = np.full(offset + high + MARGIN, 0xFF, np.uint8)
-    np.ndarray(array.shape, array.dtype, image, offset, strides)[...] = array
-    memory = backend.upload(image.copy())
-    view = backend.view(memory, array.shape, array.dtype, offset, strides)
-    return _Guarded(before=image, memory=memory, array=view, offset=offset)
+def _guarded(
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    strides: Sequence[int],
+    alignment: int,
+) -> _Guarded:
+    low, high = extent(as_strided(np.empty(0, dtype), shape, strides))
+    memory = backend.empty((MARGIN - low + 15 + high + MARGIN,), np.dtype(np.uint8))
+    memory.fill(_ONES)
+    offset = MARGIN - low
+    offset += (alignment - backend.address(memory) - offset) % 16
+    array, bits = (
+        backend.view(memory, shape, of, offset, strides)
+        for of in (dtype, np.dtype(f"u{dtype.itemsize}"))
+    )
+    return _Guarded(memory, offset, array, bits)
 
 
-def _check_memory(plan: Plan, name: str, g: _Guarded, after: np.ndarray, *, written: bool) -> None:
-    """Whether only what may be written was written: the elements of outputs and scratch."""
-    after = after.copy()
-    if written:
-        g.elements(after)[...] = g.elements(g.before)
-    changed = np.flatnonzero(after != g.before)
-    if changed.size:
-        where = int(changed[0]) - g.offset
-        what = f"{changed.size} bytes outside {name}" if written else f"its input {name}"
-        raise WrongResult(
-            f"{plan.kernel.name} on {plan.problem}: the kernel wrote {what}, first at byte "
-            f"{where:+d} from its element 0"
-        )
+def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+
+
+def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
+    """Whether only what may be written was written: the elements of outputs and scratch.
+
+    Turns the elements into ones, of inputs only those bits that are as they were, so that all else
+    stands out.
+    """
+    g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
+    if int(g.memory.min()) == _ONES:
+        return
+    changed = g.memory != _ONES
+    where = int(changed.argmax()) - g.offset
+    what = f"{int(changed.sum())} bytes outside {name}" if original is None else f"its input {name}"
+    raise WrongResult(
+        f"{plan.kernel.name} on {plan.problem}: the kernel wrote {what}, first at byte "
+        f"{where:+d} from its element 0"
+    )

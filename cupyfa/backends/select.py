@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def backend_named(backend: str | Backend) -> Backend:
         return _cuda()
     if backend == "simulator":
         return _simulator()
-    raise ValueError(f"backend {backend!r} is unknown; use one of {', '.join(NAMES)}")
+    known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
+    raise ValueError(f"backend {backend!r} is unknown; {known}")
 
 
 def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
@@ -55,14 +57,16 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
             "the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy"
         )
     engine = backend_named("cuda" if backend == "auto" else backend)
-    return engine, [engine.adopt(array) for array in arrays.values()]
+    return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
 
 
 def _on_host(name: str, array: Any) -> bool:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel knows; pass {name}.data")
     if isinstance(array, np.ndarray):
         return True
     if hasattr(array, "__dlpack_device__"):
-        device = array.__dlpack_device__()[0]
+        device = _foreign(name, array, lambda x: x.__dlpack_device__()[0])
         if device == _HOST:
             return True
         if device in (_CUDA, _CUDA_MANAGED):
@@ -76,15 +80,24 @@ def _on_host(name: str, array: Any) -> bool:
 
 
 def _numpy(name: str, array: Any) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
+    return (
+        np.asarray(array)
+        if isinstance(array, np.ndarray)
+        else _foreign(name, array, np.from_dlpack)
+    )
+
+
+def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
+    """A view of another library's array, whose code may raise anything."""
     try:
-        return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError) as error:
+        return view(array)
+    except (DeviceError, MemoryError):
+        raise
+    except Exception as error:
         raise TypeError(
-            f"{name}, a {type(array).__name__}, cannot be seen by NumPy: {error}; "
-            "pass it as a NumPy array"
-        ) from None
+            f"{name}, a {type(array).__name__}, cannot be seen as an array "
+            f"({type(error).__name__}: {error}); pass it as a NumPy or CuPy array"
+        ) from error
 
 
 @cache
@@ -111,7 +124,7 @@ def _no_cuda() -> str | None:
     try:
         from cupyfa.backends import cuda
     except ImportError as error:
-        return f"CuPy cannot be imported ({error})"
+        return f"CuPy cannot be imported ({error}); `cupyfa doctor` tells more"
     return cuda.unavailable()
 
 

@@ -45,12 +45,19 @@ schedule_option = click.option(
     type=click.IntRange(0),
     help="Simulator: a seed for another order of the threads.",
 )
+reruns_option = click.option(
+    "--reruns",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Run so often again: every bit must be the same.",
+)
 every_option = click.option("--all", "every", is_flag=True, help="Every kernel of the ladder.")
 kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 
 
-def problem_options(command: Command) -> Command:
-    """The sizes and options of one problem."""
+def problem_options(command: Command, dtype: str = "float32") -> Command:
+    """The sizes and options of one problem, of this dtype by default."""
     for option in reversed(
         (
             click.option("-B", "--batch", type=size),
@@ -62,7 +69,7 @@ def problem_options(command: Command) -> Command:
             click.option("-N", "N", type=size, help="Keys, or the columns of a softmax."),
             click.option("-d", type=size, help="Head dimension."),
             click.option("--dv", type=size, help="Value dimension.  [default: d]"),
-            click.option("--dtype", type=dtype_choice, default="float32", show_default=True),
+            click.option("--dtype", type=dtype_choice, default=dtype, show_default=True),
             click.option(
                 "--causal",
                 is_flag=False,

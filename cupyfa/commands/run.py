@@ -18,6 +18,7 @@ from cupyfa.commands.options import (
     input_options,
     problem_of,
     problem_options,
+    reruns_option,
     schedule_option,
     tile_options,
     tile_sizes,
@@ -33,6 +34,7 @@ from cupyfa.commands.options import (
     type=click.IntRange(0),
     help="Of the random sizes and inputs.  [default: a new one]",
 )
+@reruns_option
 @backend_option
 @schedule_option
 @tile_options
@@ -40,6 +42,7 @@ from cupyfa.commands.options import (
 def run(
     kernel: str,
     seed: int | None,
+    reruns: int,
     backend: str,
     schedule: int | None,
     values: str,
@@ -65,7 +68,7 @@ def run(
     plan = planning.plan(chosen, case.problem, engine.limits, **given)
     try:
         with engine.working_on(None):
-            result = trial.trial(engine, plan, case.inputs())
+            result = trial.trial(engine, plan, case.inputs(), reruns=reruns)
     except Exception:
         click.echo(f"note: this was {case}", err=True)
         raise

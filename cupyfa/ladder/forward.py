@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 
@@ -18,10 +20,11 @@ ROW_TILES = tuple(
     for Bc in (32, 16, 8, 4, 2, 1)
     if Bc <= Br <= 16 * Bc
 )
+ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
 
-def baseline(name: str, softmax: str, adds: str) -> Kernel:
+def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
         name=name,
@@ -43,12 +46,41 @@ def baseline(name: str, softmax: str, adds: str) -> Kernel:
             "S": ("batch heads M N", "scalar"),
             "P": ("batch heads M N", "scalar"),
         },
+        predicts=predicts,
     )
 
 
 KERNELS = (
-    baseline("baseline", "softmax_safe", "cuBLAS, softmax, cuBLAS: S and P go through memory"),
-    baseline("baseline_online", "softmax_online", "the same with the online softmax"),
+    baseline(
+        "baseline",
+        "softmax_safe",
+        "cuBLAS, softmax, cuBLAS: S and P go through memory",
+        {
+            "bound by": "DRAM",
+            "duration": "0.70 to 0.80",
+            "tensor cores": "below 2",
+            "occupancy": "above 85",
+            "limited by": "warps, 8 blocks",
+            "load sectors": "4",
+            "store sectors": "4",
+            "DRAM": "80 to 90",
+        },
+    ),
+    baseline(
+        "baseline_online",
+        "softmax_online",
+        "the same with the online softmax",
+        {
+            "bound by": "DRAM",
+            "duration": "0.75 to 0.85",
+            "tensor cores": "below 2",
+            "occupancy": "above 85",
+            "limited by": "warps, 8 blocks",
+            "load sectors": "4",
+            "store sectors": "4",
+            "DRAM": "75 to 85",
+        },
+    ),
     Kernel(
         name="minimal",
         adds="S and P stay on chip; a thread owns a row; O, max and sum go through memory",
@@ -64,9 +96,23 @@ KERNELS = (
             ),
         ),
         tiles=tuple({"Br": size, "Bc": size} for size in (32, 16, 8, 4, 2, 1)),
+        candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
         features=EVERYTHING,
         scratch=SUMS_IN_MEMORY,
+        predicts={
+            "bound by": "latency: short scoreboard",
+            "tensor cores": "0",
+            "issue slots": "2 to 4",
+            "SMs busy": "48",
+            "occupancy": "1.6",
+            "limited by": "grid, 0.07 waves",
+            "load conflicts": "8.0",
+            "store conflicts": "30",
+            "load sectors": "31.6",
+            "store sectors": "31.2",
+            "DRAM": "below 5",
+        },
     ),
     Kernel(
         name="v1",
@@ -83,8 +129,22 @@ KERNELS = (
             ),
         ),
         tiles=({"Bc": 4}, {"Bc": 2}, {"Bc": 1}),
+        candidates={"Bc": (1, 2, 4, 8, 16, 32)},
         features=EVERYTHING,
         scratch=SUMS_IN_MEMORY,
+        predicts={
+            "bound by": "latency: short scoreboard",
+            "tensor cores": "0",
+            "issue slots": "below 15",
+            "SMs busy": "48",
+            "occupancy": "6.3",
+            "limited by": "grid, 0.05 waves",
+            "load conflicts": "below 0.1",
+            "store conflicts": "below 0.1",
+            "load sectors": "2.0",
+            "store sectors": "2.5",
+            "DRAM": "below 2",
+        },
     ),
     Kernel(
         name="v2",
@@ -99,8 +159,22 @@ KERNELS = (
             ),
         ),
         tiles=({"Br": 4, "Bc": 2}, {"Br": 2, "Bc": 2}, {"Br": 2, "Bc": 1}, {"Br": 1, "Bc": 1}),
+        candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
         features=EVERYTHING,
         scratch=SUMS_IN_MEMORY,
+        predicts={
+            "bound by": "latency: long scoreboard",
+            "tensor cores": "0",
+            "issue slots": "below 20",
+            "SMs busy": "48",
+            "occupancy": "6.3",
+            "limited by": "grid, 0.05 waves",
+            "load conflicts": "below 0.1",
+            "store conflicts": "below 0.1",
+            "load sectors": "3.0",
+            "store sectors": "2.5",
+            "DRAM": "below 5",
+        },
     ),
     Kernel(
         name="v3",
@@ -118,6 +192,7 @@ KERNELS = (
             {"Br": Br, "Bc": Bc, "Wr": Wr, "Wc": 16}
             for Br, Bc, Wr in ((64, 32, 32), (32, 32, 16), (64, 16, 16), (16, 32, 16), (32, 16, 16))
         ),
+        candidates={"Br": (32, 64, 128), "Bc": (32, 64), "Wr": (16, 32, 64), "Wc": (16, 32)},
         rules={
             "Wr and Wc are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == 0,
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
@@ -127,6 +202,19 @@ KERNELS = (
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
+        predicts={
+            "bound by": "latency: long scoreboard",
+            "duration": "38",
+            "tensor cores": "below 1",
+            "SMs busy": "48",
+            "occupancy": "6.3",
+            "limited by": "grid, 0.16 waves",
+            "load conflicts": "1.2 to 2.0",
+            "store conflicts": "1.0 to 1.3",
+            "load sectors": "4",
+            "store sectors": "2.5",
+            "DRAM": "below 7",
+        },
     ),
     Kernel(
         name="fa2",
@@ -143,6 +231,7 @@ KERNELS = (
             ),
         ),
         tiles=ROW_TILES,
+        candidates=ROW_CANDIDATES,
         rules=WHOLE_GROUPS,
         features=EVERYTHING,
         tflops={
@@ -150,6 +239,21 @@ KERNELS = (
             "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
             "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
             "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
+        },
+        predicts={
+            "bound by": "shared memory",
+            "duration": "7.7",
+            "tensor cores": "0",
+            "issue slots": "20 to 25",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "shared memory, 2 blocks",
+            "shared memory": "70 to 80",
+            "load conflicts": "1.0",
+            "store conflicts": "13",
+            "load sectors": "32",
+            "store sectors": "31.6",
+            "DRAM": "below 2",
         },
     ),
     Kernel(
@@ -170,6 +274,7 @@ KERNELS = (
             ),
         ),
         tiles=ROW_TILES,
+        candidates=ROW_CANDIDATES,
         rules=WHOLE_GROUPS,
         features=EVERYTHING,
         tflops={
@@ -177,6 +282,21 @@ KERNELS = (
             "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},
             "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
             "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
+        },
+        predicts={
+            "bound by": "shared memory",
+            "duration": "3.5",
+            "tensor cores": "0",
+            "issue slots": "50 to 57",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "shared memory, 2 blocks",
+            "shared memory": "75 to 85",
+            "load conflicts": "below 0.1",
+            "store conflicts": "below 0.1",
+            "load sectors": "4",
+            "store sectors": "4",
+            "DRAM": "below 3",
         },
     ),
 )

@@ -17,13 +17,15 @@ What it does not see, or sees otherwise than a device:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cupyfa import sources
+from cupyfa import sources, tuned
 from cupyfa.backends import Backend, span
 from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.planning import Limits, PlannedLaunch
@@ -38,11 +40,20 @@ class Simulator(Backend):
     """
 
     name = "simulator"
-    limits = Limits(device="the simulator", shared_bytes=dynamic_shared.CAPACITY)
+    compile_errors = (machine.CompileError,)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
+        for name, value, least in (("schedule", schedule, 0), ("workers", workers, 1)):
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
+                raise ValueError(f"{name} is {value!r}; give a whole number from {least}, or None")
         self.schedule = schedule
         self.workers = workers
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        """The limits of an H100, but for the instructions."""
+        return _limits()
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -63,7 +74,13 @@ class Simulator(Backend):
         return array.ctypes.data
 
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
-        return machine.build(sources.text(launch), sources.include_folders(launch), launch.entry)
+        text, folders = sources.text(launch), sources.include_folders(launch)
+        try:
+            return machine.build(text, folders, launch.entry)
+        except machine.CompileError as error:
+            if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
+                raise sources.without_entry(launch) from None
+            raise
 
     def launch(
         self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
@@ -79,20 +96,51 @@ class Simulator(Backend):
             workers=self.workers,
         )
 
-    def matmul(self, a: Any, b: Any, out: Any, scale: float) -> None:
+    def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         sums = np.float64 if out.dtype == np.float64 else np.float32
         group = a.shape[1] // b.shape[1] if b.shape[1] else 1
         with np.errstate(all="ignore"):  # infinities and NaN are data here
             product = a.astype(sums) @ b.astype(sums).repeat(group, axis=1)
             out[...] = product * sums(scale)
 
-    def time(self, call: Callable[[], Any], repeat: int) -> list[float]:
-        milliseconds = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            call()
-            milliseconds.append(1e3 * (time.perf_counter() - start))
-        return milliseconds
+    def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def reordered(self, seed: int) -> Simulator:
+        return Simulator(schedule=seed, workers=self.workers)
 
     def versions(self) -> dict[str, str]:
         return {"compiler": machine.compiler_version()}
+
+    def refresh(self) -> None:
+        _limits.cache_clear()
+
+
+def try_out() -> str:
+    """The compiler's version, after it has made a kernel that ran and was right; for ``doctor``."""
+    x = np.ones(32, np.float32)
+    never_the_same = f"// {time.time_ns()}\n"
+    text = f"{never_the_same}__global__ void trial(float* x) {{ x[threadIdx.x] += 1; }}"
+    kernel = machine.build(text, (), "trial")
+    try:
+        machine.run(
+            kernel,
+            [np.uint64(x.ctypes.data)],
+            grid=(1, 1, 1),
+            threads=32,
+            shared_bytes=0,
+            buffers=[machine.Buffer("x", x.ctypes.data, x.nbytes)],
+        )
+    finally:
+        kernel.path.unlink(missing_ok=True)
+    if (x != 2).any():
+        raise RuntimeError("a kernel ran and gave a wrong result")
+    return machine.compiler_version()
+
+
+@cache
+def _limits() -> Limits:
+    device = "the simulator"
+    return Limits(device, shared_bytes=dynamic_shared.CAPACITY, tuned=tuned.on(device))

@@ -8,17 +8,22 @@ are kept on disk under a name made from everything that went into them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +38,10 @@ _HERE = Path(__file__).resolve().parent
 _RUNTIME = _HERE / "runtime.cpp"
 _TWINS = _HERE / "include"
 _REPORT_BYTES = 2048
+ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
+_NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
+_LONGEST = 600  # seconds that a compiler may take
+_PATIENCE = 0.5  # seconds between looking after what was asked to end
 _MAX_THREADS = 1024
 _MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
 
@@ -94,7 +103,7 @@ class SimulatorFault(RuntimeError):
 
 
 class CompilerNotFound(RuntimeError):
-    """No C++ compiler was found; says what was looked for and how to get one."""
+    """There is no C++ compiler that works; says what was looked for and how to get one."""
 
 
 class CompileError(RuntimeError):
@@ -174,12 +183,44 @@ def run(
     request.shared_bytes = shared_bytes
     request.workers = workers if workers is not None else _core_count()
     request.shuffled = schedule is not None
-    request.seed = (schedule or 0) % 2**64
+    request.seed = int(schedule or 0) % 2**64
     report = _Report()
-    failed = kernel.objects[0].cupyfa_launch(ctypes.byref(request), ctypes.byref(report))
+    runtime = kernel.objects[0]
+    failed = _interruptible(
+        lambda: runtime.cupyfa_launch(ctypes.byref(request), ctypes.byref(report)),
+        stop=lambda: setattr(request, "stopped", 1),
+    )
     del keep
     if failed:
         raise _fault(kernel, report)
+
+
+def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
+    """The result of a call into C that a signal's handler can end, as that of Ctrl-C does.
+
+    Python runs handlers in its main thread, between its own steps: so that thread waits here while
+    another makes the call. It waits for the end of that too, which works on the caller's memory;
+    a kernel that never reads nor writes does not see that it is to stop.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    results: list[int] = []
+    done = threading.Event()  # Thread.join, once interrupted, takes the thread for ended
+
+    def work() -> None:
+        try:
+            results.append(call())
+        finally:
+            done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        done.wait()
+    finally:
+        while not done.is_set():
+            stop()
+            done.wait(_PATIENCE)
+    return results[0]
 
 
 def _block_shape(threads: int | tuple[int, int, int]) -> tuple[int, int, int]:
@@ -210,7 +251,7 @@ def _check_arguments(kernel: CompiledKernel, values: Sequence[np.ndarray]) -> No
     if given != kernel.argument_bytes:
         raise ValueError(
             f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {given} were"
-            " given; pass one NumPy value for each parameter, of that parameter's type"
+            " given; let args= of its Launch name one for each parameter, of that parameter's type"
         )
 
 
@@ -240,6 +281,7 @@ class _Request(ctypes.Structure):
         ("region_count", ctypes.c_size_t),
         ("workers", ctypes.c_int),
         ("shuffled", ctypes.c_int),
+        ("stopped", ctypes.c_int),
         ("seed", ctypes.c_uint64),
     )
 
@@ -368,7 +410,7 @@ def _source(text: str, entry: str) -> str:
     return (
         "#include <simulator.h>\n"
         f'#line 1 "{entry}.cu"\n{placed}\n'
-        '#line 1 "simulator entry point"\n'
+        f'#line 1 "{ENTRY}"\n'
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
         'extern "C" __attribute__((visibility("default")))\n'
@@ -384,7 +426,10 @@ class _ArgumentSizes(ctypes.Structure):
 
 
 def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> CompiledKernel:
-    runtime, runtime_path = _runtime()
+    try:
+        runtime, runtime_path = _runtime()
+    except CompileError as error:  # not the kernel's fault
+        raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path, scratch: Path) -> None:
         _compile_kernel(source, folders, path, scratch, runtime_path)
@@ -512,7 +557,22 @@ def _version() -> str:
 
 @cache
 def _version_of(command: tuple[str, ...]) -> str:
-    return _run([*command, "--version"])
+    try:
+        version = _run([*command, "--version"])
+    except CompileError as error:
+        raise _useless("does not tell its version", str(error)) from None
+    if not version.strip():
+        raise _useless("does not tell its version", "it says nothing")
+    return version
+
+
+def _useless(what: str, said: str) -> CompilerNotFound:
+    """The error for a program that is no C++ compiler; ``said`` is its own message."""
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
+    return CompilerNotFound(
+        f"{' '.join(compiler())} {what} ({first}); set CUPYFA_COMPILER to a C++ compiler, or to "
+        "'zig' for the ziglang wheel, or unset it"
+    )
 
 
 def _identity() -> str:
@@ -526,18 +586,55 @@ def _libc() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    done = subprocess.run(
+    """What a command says. Raises CompileError with that if it fails or takes too long."""
+    # Started by another thread: in this one a signal could come before the process has a name.
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(_start, command, folder)
+        try:
+            said, told = started.result().communicate(timeout=_LONGEST)
+        except BaseException as error:
+            if not started.exception():
+                _end(started.result())
+            if isinstance(error, OSError):  # no program, or one for another machine
+                why = f"{command[0]} cannot be started: {error.strerror}"
+            elif isinstance(error, subprocess.TimeoutExpired):
+                why = f"{command[0]} was ended after {_LONGEST} s"
+            else:
+                raise
+            raise CompileError(why) from None
+    if started.result().returncode != 0:
+        message = told + said or f"{shlex.join(command)} failed without a message"
+        if _NO_ROOM.search(message):
+            where = f"{store.folder()} or {tempfile.gettempdir()}"
+            raise OSError(errno.ENOSPC, f"the C++ compiler found no room in {where}; make some")
+        raise CompileError(message)
+    return said + told
+
+
+def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         cwd=folder,
         env=_environment(),
-        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        check=False,
+        start_new_session=True,  # a group of its own, to end with all that it starts
     )
-    if done.returncode != 0:
-        raise CompileError(done.stderr + done.stdout or f"{command} failed without a message")
-    return done.stdout + done.stderr
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a compiler and what it started: politely first, for it has files to clean up."""
+    for order in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, order)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
 
 
 def _environment() -> dict[str, str]:
@@ -585,6 +682,8 @@ def _whole_or_made(name: str, make: _Make) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
         make(made, made.parent)
+        if not made.is_file():
+            raise _useless("makes no objects", "it ended without an error")
         _seal(made)
         # Complete or not there at all, whoever else is writing the same object.
         os.replace(made, path)

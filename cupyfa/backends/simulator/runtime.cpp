@@ -65,6 +65,7 @@ struct Request {
   std::size_t region_count;
   int workers;
   int shuffled;  // whether `seed` decides the order of threads
+  int stopped;   // whether all blocks are to be given up; set by another thread
   std::uint64_t seed;
 };
 
@@ -474,6 +475,10 @@ void record(Worker& worker, int thread, const Place& place, const Text& text) {
   __builtin_unreachable();
 }
 
+inline bool stopped(const Worker& worker) {
+  return __atomic_load_n(&worker.launch->request->stopped, __ATOMIC_RELAXED) != 0;
+}
+
 [[noreturn]] COLD void fault(Worker& worker, const Place& place, const Text& text) {
   record(worker, worker.fiber->index, place, text);
   abandon(worker);
@@ -542,6 +547,7 @@ inline void enter(Worker& worker, Fiber* fiber) {
 // Lets other threads run until this one is ready again.
 inline void suspend(Worker& worker) {
   if (worker.launch->faulty_block.load(std::memory_order_relaxed) < worker.block) abandon(worker);
+  if (stopped(worker)) abandon(worker);
   Fiber* from = worker.fiber;
   Fiber* to = next_fiber(worker);
   if (to == from) return;
@@ -1074,6 +1080,7 @@ template <Access access>
 inline void check(const void* pointer, std::size_t bytes, const void* pc) {
   Worker* worker = self;
   if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
+  if (__builtin_expect(stopped(*worker), 0)) abandon(*worker);
   Touch touch{access, reinterpret_cast<std::uintptr_t>(pointer), bytes, pc};
   if (touch.address - worker->dynamic.address < worker->dynamic.bytes) {
     check_shared<access>(*worker, worker->dynamic, touch);
@@ -1330,7 +1337,7 @@ void* work(void* data) {
   self = worker;
   while (ready && !worker->abandoned) {
     std::uint64_t block = launch.next_block.fetch_add(1);
-    if (block >= launch.blocks || block > launch.faulty_block.load()) break;
+    if (block >= launch.blocks || block > launch.faulty_block.load() || stopped(*worker)) break;
     run_block(*worker, block);
   }
   self = nullptr;

@@ -1,0 +1,161 @@
+"""``cupyfa bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupyfa import benchmark, environment, peers, report, store, sweeps
+from cupyfa.backends.select import backend_named
+from cupyfa.commands import WRONG
+from cupyfa.commands.options import (
+    backend_option,
+    every_option,
+    format_option,
+    input_options,
+    kernel_names,
+    kernels_argument,
+    problem_options,
+    progress_bar,
+)
+from cupyfa.measurement import Measurement, Results
+
+USUAL = {  # what goes without saying
+    "values": "normal",
+    "layout": "bhsd",
+    "seed": "",
+    "caches": "cold",
+    "launches": "one by one",
+}
+budget_option = click.option(
+    "--budget",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Seconds for each kernel and problem.",
+)
+save_option = click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write everything to a JSON file, for `cupyfa compare`.",
+)
+
+
+@click.command()
+@kernels_argument
+@every_option
+@problem_options
+@input_options
+@click.option(
+    "-p",
+    "swept",
+    multiple=True,
+    metavar="NAME=VALUES",
+    help="Several values of a size, of dtype or causal, or of a constant such as Br: 64,128, "
+    "512:16384:*2 or 64:256:+64. All combinations are measured.",
+)
+@click.option("--tokens", type=click.IntRange(1), help="batch * M; gives the batch.")
+@click.option("--width", type=click.IntRange(1), help="heads * d; gives the heads.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
+@click.option("--hot", is_flag=True, help="Leave the caches as the launch before left them.")
+@click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
+@budget_option
+@click.option(
+    "--against",
+    metavar="PEERS",
+    default="",
+    help=f"Other libraries, where installed: {','.join(peers.NAMES)}.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(0),
+    help="Leave a kernel out where, by a smaller problem, it would take longer than these seconds.",
+)
+@click.option("--alone", is_flag=True, help="A single kernel without its baseline and rung before.")
+@save_option
+@backend_option
+@format_option
+def bench(
+    kernels: tuple[str, ...],
+    every: bool,
+    swept: tuple[str, ...],
+    hot: bool,
+    against: str,
+    save: Path | None,
+    backend: str,
+    form: str,
+    **how: Any,
+) -> None:
+    """Measure kernels on one problem or many, each checked before it is timed.
+
+    KERNEL is as for `cupyfa run`; one by itself is measured beside its baseline and the rung
+    before it. Sizes left out are batch 4, heads 16, M = N = 1024, d = 64. Kernels alternate in
+    rounds, and a factor x is the median over the rounds of how many times faster a kernel is.
+    """
+    engine = backend_named(backend)
+    check_target(save)
+    sizes, constants = split(swept)
+    others = [name.strip() for name in against.split(",") if name.strip()]
+    about = {
+        "values": how["values"],
+        "layout": how["layout"],
+        "seed": str(how["seed"]),
+        "caches": "hot" if hot else "cold",
+        "launches": "a CUDA graph" if how["graph"] else "one by one",
+    }
+    said = {"device": engine.limits.device} | {x: about[x] for x in about if about[x] != USUAL[x]}
+
+    def tell(rows: list[Measurement]) -> None:
+        if save:
+            found = environment.describe(engine) | peers.versions(others) | about
+            Results(found, rows).save(save)
+        click.echo(report.measurements(rows, said) if form == "table" else rendered(rows, form))
+
+    rows: list[Measurement] = []
+    try:
+        with progress_bar("measuring") as progress:
+            rows = benchmark.bench(
+                kernel_names(kernels, every),
+                backend=engine,
+                against=others,
+                constants=constants,
+                cold=not hot,
+                progress=progress,
+                so_far=lambda found: rows.__setitem__(slice(None), found),
+                **{**how, **sizes},
+            )
+    except (KeyboardInterrupt, SystemExit):
+        if rows:
+            tell(rows)
+            click.echo("note: interrupted; this is what was measured until then", err=True)
+        raise
+    tell(rows)
+    sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
+
+
+def rendered(rows: Sequence[Any], form: str) -> str:
+    """Rows of data for programs."""
+    return report.render([row.row() for row in rows], form)
+
+
+def split(swept: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sizes and the constants among NAME=VALUES."""
+    sizes: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    for text in swept:
+        name, values = sweeps.parsed(text)
+        group = sizes if name in (*sweeps.AXES, "tokens", "width") else constants
+        if name in group:
+            raise ValueError(f"-p {name} is given twice; list its values in one")
+        group[name] = values
+    return sizes, constants
+
+
+def check_target(save: Path | None) -> None:
+    """Refuses a file that cannot be written before the time is spent."""
+    if save and not (save.parent.is_dir() and store.can_write(save.parent)):
+        raise ValueError(f"{save} cannot be written; is there a folder {save.parent}?")

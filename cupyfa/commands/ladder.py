@@ -1,0 +1,95 @@
+"""``cupyfa ladder``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupyfa import benchmark, environment, pages, plotting, report, sources
+from cupyfa.backends.select import backend_named
+from cupyfa.commands import WRONG
+from cupyfa.commands.bench import budget_option, check_target, save_option
+from cupyfa.commands.options import backend_option, format_option, problem_options, progress_bar
+from cupyfa.ladder import LADDER
+from cupyfa.measurement import Results
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+_PATIENCE = 5  # budgets
+
+
+@click.command()
+@partial(problem_options, dtype="float16")
+@budget_option
+@click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file.",
+)
+@save_option
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(dir_okay=False),
+    help="Take what an earlier --save wrote, and measure nothing.",
+)
+@backend_option
+@format_option
+def ladder(
+    budget: float,
+    readme: bool,
+    plot: Path | None,
+    save: Path | None,
+    source: str | None,
+    backend: str,
+    form: str,
+    **sizes: Any,
+) -> None:
+    """Measure all rungs of the ladder in turn, and what each gains over the rung before.
+
+    The problem is batch 4, heads 16, M = N = 2048, d = 64 in float16, the dtype that every rung
+    takes, and in which the baseline's matrix products run on tensor cores.
+    """
+    check_target(save)
+    if plot:
+        plotting.check(plot)
+        check_target(plot)
+    sweep = plot is not None
+    results = Results.load(source) if source else _measure(backend, budget, sweep, sizes)
+    if save:
+        results.save(save)
+    rungs = pages.at_length(results.rows, sizes["M"])
+    if plot:
+        plotting.draw(results.rows, plot, pages.title(results, rungs[0].problem))
+    if readme:
+        for page in pages.publish(sources.ROOT, results, rungs):
+            click.echo(f"note: wrote {page}", err=True)
+    for row in results.rows:
+        if row.note:
+            click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
+    if form == "table":
+        click.echo(f"{results.environment['device']}: {rungs[0].problem}")
+    click.echo(report.render(pages.rungs(rungs), form))
+    sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
+
+
+def _measure(backend: str, budget: float, sweep: bool, sizes: dict[str, Any]) -> Results:
+    """All rungs at one length, or at several; slow ones are left out of the longer ones."""
+    length = sizes["M"] or pages.USUAL_LENGTH
+    if sweep and sizes["N"] is not None:
+        raise ValueError("--plot goes through lengths with N = M; leave -N out")
+    engine = backend_named(backend)
+    with progress_bar("measuring") as progress:
+        rows = benchmark.bench(
+            list(LADDER["forward"]),
+            backend=engine,
+            budget=budget,
+            patience=_PATIENCE * budget if sweep else None,
+            progress=progress,
+            **{**sizes, "M": sorted({*LENGTHS, length}) if sweep else length},
+        )
+    return Results(environment.describe(engine), rows)

@@ -1,0 +1,111 @@
+"""``cupyfa profile``."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from cupyfa import profiling, records, report
+from cupyfa.cases import Case
+from cupyfa.commands.options import (
+    backend_option,
+    format_option,
+    input_options,
+    problem_of,
+    problem_options,
+    progress_bar,
+    tile_options,
+    tile_sizes,
+)
+from cupyfa.kernel import Kernel
+from cupyfa.planning import Unsupported
+
+
+@click.command()
+@click.argument("kernel")
+@problem_options
+@input_options
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
+@click.option(
+    "--tool",
+    type=click.Choice(list(profiling.TOOLS)),
+    help="ncu reads counters, nsys tells how long each kernel took.  [default: ncu]",
+)
+@click.option("--print", "only_print", is_flag=True, help="The command lines, to run elsewhere.")
+@click.option("--once", is_flag=True, hidden=True, help="What the profilers watch.")
+@backend_option
+@tile_options
+@format_option
+def profile(
+    kernel: str,
+    seed: int,
+    values: str,
+    layout: str,
+    tool: str | None,
+    only_print: bool,
+    once: bool,
+    backend: str,
+    form: str,
+    Br: int | None,
+    Bc: int | None,
+    constants: tuple[str, ...],
+    **sizes: Any,
+) -> None:
+    """Profile KERNEL: its counters, beside what is predicted of it.
+
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Sizes left
+    out are those that records predict for: -B 4 -H 16 -M 2048 -d 64 and N = M, for a softmax
+    -M 16384 -N 4096.
+    """
+    record = records.record_named(kernel)
+    given = tile_sizes(Br, Bc, constants)
+    case = _case(record, seed, values, layout, sizes)
+    if backend == "simulator":
+        raise Unsupported(
+            "the simulator has no counters; profile on a GPU: --print tells the commands"
+        )
+    if once:
+        profiling.launch_twice(kernel, case, given)
+        return
+    if only_print or not shutil.which(tool or "ncu"):
+        click.echo("\n".join(shlex.join(x) for x in _commands(tool, kernel, case, given)))
+    if only_print:
+        return
+    with progress_bar("profiling") as progress:
+        if tool == "nsys":
+            rows = [x.row() for x in profiling.timeline(kernel, case, progress=progress, **given)]
+        else:
+            rows = [x.row() for x in profiling.profile(kernel, case, progress=progress, **given)]
+    click.echo(report.render(rows, form))
+    if record.predicts and tool != "nsys":
+        _say_what_is_predicted(record, case)
+
+
+def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[str, Any]) -> Case:
+    """The case of the sizes given, and the standard ones for the others."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    sizes = {**profiling.SIZES[record.operation], **given}
+    problem = problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})
+    return Case(record.operation, problem, seed, values, layout)
+
+
+def _commands(
+    tool: str | None, kernel: str, case: Case, given: Mapping[str, int]
+) -> list[list[str]]:
+    """The command lines of a tool, or of each."""
+    made = {
+        "ncu": profiling.ncu_command(kernel, case, given),
+        "nsys": profiling.nsys_command(kernel, case, given),
+    }
+    return [made[tool]] if tool else list(made.values())
+
+
+def _say_what_is_predicted(record: Kernel, case: Case) -> None:
+    """For which problem the predictions are; they are not changed for another."""
+    predicted = profiling.standard(record.operation).problem
+    this = "" if case.problem == predicted else f"; this was {case.problem}"
+    click.echo(f"note: predicted for {predicted} on an H100{this}", err=True)

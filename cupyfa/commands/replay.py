@@ -1,0 +1,38 @@
+"""``cupyfa replay``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cupyfa import checking
+from cupyfa.commands import WRONG
+from cupyfa.commands.options import backend_option, engine_named, schedule_option
+from cupyfa.failures import RIGHT, Outcome
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--kernel", help="Run this one instead of the one that failed.")
+@backend_option
+@schedule_option
+def replay(file: Path, kernel: str | None, backend: str, schedule: int | None) -> None:
+    """Run a failure of `cupyfa check` again, on the inputs in its FILE.
+
+    Tells what came out then and now. Exit code 1 if it fails again.
+    """
+    done = checking.replay(file, kernel, engine_named(backend, schedule))
+    then, now = done.stored.outcome, done.now
+    made_with = done.stored.made_with
+    click.echo(str(done.stored.case))
+    click.echo(f"then  {_words(then)}, on {made_with['device']} with cupyfa {made_with['cupyfa']}")
+    click.echo(f"now   {_words(now)}, on {done.device}")
+    click.echo("PASS" if now.kind == RIGHT else "FAIL")
+    sys.exit(0 if now.kind == RIGHT else WRONG)
+
+
+def _words(outcome: Outcome) -> str:
+    message = "; ".join(map(str, outcome.verdicts)) or outcome.message
+    return f"{outcome.kernel}: {outcome.kind}; {message}"

@@ -1,0 +1,61 @@
+"""Signals that ask a program to end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 1.0  # seconds
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Lets signals end a command within two seconds, and what it has begun be cleaned up.
+
+    SIGTERM and SIGHUP do as Ctrl-C does: they raise in the main thread. Where that is deep in a
+    library that does not come back, waiting for a GPU for example, the process is ended as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heeded = [number for number in _LIKE_CTRL_C if signal.getsignal(number) is signal.SIG_DFL]
+    for number in heeded:
+        signal.signal(number, _end)
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(heard,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: Any) -> None:
+    sys.exit(128 + number)
+
+
+def _insist(heard: int) -> None:
+    """Ends the process some time after a signal was heard, unless the command has ended by then."""
+    number, deadline = 0, float("inf")
+    while time.monotonic() < deadline:
+        left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        if select.select([heard], [], [], left)[0]:
+            signals = os.read(heard, 1)
+            if not signals:  # the other end is closed
+                os.close(heard)
+                return
+            if not number and signals[0] in (signal.SIGINT, *_LIKE_CTRL_C):
+                number, deadline = signals[0], time.monotonic() + _PATIENCE
+    os._exit(128 + number)

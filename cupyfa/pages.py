@@ -1,0 +1,108 @@
+"""The ladder's measurements on the pages of the project."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyfa import report, store
+from cupyfa.ladder import LADDER
+from cupyfa.measurement import BASELINE, BEFORE, Measurement, Results
+from cupyfa.problem import Problem
+
+README, ITS_TRANSLATIONS = "README.md", ("README.zh-CN.md",)
+USUAL_LENGTH = 2048
+_VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
+_FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what is measured
+_MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)
+
+
+def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
+    """The rows of one length: M, or else the usual one, or for want of that the longest.
+
+    Raises ValueError if none was measured, or other things than the length differ.
+    """
+    lengths = sorted({row.problem.M for row in rows})
+    if not lengths:
+        raise ValueError(
+            "there is no row to make a ladder of; measure one with cupyfa ladder --save"
+        )
+    if M is None:
+        M = USUAL_LENGTH if USUAL_LENGTH in lengths else lengths[-1]
+    chosen = [row for row in rows if row.problem.M == M]
+    if len(problems := {row.problem for row in chosen}) > 1:
+        raise ValueError(f"a ladder is of one problem; here are {', '.join(map(str, problems))}")
+    if not chosen:
+        raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")
+    return chosen
+
+
+def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """The rows of a ladder, from those that were measured of its kernels on one problem."""
+    return [
+        {
+            "rung": row.kernel,
+            "adds": LADDER[row.operation][row.kernel].adds,
+            "ms": row.time,
+            "TFLOP/s": _short(row.tflops),
+            "%_of_baseline": _short(_percent(row)),
+            "%_of_peak": _short(row.percent_of_peak),
+            "x_rung_before": _short(row.factors.get(BEFORE)),
+        }
+        for row in rows
+        if row.kernel in LADDER[row.operation]
+    ]
+
+
+def described(results: Results, problem: Problem) -> str:
+    """What a ladder was measured on, as a line of Markdown."""
+    about = results.environment
+    versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
+    command = _FILES.sub("", about["command"])
+    return f"Measured on {about['device']} ({', '.join(versions)}): {problem}; `{command}`."
+
+
+def title(results: Results, problem: Problem) -> str:
+    """What a picture of several lengths was measured on."""
+    sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
+    return f"{results.environment['device']}: {sizes}"
+
+
+def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
+    """Writes a ladder between the markers of README.md and its translations; returns the files.
+
+    Raises ValueError if there is no README.md in the folder, or if a page has no markers.
+    """
+    pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
+    if not pages or pages[0].name != README:
+        raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
+    table = report.markdown(rungs(rows))
+    text = f"{table}\n\n{described(results, rows[0].problem)}\n"
+    changed = {page: _marked(page, text) for page in pages}
+    for page, content in changed.items():
+        store.write_whole(page, content.encode())
+    return pages
+
+
+def _marked(page: Path, text: str) -> str:
+    """The page with the text between its markers."""
+    content, count = _MARKED.subn(
+        lambda found: found[1] + text + found[2], page.read_text(encoding="utf-8")
+    )
+    if count != 1:
+        raise ValueError(f"{page} needs one <!-- measured --> and one <!-- /measured --> after it")
+    return content
+
+
+def _percent(row: Measurement) -> float | None:
+    """The speed as a share of the baseline's."""
+    first = next(iter(LADDER[row.operation]))
+    share = 1.0 if row.kernel == first and row.time else row.factors.get(BASELINE)
+    return None if share is None else 100 * share
+
+
+def _short(value: float | None) -> float | None:
+    """Three digits of it."""
+    return None if value is None else float(f"{value:.3g}")

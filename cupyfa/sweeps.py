@@ -1,0 +1,108 @@
+"""Many problems from one line: sizes with several values, and every combination of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from cupyfa.problem import CAUSAL, Problem
+
+USUAL: dict[str, Any] = {"batch": 4, "heads": 16, "M": 1024, "d": 64, "dtype": "float32"}
+MOST = 10_000  # problems in one go
+AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", "causal", "scale")
+_SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
+_WORDS = {str(word).lower(): word for word in CAUSAL}
+_OF_SOFTMAX = ("M", "N", "dtype")
+
+
+def parsed(text: str) -> tuple[str, list[Any]]:
+    """``NAME=VALUES`` as the name and its values; a name is an axis or a kernel's constant.
+
+    VALUES are listed, ``64,128``, or run from a first to a last by factors, ``512:16384:*2``, or
+    by steps, ``64:256:+64``.
+    """
+    name, equals, values = text.partition("=")
+    name = _SHORT.get(name.strip(), name.strip())
+    if not equals or not name or not values.strip():
+        raise ValueError(f"{text!r} is not NAME=VALUES, for example M=512:4096:*2 or d=64,128")
+    if ":" in values:
+        several = list(islice(_range(values), MOST + 1))
+        if len(several) > MOST:
+            raise ValueError(f"{text!r} gives more than {MOST:,} values; take a larger step")
+        return name, several
+    return name, [_value(name, value.strip()) for value in values.split(",")]
+
+
+def problems(operation: str, sizes: Mapping[str, Any]) -> list[Problem]:
+    """The problem of every combination of sizes, each of which is a value or several.
+
+    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
+    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A softmax has as many
+    rows as such a problem has queries, unless M is given. What is left out is USUAL.
+    """
+    several = {
+        name: value if isinstance(value, list | tuple) else [value]
+        for name, value in sizes.items()
+        if value is not None
+    }
+    if (count := prod(map(len, several.values()))) > MOST:
+        raise ValueError(f"these are {count:,} combinations of sizes; give {MOST:,} at the most")
+    combined = (dict(zip(several, values)) for values in product(*several.values()))
+    return list(dict.fromkeys(_problem(operation, one) for one in combined))
+
+
+def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
+    """Which of the given sizes an operation has no use for."""
+    known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "tokens", "width")
+    return [name for name, value in sizes.items() if value is not None and name not in known]
+
+
+def _problem(operation: str, given: dict[str, Any]) -> Problem:
+    if operation == "softmax":
+        rows = USUAL["batch"] * USUAL["heads"] * USUAL["M"]
+        columns = given.get("N", USUAL["M"])
+        return Problem.of_row_sizes(
+            given.get("M", rows), columns, given.get("dtype", USUAL["dtype"])
+        )
+    sizes = {**USUAL, **given}
+    for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
+        if (total := sizes.pop(whole, None)) is not None:
+            if count in given:
+                raise ValueError(f"{whole} and {count} say the same; leave one of them out")
+            if not sizes[each] or total % sizes[each]:
+                raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
+            sizes[count] = total // sizes[each]
+    return Problem.of_sizes(**sizes)
+
+
+def _range(text: str) -> Iterator[int]:
+    parts: Sequence[str] = [part.strip() for part in text.split(":")]
+    step = parts[-1]
+    whole = [part for part in (*parts[:-1], step[1:]) if part.isdecimal()]
+    if len(parts) != 3 or len(whole) != 3 or step[0] not in "*+":
+        raise ValueError(f"{text!r} is no range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
+    first, last, by = map(int, whole)
+    if by < 1 or (step[0] == "*" and (by < 2 or first < 1)) or first > last:
+        raise ValueError(f"{text!r} does not lead from {first} to {last}")
+    while first <= last:
+        yield first
+        first = first * by if step[0] == "*" else first + by
+
+
+def _value(name: str, text: str) -> Any:
+    if name == "dtype":
+        return text
+    if name == "causal":
+        if text.lower() not in _WORDS:
+            raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(_WORDS)}")
+        return _WORDS[text.lower()] or False
+    if name == "scale":
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"scale={text!r} is no number") from None
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is no whole number")
+    return int(text)

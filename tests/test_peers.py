@@ -1,0 +1,153 @@
+"""Peers: other libraries' attention on our arrays. Those that are not installed are skipped.
+
+Without a GPU, torch and JAX compute on the CPU, on the arrays of the simulator.
+"""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from cupyfa import Problem, Simulator, Unsupported, peers, tolerance
+from cupyfa.cases import Case
+from cupyfa.operations import OPERATIONS
+from cupyfa.timing import placed
+
+SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
+MASKS = [
+    {},
+    {"causal": True},
+    {"causal": "top-left"},
+    {"causal": True, "M": 40},
+    {"kv_heads": 2},
+    {"kv_heads": 1, "causal": True},
+    {"scale": -0.7},
+]
+
+
+def installed(name):
+    module = {"cudnn-frontend": "cudnn", "jax": "jax"}.get(name, "torch")
+    return importlib.util.find_spec(module) is not None
+
+
+def asked(engine, name, layout="bhsd", **sizes):
+    """A peer's answer, and what the reference says, as far as a 16-bit or tf32 kernel may err."""
+    problem = Problem.of_sizes(**{**SIZES, **sizes})
+    inputs = Case("forward", problem, seed=5, layout=layout).inputs()
+    with engine.working_on(None):
+        peer = peers.peer(name, engine, problem, placed(engine, inputs, {}))
+    rounding = "tf32" if problem.dtype.name == "float32" else None
+    expected = OPERATIONS["forward"].expected(inputs, problem, rounding)
+    return peer, tolerance.compare({"O": peer.output}, {"O": expected["O"]})
+
+
+def agrees(engine, name, **sizes):
+    peer, (verdict,) = asked(engine, name, **sizes)
+    assert verdict.passed, f"{peer.label}: {verdict}"
+    return peer
+
+
+on_cpu = pytest.mark.parametrize("name", ["math", "fa2", "jax"])
+
+
+@pytest.fixture
+def simulator():
+    return Simulator()
+
+
+def needs(name):
+    if not installed(name):
+        pytest.skip(f"{peers.PACKAGES[name]} is not installed")
+
+
+@on_cpu
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks_heads_and_scales_mean_the_same(simulator, name, mask, dtype):
+    needs(name)
+    if name == "jax" and mask.get("causal") is True and "M" not in mask:  # M and N differ
+        with pytest.raises(Unsupported, match="jax cannot do .*: its causal mask"):
+            asked(simulator, name, dtype=dtype, **mask)
+    else:
+        agrees(simulator, name, dtype=dtype, **mask)
+
+
+@on_cpu
+@pytest.mark.parametrize("layout", ["bshd", "packed", "gaps", "unaligned"])
+def test_layouts_go_over(simulator, name, layout):
+    needs(name)
+    agrees(simulator, name, layout=layout, N=24)
+
+
+@pytest.mark.parametrize("name", ["math", "fa2"])
+def test_nothing_is_copied_for_torch(simulator, name):
+    needs(name)
+    torch = pytest.importorskip("torch")
+
+    problem = Problem.of_sizes(**SIZES)
+    arrays = Case("forward", problem).inputs()
+    assert peers._tensor(torch, arrays["Q"]).data_ptr() == arrays["Q"].ctypes.data
+    peer = peers.peer(name, simulator, problem, arrays)
+    arrays["V"][...] = 1
+    np.testing.assert_allclose(peer.call().numpy(), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, reason",
+    [
+        ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
+        ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
+        ("fa2", {"causal": True, "M": 50}, "its rows without a key are NaN"),
+        ("jax", {"dtype": "float64"}, "its arrays have no float64"),
+        ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
+    ],
+)
+def test_what_a_peer_cannot_do_comes_with_the_reason(simulator, name, sizes, reason):
+    needs(name)
+    with pytest.raises(Unsupported, match=reason):
+        asked(simulator, name, **sizes)
+
+
+@pytest.mark.parametrize("name, module", [("math", "torch"), ("jax", "jax")])
+def test_a_peer_that_is_not_installed(simulator, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unsupported, match=f"{name} is not installed"):
+        asked(simulator, name)
+
+
+def test_versions_are_those_of_the_packages():
+    found = peers.versions(["math", "fa2", "jax"])
+    assert set(found) == {name for name in ("torch", "jax") if installed(name)}
+
+
+def test_an_unknown_peer():
+    with pytest.raises(ValueError, match="peer 'fa3' is unknown; there are fa2, cudnn"):
+        peers.peer("fa3", Simulator(), Problem.of_sizes(**SIZES), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", peers.NAMES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 256}, {"kv_heads": 2}], ids=str)
+def test_peers_agree_on_the_gpu(cuda, name, dtype, mask):
+    needs(name)
+    sizes = {"M": 128, "N": 256, "d": 64, **mask}
+    if name == "efficient" and "kv_heads" in mask:
+        with pytest.raises(Unsupported, match="same num_heads"):
+            agrees(cuda, name, dtype=dtype, **sizes)
+        return
+    peer = agrees(cuda, name, dtype=dtype, **sizes)
+    with cuda.working_on(None):
+        assert 0 < cuda.time(peer.call, cold=True) < 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != "jax"])
+def test_peers_are_captured_as_graphs(cuda, name):
+    needs(name)
+    peer = agrees(cuda, name, dtype="float16", M=512, N=512, d=64)
+    with cuda.working_on(None):
+        replay = peer.capture()
+        eager, replayed = (min(cuda.time(call) for _ in range(30)) for call in (peer.call, replay))
+    assert 0.2 * eager < replayed < 2 * eager
