@@ -1,57 +1,83 @@
-"""The README says what is so: its code runs, its table comes from the records."""
+"""The README says what is so: its table comes from the records, its translation says the same."""
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 
 import pytest
 from click.testing import CliRunner
 
+from cupyfa.ladder import LADDER
 from cupyfa.sources import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = [README, CHINESE, *sorted((ROOT / "docs").rglob("*.md"))]
+ENGLISH, TRANSLATION = (page.read_text(encoding="utf-8") for page in (README, CHINESE))
+KERNELS = [(operation, name) for operation in LADDER for name in LADDER[operation]]
+LINK = re.compile(r"\]\((?!http)([^)#]+)")
 
 
-def marked(name):
-    """What stands between the markers of a name, without its code fence."""
-    found = re.search(
-        rf"<!-- {re.escape(name)} -->\n(.*?)\n?<!-- /{re.escape(name)} -->", README, re.S
-    )
-    assert found, f"README.md has no markers {name}"
-    return re.sub(r"\A```\w+\n|\n```\Z", "", found[1]) + "\n"
+def marked(text, name):
+    """What stands between the markers of a name."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->\n", text, re.S)
+    assert found, f"there are no markers {name}"
+    return found[1]
 
 
-def run(*command, cwd):
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=cwd, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def code(text):
+    """The fenced blocks with their kinds, without the comments of commands."""
+    return re.findall(r"^```.*?^```$", re.sub(r"^# .*\n", "", text, flags=re.M), re.M | re.S)
 
 
 def test_the_ladder_is_what_the_records_say():
-    import runpy
-
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     table = CliRunner().invoke(main, ["list", "--format", "md", "--backend", "simulator"]).stdout
-    assert marked("ladder") == table, "paste the output of: cupyfa list --format md"
+    assert marked(ENGLISH, "ladder") == table, "paste the output of: cupyfa list --format md"
 
 
-def test_the_numpy_example_runs(tmp_path):
-    (tmp_path / "example.py").write_text(marked("example"))
-    assert "(2, 8, 300, 64) (2, 8, 300)" in run("example.py", cwd=tmp_path)
+def test_the_translated_ladder_has_the_same_rungs():
+    rows = re.findall(r"^\| ([a-z]+) \| ([a-z0-9_]+) \| ", marked(TRANSLATION, "ladder"), re.M)
+    assert rows == KERNELS, "add the kernel to README.zh-CN.md, with its idea in Chinese"
 
 
-def test_the_kernel_to_add_runs_as_a_script_and_on_the_command_line(tmp_path):
-    for name in ("mine.cu", "mine.py"):
-        (tmp_path / name).write_text(marked(name))
-    assert "(2, 3, 70, 16)" in run("mine.py", cwd=tmp_path)
-    command = [str(ROOT / "cli.py"), "run", "mine.py:mine", "--causal", "-M", "100", "-N", "70"]
-    assert "PASS" in run(*command, cwd=tmp_path)
+def test_what_was_measured_is_the_same_in_both():
+    assert marked(ENGLISH, "measured") == marked(TRANSLATION, "measured")
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", README))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
+def test_the_code_is_the_same_in_both():
+    assert code(ENGLISH) == code(TRANSLATION)
+    in_text = [set(re.findall(r"`(?:cupyfa|pip) [^`]+`", text)) for text in (ENGLISH, TRANSLATION)]
+    assert in_text[0] == in_text[1]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [r"^#+ (?=\D)", r"^<!-- .* -->$", r"^\| --- .*", r"^- ", r"\]\((?!README)([^)]+)"],
+    ids=["headings", "marks", "tables", "lists", "links"],
+)
+def test_the_structure_is_the_same_in_both(what):
+    english, translation = (
+        re.findall(what, re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+        for text in (ENGLISH, TRANSLATION)
+    )
+    if what.startswith(r"^\|"):
+        english, translation = len(english), len(translation)  # the ladder has fewer columns there
+    assert english == translation
+
+
+def test_each_leads_to_the_other():
+    assert f"]({CHINESE.name})" in ENGLISH.split("\n## ")[0]
+    assert f"]({README.name})" in TRANSLATION.split("\n## ")[0]
+
+
+def test_ci_finds_what_it_runs():
+    for name, first in (("run", "pip install"), ("test", "pip install")):
+        assert marked(ENGLISH, name).startswith(f"```sh\n{first}")
+
+
+@pytest.mark.parametrize(
+    "page, link",
+    [(page, link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))],
+    ids=lambda x: str(x.relative_to(ROOT)) if hasattr(x, "relative_to") else x,
+)
+def test_links_lead_somewhere(page, link):
+    assert (page.parent / link).exists()

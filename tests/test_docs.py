@@ -1,0 +1,288 @@
+"""What a page shows is so: its commands run, in order, and print what stands below them.
+
+A page is README.md (README.zh-CN.md has the same code) or one in docs/. A comment before a block,
+on a line of its own, says more:
+
+- ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
+- ``<!-- gpu -->``: its commands need a GPU, or minutes; they run in the test marked gpu only;
+- ``<!-- exit 1 -->``: its commands end with that exit code, not with 0.
+
+Commands are the lines of ``sh`` blocks, indented lines that begin with ``cupyfa`` or ``python``,
+and such `code` in a paragraph, unless it is a mere name (`cupyfa run`) or has words in capitals for
+the reader to fill in; of those only the options are looked at. All commands of a page run in one
+folder, its ``python`` blocks too. A ``text`` block below them is what they print: its lines are
+found there in this order, though not all of them need be shown; … stands for anything and a number
+for any number.
+"""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import click
+import pytest
+
+import cupyfa
+from cupyfa.sources import ROOT
+
+MAIN = runpy.run_path(str(ROOT / "cli.py"))["main"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+BLOCK = re.compile(
+    r"""
+      ^<!--\ (?P<mark>.+?)\ -->\n
+    | ^(?P<fence>```|~~~)(?P<kind>.*)\n(?P<code>(?:.*\n)*?)(?P=fence)\n
+    | (?P<indented>(?:^[ ]{4}.*\n)+)
+    | (?P<paragraph>(?:^(?!```|~~~|<!--|[ ]{4}).*\S.*\n)+)
+    """,
+    re.M | re.X,
+)
+# Sections whose commands are left to others: .ci/run tests, and `cupyfa ladder` measures.
+ELSEWHERE = ("test", "measured")
+OPTIONAL = ("compute-sanitizer", "ncu", "nsys")
+COMMAND = re.compile(r"(?:cupyfa|python)\s\S")
+IN_A_PARAGRAPH = re.compile(r"(?<!`)`((?:cupyfa|python)\s[^`]+)`(?!`)")
+PLACEHOLDER = re.compile(r"[ =\[][A-Z]{3,}\b|…")
+NUMBER = re.compile(r"\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a page: fenced code by its kind, or "indented", or a "paragraph"."""
+
+    kind: str
+    text: str
+    marks: tuple[str, ...]
+
+    @property
+    def file(self):
+        """The name of the file that it is, if it is one."""
+        return next((mark for mark in self.marks if re.fullmatch(r"[\w-]+\.\w+", mark)), None)
+
+    @property
+    def exit_code(self):
+        """What its commands end with."""
+        return next((int(mark[5:]) for mark in self.marks if mark.startswith("exit ")), 0)
+
+    @property
+    def lines(self):
+        """Every command line in it, also those that only name a command."""
+        if self.kind == "paragraph":
+            return [" ".join(code.split()) for code in IN_A_PARAGRAPH.findall(self.text)]
+        lines = [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
+        if self.kind == "indented":
+            return [line for line in lines if COMMAND.match(line)]
+        return [line for line in lines if line and line[0] != "#"] if self.kind == "sh" else []
+
+    @property
+    def commands(self):
+        """The lines to run."""
+        if {*ELSEWHERE} & {*self.marks}:
+            return []
+        if self.kind == "paragraph":
+            return [x for x in self.lines if len(x.split()) > 2 and not PLACEHOLDER.search(x)]
+        return [line for line in self.lines if not line.startswith("pip ")]
+
+
+def blocks(text):
+    """The blocks of a page, in order."""
+    found, marks = [], []
+    for piece in BLOCK.finditer(text):
+        if piece["mark"]:
+            marks = [mark for mark in marks if f"/{mark}" != piece["mark"]]
+            marks += [] if piece["mark"].startswith("/") else [piece["mark"]]
+            continue
+        kind = piece["kind"] if piece["fence"] else piece.lastgroup
+        found.append(Block(kind, piece[piece.lastgroup], tuple(marks)))
+        marks = [mark for mark in marks if mark in ELSEWHERE]
+    return found
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Variables under which `cupyfa` and `python` are the programs of these tests."""
+    programs = tmp_path_factory.mktemp("programs")
+    for name, module in (("cupyfa", "-m cupyfa"), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "CUPYFA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "COLUMNS": "80",
+    }
+
+
+def follow(text, folder, environment, *, gpu):
+    """Does what a page says, from top to bottom; without a GPU, what can be done without one."""
+    printed = None
+    for block in blocks(text):
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+        elif block.kind == "python":
+            (folder / "example.py").write_text(block.text)
+            output = shell("python example.py", 0, folder, environment)
+            printed = None if gpu else output
+        elif block.kind == "text" and printed is not None:
+            assert_shows(printed, block.text)
+        elif block.commands and ("gpu" in block.marks and not gpu):
+            printed = None
+        elif block.commands:
+            done = [
+                shell(line, block.exit_code, folder, environment)
+                for line in block.commands
+                if line.split()[0] not in OPTIONAL or shutil.which(line.split()[0])
+            ]
+            printed = None if gpu else "".join(done)
+
+
+def shell(line, code, folder, environment):
+    """What a command prints, stderr too, in a folder; it must end with this code."""
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, f"{line}\n{done.stdout}"
+    return done.stdout
+
+
+def assert_shows(printed, shown):
+    """Whether the lines shown are among those printed, in their order."""
+    lines = iter(" ".join(line.split()) for line in printed.splitlines())
+    for line in filter(None, (" ".join(line.split()) for line in shown.splitlines())):
+        if line == "…":
+            continue
+        pieces = [NUMBER.sub("\0", piece) for piece in line.split("…")]
+        pattern = ".*".join(re.escape(x).replace("\0", NUMBER.pattern) for x in pieces)
+        assert any(re.fullmatch(pattern, x) for x in lines), f"not printed: {line}\n{printed}"
+
+
+@EACH_PAGE
+def test_what_a_page_says_can_be_done(page, environment, tmp_path):
+    follow(read(page), tmp_path, {**environment, "CUDA_VISIBLE_DEVICES": ""}, gpu=False)
+
+
+@pytest.mark.gpu
+@EACH_PAGE
+def test_what_a_page_says_can_be_done_on_a_gpu(cuda, page, environment, tmp_path):
+    follow(read(page), tmp_path, environment, gpu=True)
+
+
+@EACH_PAGE
+def test_every_option_that_a_page_names_exists(page):
+    for line in (line for block in blocks(read(page)) for line in block.lines):
+        words = line.partition(" > ")[0].split()
+        command = MAIN if words.pop(0) == "cupyfa" else None
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, line
+            command = command.commands[words.pop(0)]
+        if command is not None:
+            command.make_parser(click.Context(command)).parse_args(words)
+
+
+@EACH_PAGE
+def test_every_name_that_a_page_has_from_the_library_exists(page):
+    for name in re.findall(r"(?<![\w/.])cupyfa\.([A-Za-z]\w*)", read(page)):
+        assert hasattr(cupyfa, name), name
+
+
+@EACH_PAGE
+def test_no_command_line_escapes(page):
+    found = blocks(read(page))
+    fences = [block for block in found if block.kind not in ("paragraph", "indented")]
+    assert 2 * len(fences) == len(re.findall(r"^\s*(?:```|~~~)", read(page), re.M))
+    for before, block in zip([None, *found], found):
+        assert block.kind in ("sh", "text", "python", "cuda", "", "paragraph", "indented")
+        if block.kind in ("cuda", ""):  # without a kind: drawings and formulas
+            assert not re.search(r"^\s*(?:\$ )?(?:cupyfa|python3?|pip) ", block.text, re.M)
+        if block.kind == "sh":
+            assert not re.search(r"^\$ ", block.text, re.M), "commands stand without a prompt"
+        if block.kind == "indented":
+            assert not IN_A_PARAGRAPH.search(block.text), "indent a list by less than four"
+        if block.kind == "text" and block.file is None:
+            assert before is not None and before.kind in ("sh", "python"), "what prints this?"
+
+
+PAGE = """\
+Text with `echo x` and `cupyfa list`, `cupyfa run KERNEL -M 3` and `cupyfa --version`;
+`python
+-c 1`.
+
+<!-- exit 3 -->
+```sh
+exit \\
+  3
+```
+
+<!-- note.txt -->
+```text
+hello, 12 of you
+```
+<!-- /note.txt -->
+
+    cupyfa --help
+    not a command
+
+<!-- gpu -->
+```sh
+# a comment
+pip install x
+false
+```
+```text
+not looked at
+```
+
+```sh
+cat note.txt
+```
+```text
+hello, 3 …
+```
+"""
+
+
+def test_every_kind_of_command_is_taken():
+    assert [block.commands for block in blocks(PAGE) if block.commands] == [
+        ["python -c 1"],
+        ["exit    3"],
+        ["cupyfa --help"],
+        ["false"],
+        ["cat note.txt"],
+    ]
+    lines = [line for block in blocks(PAGE) for line in block.lines]
+    assert {"cupyfa list", "cupyfa run KERNEL -M 3", "pip install x"} <= {*lines}
+
+
+@pytest.mark.parametrize(
+    "right, wrong, message",
+    [
+        ("", "", None),
+        ("exit 3 -->", "exit 2 -->", "exit"),
+        ("hello, 3 …", "hello, … they", "not printed"),
+        ("-c 1", "-c 1/0", "ZeroDivisionError"),
+        ("gpu", "cpu", "false"),
+    ],
+)
+def test_a_page_that_is_wrong_is_found(environment, tmp_path, right, wrong, message):
+    page = PAGE.replace(right, wrong) if right else PAGE
+    if message is None:
+        return follow(page, tmp_path, environment, gpu=False)
+    with pytest.raises(AssertionError, match=message):
+        follow(page, tmp_path, environment, gpu=False)

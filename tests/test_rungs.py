@@ -1,0 +1,101 @@
+"""Every rung has a page, in one form, whose numbers are those of planning and of its record."""
+
+import math
+import re
+
+import pytest
+
+from cupyfa import compiling, planning, profiling
+from cupyfa.ladder import LADDER
+from cupyfa.problem import Problem
+from cupyfa.sources import ROOT
+
+PAGES = ROOT / "docs" / "rungs"
+RUNGS = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
+HEADINGS = ["Idea", "Mapping", "Worked", "The ancestor", "Measured", "In a profile", "Next"]
+EACH_RUNG = pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+H100 = compiling.limits_of("90")
+
+
+def page(rung):
+    """The text of a rung's page."""
+    return (PAGES / f"{rung.name}.md").read_text(encoding="utf-8")
+
+
+def part(rung, heading):
+    """What stands below a heading of a rung's page."""
+    return re.split(rf"^## {heading}\n", page(rung), flags=re.M)[1].partition("\n## ")[0]
+
+
+def table(text):
+    """The first table: its heading and its rows, cell by cell."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len({len(row) for row in rows}) == 1, "every row has as many cells"
+    return rows[0], rows[2:]
+
+
+def problems(column):
+    """The problems that a column of worked numbers is about."""
+    if column == "16384 rows of 4096":
+        return [Problem.of_row_sizes(16384, 4096, "float32")]
+    sizes = (64, 1024) if column == "any d" else (int(re.fullmatch(r"d = (\d+)", column)[1]),)
+    return [Problem.of_sizes(batch=4, heads=16, M=2048, d=d) for d in sizes]
+
+
+def worked(cell):
+    """The number of "4·(2 + 1) = 12" or of "12"; both sides of the first must be equal."""
+    sides = cell.replace(",", "").replace("·", "*").split(" = ")
+    assert all(re.fullmatch(r"[\d +*/()]+", side) for side in sides), cell
+    values = {eval(side) for side in sides}
+    assert len(values) == 1, cell
+    return values.pop()
+
+
+@EACH_RUNG
+def test_a_page_has_all_parts_in_order(rung):
+    text = page(rung)
+    assert text.startswith(f"# {rung.name}\n")
+    assert re.findall(r"^## (.*)$", text, re.M) == HEADINGS
+    assert all(part(rung, heading).strip() for heading in HEADINGS)
+    assert len(text.splitlines()) <= 100, "short enough to be read beside the source"
+
+
+@EACH_RUNG
+def test_worked_numbers_are_those_of_planning(rung):
+    head, rows = table(part(rung, "Worked"))
+    assert [row[0] for row in rows] == ["tile", "grid", "threads", "shared bytes", "scratch bytes"]
+    for column, name in enumerate(head[1:], 1):
+        tile, *numbers = (row[column] for row in rows)
+        for problem in problems(name):
+            plan = planning.plan(rung, problem, H100)
+            listed = " ".join(f"{key}={value}" for key, value in plan.constants.items())
+            assert tile == (listed or "none")
+            launch = plan.launches[0]
+            planned = (math.prod(launch.grid), launch.threads, launch.shared_bytes)
+            assert [worked(x) for x in numbers] == [*planned, plan.scratch_bytes]
+
+
+@EACH_RUNG
+def test_a_page_predicts_what_its_record_does(rung):
+    head, rows = table(part(rung, "In a profile"))
+    assert head == ["counter", "predicted", "because"]
+    units = {name: f" ({unit})" if unit else "" for name, unit in profiling.COUNTERS.items()}
+    said = {row[0]: row[1] for row in rows}
+    assert said == {name + units[name]: value for name, value in rung.predicts.items()}
+    assert [x for x in profiling.COUNTERS if x in rung.predicts] == list(rung.predicts), "order"
+
+
+def test_predictions_are_for_the_problem_that_pages_work_out():
+    for operation, kernels in LADDER.items():
+        columns = {name for k in kernels.values() for name in table(part(k, "Worked"))[0][1:]}
+        standard = profiling.standard(operation).problem
+        assert any(standard in problems(column) for column in columns)
+
+
+def test_the_index_names_every_rung_and_every_counter():
+    text = (PAGES / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[(\w+)\]\(\1\.md\)", text, re.M) == [rung.name for rung in RUNGS]
+    _, rows = table(text.split("## How to read a profile")[1])
+    explained = {name.removesuffix(" traffic") for row in rows for name in row[0].split(", ")}
+    assert explained == {name.removesuffix(" traffic") for name in profiling.COUNTERS}
