@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import warnings
@@ -68,10 +69,10 @@ class Program(click.Group):
             known = next((name for name in names if name in EXIT_CODES), None)
             if known is None:
                 raise
-            if "CUDA context is lost" in str(error):
-                pass_over_lost_objects()
             full = isinstance(error, OSError) and error.errno in NO_ROOM
-            fail(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
+            lost = "CUDA context is lost" in str(error)
+            end = fail_at_once if lost else fail
+            end(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -79,11 +80,6 @@ class Program(click.Group):
         except BrokenPipeError:  # who read the output has left: end as other programs do then
             sys.stdout = None  # type: ignore[assignment]  # nothing more to flush
             sys.exit(128 + signal.SIGPIPE)
-
-
-def pass_over_lost_objects() -> None:
-    """Keeps quiet of what cannot be freed any more, as a kernel took the device's context along."""
-    sys.unraisablehook = lambda _: None
 
 
 def message_of(error: Exception) -> str:
@@ -101,6 +97,14 @@ def fail(message: str, code: int) -> None:
     """Ends the program with a message on stderr."""
     click.echo(f"cupyfa: {message}", err=True)
     sys.exit(code)
+
+
+def fail_at_once(message: str, code: int) -> None:
+    """Ends it without freeing anything: what was on a lost device cannot be freed, only told of."""
+    click.echo(f"cupyfa: {message}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def notes_to_stderr() -> None:

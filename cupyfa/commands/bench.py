@@ -22,6 +22,7 @@ from cupyfa.commands.options import (
     problem_options,
     progress_bar,
 )
+from cupyfa.commands.signals import take_time
 from cupyfa.measurement import Measurement, Results
 
 USUAL = {  # what goes without saying
@@ -109,13 +110,19 @@ def bench(
     }
     said = {"device": engine.limits.device} | {x: about[x] for x in about if about[x] != USUAL[x]}
 
-    def tell(rows: list[Measurement]) -> None:
+    def tell(rows: list[Measurement], *, err: bool = False) -> None:
         if save:
             found = environment.describe(engine) | peers.versions(others) | about
             Results(found, rows).save(save)
-        click.echo(report.measurements(rows, said) if form == "table" else rendered(rows, form))
+        table = report.measurements(rows, said) if form == "table" else rendered(rows, form)
+        click.echo(table, err=err)
 
     rows: list[Measurement] = []
+
+    def keep(measured: list[Measurement]) -> None:
+        rows[:] = measured
+        take_time()  # to tell of them, should a signal come
+
     try:
         with progress_bar("measuring") as progress:
             rows = benchmark.bench(
@@ -125,12 +132,12 @@ def bench(
                 constants=constants,
                 cold=not hot,
                 progress=progress,
-                so_far=lambda found: rows.__setitem__(slice(None), found),
+                so_far=keep,
                 **{**how, **sizes},
             )
     except (KeyboardInterrupt, SystemExit):
         if rows:
-            tell(rows)
+            tell(rows, err=True)
             click.echo("note: interrupted; this is what was measured until then", err=True)
         raise
     tell(rows)

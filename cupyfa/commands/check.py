@@ -22,6 +22,7 @@ from cupyfa.commands.options import (
     reruns_option,
     schedule_option,
 )
+from cupyfa.commands.signals import take_time
 from cupyfa.failures import WRONG_RESULT, Failure
 from cupyfa.grids import FUZZ_SAMPLES, GRIDS
 
@@ -109,6 +110,7 @@ def check(
     """
     engine = engine_named(backend, schedule)
     cores = len(os.sched_getaffinity(0))
+    take_time()  # to tell what was found, should a signal come
     try:
         with progress_bar("checking") as progress:
             done = checking.check(

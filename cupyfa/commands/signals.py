@@ -13,12 +13,20 @@ from contextlib import contextmanager
 from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 1.0  # seconds
+_patience = 1.0  # seconds
+
+
+def take_time() -> None:
+    """Lets the command that runs take ten seconds to end: it has results to tell."""
+    global _patience
+    _patience = 10.0
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Lets signals end a command within two seconds, and what it has begun be cleaned up.
+
+    A command that has results to tell takes longer, if it is not asked twice.
 
     SIGTERM and SIGHUP do as Ctrl-C does: they raise in the main thread. Where that is deep in a
     library that does not come back, waiting for a GPU for example, the process is ended as it is.
@@ -56,6 +64,8 @@ def _insist(heard: int) -> None:
             if not signals:  # the other end is closed
                 os.close(heard)
                 return
-            if not number and signals[0] in (signal.SIGINT, *_LIKE_CTRL_C):
-                number, deadline = signals[0], time.monotonic() + _PATIENCE
+            if signals[0] in (signal.SIGINT, *_LIKE_CTRL_C):
+                if number:  # asked for twice
+                    break
+                number, deadline = signals[0], time.monotonic() + _patience
     os._exit(128 + number)
