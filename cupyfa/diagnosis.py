@@ -25,7 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyfa import caches, sources, store
+from cupyfa import caches, environment, sources, store
 from cupyfa.backends import gist
 from cupyfa.environment import Progress, no_progress, version_of
 from cupyfa.kernel import Launch
@@ -37,7 +37,6 @@ OK, MISSING, FAULT = "ok", "missing", "fault"
 _CUDA = "cupyfa.backends.cuda"
 _LITTLE_SPACE, _LITTLE_MEMORY = 2**28, 2**29  # bytes
 _LEAST_CAPABILITY = 75
-_PROC = Path("/proc/driver/nvidia")
 _CUDA_HOME = Path("/usr/local/cuda")
 _IN_DOCKER = Path("/.dockerenv")
 _SIMULATOR_INSTEAD = "cupyfa run fa2 --backend simulator"  # where no command brings a GPU
@@ -267,7 +266,7 @@ def _with_space(thing: str, path: Path, remedy: str) -> Finding:
 def _tool(name: str) -> Finding:
     use, remedy = _TOOLS[name]
     if path := shutil.which(name):
-        restricted = "RmProfilingAdminOnly: 1" in _told_by_driver("params")
+        restricted = "RmProfilingAdminOnly: 1" in environment.told_by_driver("params")
         if name == "ncu" and restricted and os.geteuid():
             found = f"{path}, but the driver shows counters to root alone"
             return Finding(name, MISSING, found, "sudo -E env PATH=$PATH cupyfa profile …")
@@ -332,7 +331,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""), _SIMULATOR_INSTEAD)
     newest, needed = answer["driver"], answer["runtime"]
-    version = _kernel_driver()
+    version = environment.kernel_driver()
     libraries = [str(path) for path in _libcudas()]
     if not newest:
         if version:
@@ -380,7 +379,7 @@ def _no_gpu(thing: str, error: str) -> Finding:
         found = f"none is visible: CUDA_VISIBLE_DEVICES is {chosen!r}"
         return Finding(thing, FAULT, found, "unset CUDA_VISIBLE_DEVICES")
     if "InsufficientDriver" in error:
-        state = FAULT if _kernel_driver() or _has_gpu() else MISSING
+        state = FAULT if environment.kernel_driver() or _has_gpu() else MISSING
         return Finding(thing, state, "none without a driver", _SIMULATOR_INSTEAD)
     if "nvrtc" in error.lower() or "CompileException" in error:
         return Finding(thing, FAULT, gist(error), _remedy_for_nvrtc(error))
@@ -421,19 +420,6 @@ def _wheel(library: str) -> str:
     """The name of NVIDIA's wheel of a library, for the CUDA of the CuPy that is installed."""
     is_13 = version_of("cupy-cuda13x") and not version_of("cupy-cuda12x")
     return f"nvidia-{library}" if is_13 else f"nvidia-{library}-cu12"
-
-
-def _kernel_driver() -> str | None:
-    """The version of the kernel's driver."""
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _told_by_driver("version"))
-    return found[0] if found else None
-
-
-def _told_by_driver(name: str) -> str:
-    try:
-        return (_PROC / name).read_text()
-    except OSError:
-        return ""
 
 
 def _has_gpu() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from cupyfa.backends import Backend
+
+PROC = Path("/proc/driver/nvidia")
 
 # What the library's long functions call as they go on: (done, total, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -27,6 +30,7 @@ def describe(engine: Backend) -> dict[str, str]:
     return {
         "device": engine.limits.device,
         "backend": engine.name,
+        **({"driver": driver} if engine.name == "cuda" and (driver := kernel_driver()) else {}),
         **engine.versions(),
         "cupyfa": _version(),
         "numpy": np.__version__,
@@ -56,3 +60,17 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def kernel_driver() -> str | None:
+    """The version of NVIDIA's driver, or None if there is none."""
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", told_by_driver("version"))
+    return found[0] if found else None
+
+
+def told_by_driver(name: str) -> str:
+    """A file of the driver's in /proc; empty if it is not there."""
+    try:
+        return (PROC / name).read_text()
+    except OSError:
+        return ""

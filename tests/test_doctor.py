@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from test_cli import MAIN
 
 import cupyfa
-from cupyfa import diagnosis, store
+from cupyfa import diagnosis, environment, store
 from cupyfa.diagnosis import FAULT, MISSING, OK, Finding, Probe, runs_on
 
 THINGS = [probe.thing for probe in diagnosis.PROBES]
@@ -40,7 +40,7 @@ def by_thing(findings):
 @pytest.fixture
 def no_gpu(monkeypatch, tmp_path):
     """A machine without a GPU, whatever this one has."""
-    monkeypatch.setattr(diagnosis, "_PROC", tmp_path / "no driver")
+    monkeypatch.setattr(environment, "PROC", tmp_path / "no driver")
     monkeypatch.setattr(diagnosis, "_has_gpu", lambda: False)
     monkeypatch.setattr(diagnosis, "_libcudas", lambda: [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -217,7 +217,7 @@ def test_profiling_that_is_for_root_alone_is_told(monkeypatch, tmp_path):
     (tmp_path / "params").write_text("RmProfilingAdminOnly: 1\n")
     (tmp_path / "ncu").write_text("#!/bin/sh\n")
     (tmp_path / "ncu").chmod(0o755)
-    monkeypatch.setattr(diagnosis, "_PROC", tmp_path)
+    monkeypatch.setattr(environment, "PROC", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert look("ncu").state == MISSING and "sudo" in look("ncu").remedy
@@ -363,7 +363,7 @@ def test_a_gpu_without_a_driver_is_a_fault(no_gpu, monkeypatch):
 @pytest.mark.parametrize("path, remedy", [("/stubs", "unset LD_LIBRARY_PATH"), ("", "ldconfig")])
 def test_a_driver_whose_library_does_not_work(no_gpu, monkeypatch, tmp_path, path, remedy, version):
     (tmp_path / "version").write_text(version)
-    monkeypatch.setattr(diagnosis, "_PROC", tmp_path)
+    monkeypatch.setattr(environment, "PROC", tmp_path)
     monkeypatch.setattr(diagnosis, "_libcudas", lambda: [Path("/stubs/libcuda.so.1")])
     monkeypatch.setattr(diagnosis, "_IN_DOCKER", tmp_path / "no")
     monkeypatch.setenv("LD_LIBRARY_PATH", path)

@@ -216,7 +216,7 @@ class Cuda(Backend):
     def versions(self) -> dict[str, str]:
         return {
             "cupy": cupy.__version__,
-            "driver": _dotted(runtime.driverGetVersion()),
+            "cuda of the driver": _dotted(runtime.driverGetVersion()),
             "cuda": _dotted(runtime.runtimeGetVersion()),
             "nvrtc": ".".join(map(str, nvrtc.getVersion())),
         }
