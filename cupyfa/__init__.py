@@ -7,6 +7,7 @@ from cupyfa.api import attention, kernels, plan, softmax
 from cupyfa.backends import DeviceError
 from cupyfa.backends.simulator import Simulator
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
+from cupyfa.cases import Case
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.measurement import Measurement
 from cupyfa.planning import Limits, Plan, Unsupported
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Case",
     "CompilerNotFound",
     "DeviceError",
     "Kernel",

@@ -38,6 +38,8 @@ MULTIPROCESSORS = {
     "120": Multiprocessor(99, 100, warps=48, blocks=24),
 }
 
+WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no later architecture has
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -61,7 +63,7 @@ class Compiled:
     @property
     def occupancy(self) -> tuple[int, str]:
         """Blocks that a multiprocessor runs at a time, and what there is not enough of for more."""
-        sm, warps = MULTIPROCESSORS[self.arch], cdiv(self.launch.threads, 32)
+        sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
         shared = self.launch.shared_bytes + sm.reserved
         fit = {
             "warps": sm.warps // warps,
@@ -79,11 +81,12 @@ class Compiled:
 
 
 def limits_of(arch: str) -> Limits:
-    """The limits of an architecture's devices."""
-    if arch not in MULTIPROCESSORS:
-        known = ", ".join(MULTIPROCESSORS)
+    """The limits of an architecture's devices, "90" or with its own instructions "90a"."""
+    family = arch.removesuffix("a") if arch in WITH_THEIR_OWN else arch
+    if family not in MULTIPROCESSORS:
+        known = ", ".join([*MULTIPROCESSORS, *WITH_THEIR_OWN])
         raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
-    return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[arch].shared_of_block, arch=arch)
+    return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[family].shared_of_block, arch=family)
 
 
 def plans(

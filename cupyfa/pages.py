@@ -61,7 +61,10 @@ def described(results: Results, problem: Problem) -> str:
     about = results.environment
     versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
     command = _FILES.sub("", about["command"])
-    return f"Measured on {about['device']} ({', '.join(versions)}): {problem}; `{command}`."
+    return (
+        f"Measured on {about['device']} ({', '.join(versions)}): {problem}; `{command}`. "
+        "Shares and steps are medians over the rounds, in which the rungs take turns."
+    )
 
 
 def title(results: Results, problem: Problem) -> str:

@@ -34,7 +34,7 @@ def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
     if form == "table":
         return _table(rows, width)
     if form == "json":
-        return json.dumps([{key: _plain(x) for key, x in row.items()} for row in rows], indent=2)
+        return json.dumps(_plain(rows), indent=2, allow_nan=False)
     if form == "csv":
         return _csv(rows)
     return markdown(rows)
@@ -274,7 +274,11 @@ def _abilities(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value, or None for a number that JSON has no word for."""
+    """The value, with None for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -284,8 +288,8 @@ def _csv(rows: Sequence[Row]) -> str:
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        nested = {k: json.dumps(x) for k, x in row.items() if isinstance(x, (list, Mapping))}
-        writer.writerow({**row, **nested})
+        nested = {k: _plain(x) for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
+        writer.writerow({**row, **{k: json.dumps(x, allow_nan=False) for k, x in nested.items()}})
     return out.getvalue().rstrip("\n")
 
 

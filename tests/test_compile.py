@@ -15,7 +15,7 @@ import own_kernel
 import pytest
 from problems import DTYPES
 
-from cupyfa import Launch, Problem, planning, sources
+from cupyfa import Launch, Problem, compiling, planning, sources
 from cupyfa.compiling import Compiled, compile_launch, limits_of
 from cupyfa.kernel import ARCHES
 from cupyfa.ladder import LADDER
@@ -141,3 +141,12 @@ def test_occupancy_is_what_the_driver_says(cuda):
                     function.ptr, launch.threads, launch.shared_bytes
                 )
                 assert compile_launch(launch, cuda.limits.arch).occupancy[0] == told, launch.entry
+
+
+def test_an_architecture_with_its_own_instructions():
+    plan = compiling.plans([LADDER["forward"]["v2"]], ["90a"], ["float32"], 16)[0][0]
+    compiled = compiling.compile_launch(plan.launches[0], "90a")
+    assert compiled.registers > 0 and compiled.occupancy[0] > 0
+    assert ".target sm_90a" in compiling.ptx(plan.launches[0], "90a")
+    with pytest.raises(ValueError, match="architecture '80a' is unknown; there are 75, 80"):
+        compiling.limits_of("80a")

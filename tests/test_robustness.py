@@ -525,7 +525,10 @@ def test_a_call_that_is_interrupted_leaves_nothing_running(own_folders, tmp_path
         with pytest.raises(KeyboardInterrupt):
             cupyfa.attention(*INPUTS, kernel=endless, backend="simulator")
         alarm.join()
-        assert threads() == before
+        ended = time.monotonic() + 2  # the system takes its time to forget a thread
+        while threads() > before and time.monotonic() < ended:
+            time.sleep(0.01)
+        assert threads() <= before
         still_works()
 
 

@@ -38,7 +38,8 @@ class Percent(click.ParamType):
     "--fail-slower",
     type=Percent(),
     metavar="PERCENT",
-    help="End with exit code 1 if B is slower somewhere, by more than this beyond the noise.",
+    help="End with exit code 1 if B is slower somewhere, by more than this beyond the noise, or "
+    "lacks what A has.",
 )
 @format_option
 def compare(before: str, after: str, fail_slower: float | None, form: str) -> None:
@@ -57,5 +58,6 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
     if counts:
         click.echo(f"note: {', '.join(f'{n} {x}' for x, n in counts.items())}", err=True)
     slower = [one for one in found if one.certain_slowdown > (fail_slower or 0)]
-    if fail_slower is not None and (slower or counts["WRONG"]):
+    gone = counts["WRONG"] + counts["only before"] + counts["not timed after"]
+    if fail_slower is not None and (slower or gone):
         sys.exit(WRONG)

@@ -47,7 +47,9 @@ def compile_kernels(
     KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory.
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
-    plans = compiling.plans(chosen, arches.split(","), dtypes or tuple(DTYPES), d, dv, causal)
+    plans = compiling.plans(
+        chosen, [x.strip() for x in arches.split(",")], dtypes or tuple(DTYPES), d, dv, causal
+    )
     rows = []
     with progress_bar("compiling") as progress:
         for done, (plan, arch) in enumerate(plans):

@@ -157,7 +157,7 @@ def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> di
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     """The names given, or with ``--all`` those of the whole ladder."""
     if every == bool(kernels):
-        raise ValueError("name kernels, or give --all")
+        raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 

@@ -215,7 +215,8 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        done.wait()
+        while not done.wait(_PATIENCE):  # by and by, for the signal may come to another thread
+            continue
     finally:
         while not done.is_set():
             stop()
