@@ -20,7 +20,7 @@ from cupyfa.cases import LAYOUTS
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement, Results
 from cupyfa.operations import OPERATIONS, Window
-from cupyfa.planning import Unsupported
+from cupyfa.planning import Plan, Unsupported
 
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 SMALL = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--backend", "simulator", "--budget", 0)
@@ -274,10 +274,15 @@ class Paced(Simulator):
         super().__init__()
         self.milliseconds, self.drift = milliseconds, 1.0
 
+    @property
+    def limits(self):
+        return replace(super().limits, device="a paced simulator")  # whose peaks are its own
+
     def time(self, call, *, cold=False):
         call()
         self.drift *= 1.0001
-        kernel = call.args[1].kernel.name if hasattr(call, "args") else "product"
+        plans = [x for x in getattr(call, "args", ()) if isinstance(x, Plan)]
+        kernel = plans[0].kernel.name if plans else "product"
         return self.milliseconds.get(kernel, 1.0) * self.drift
 
 
