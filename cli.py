@@ -71,8 +71,7 @@ class Program(click.Group):
             if known is None:
                 raise
             full = isinstance(error, OSError) and error.errno in NO_ROOM
-            lost = "CUDA context is lost" in str(error)
-            end = fail_at_once if lost else fail
+            end = fail_at_once if "DeviceLost" in names else fail
             end(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
 
     def invoke(self, context: click.Context) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cupyfa import calls, peaks, peers, planning, records, sampling, sweeps, timing
-from cupyfa.backends import Backend, DeviceError, execute
+from cupyfa.backends import Backend, DeviceError, DeviceLost, execute
 from cupyfa.backends.guard import run_guarded
-from cupyfa.backends.select import backend_named
+from cupyfa.backends.select import AT_THE_CALLER, backend_named
 from cupyfa.backends.simulator.machine import SimulatorFault
 from cupyfa.cases import Case
 from cupyfa.environment import Progress, no_progress
@@ -130,7 +130,7 @@ class _How:
         what = text.replace(str(problem), "")
         if what not in self.told:
             self.told.add(what)
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, **AT_THE_CALLER)
 
 
 @dataclass
@@ -150,7 +150,9 @@ class _Entry:
         self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
 
     def refuse(self, error: Exception) -> None:
-        """Makes it a row that says why it has no time."""
+        """Makes it a row that says why it has no time; without a device there is no going on."""
+        if isinstance(error, DeviceLost):
+            raise error
         about = f"{self.row.kernel} cannot do {self.row.problem}: "
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None

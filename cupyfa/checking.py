@@ -125,7 +125,6 @@ def check(
     samples: int | None = None,
     seed: int = 0,
     dtypes: Sequence[str] | None = None,
-    shard: tuple[int, int] = (1, 1),
     backend: str | Backend = "auto",
     reruns: int = 0,
     jobs: int = 0,
@@ -136,10 +135,9 @@ def check(
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
     kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
-    cases, as for ``grids.cases``. shard: (i, n) takes the i-th of n parts of them, which together
-    are all. reruns: how often each kernel runs again and must give the same
-    bits. jobs: how many processes work at a time; 0 works in this one, the only one that can run
-    records, which cannot be sent. timeout: seconds after which a process is ended whose kernel
+    cases, as for ``grids.cases``. reruns: how often each kernel runs again and must give the
+    same bits. jobs: how many processes work at a time; 0 works in this one, the only one that can
+    run records, which cannot be sent. timeout: seconds after which a process is ended whose kernel
     gives no answer. failures: a folder for the files of failures, which ``replay`` reads; made when
     there is one. Failures on ``fuzz`` are made small first.
 
@@ -151,15 +149,12 @@ def check(
         raise ValueError(
             f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
         )
-    part, parts = shard
-    if not 1 <= part <= parts:
-        raise ValueError(f"shard is {part} of {parts}; give (i, n), with i from 1 to n")
     engine = backend_named(backend)
     tasks = [
         Task(case, named, reruns=reruns, timeout=timeout)
         for operation, named in _by_operation(kernels, jobs).items()
         for case in grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed)
-    ][part - 1 :: parts]
+    ]
     sheet = _Sheet(tasks, progress)
     workers: list[Worker] = [Process(engine) for _ in range(jobs)] or [Here(engine)]
 

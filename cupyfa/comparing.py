@@ -102,15 +102,10 @@ def differences(before: Results, after: Results) -> list[str]:
     ]
 
 
-def results(source: str | Path | Results | Sequence[Measurement]) -> Results:
-    """Results, read from a file if they are given by its name."""
-    if isinstance(source, Results):
-        return source
-    return Results.load(source) if isinstance(source, str | Path) else Results({}, source)
-
-
 def _rows(source: str | Path | Results | Sequence[Measurement]) -> Sequence[Measurement]:
-    return results(source).rows
+    """Rows, read from a file if they are given by its name."""
+    found = Results.load(source) if isinstance(source, str | Path) else source
+    return found.rows if isinstance(found, Results) else found
 
 
 def _key(row: Measurement) -> tuple[Any, ...]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyfa import report, store
+from cupyfa import report, store, sweeps
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import BASELINE, BEFORE, Measurement, Results
 from cupyfa.problem import Problem
 
 README, ITS_TRANSLATIONS = "README.md", ("README.zh-CN.md",)
-USUAL_LENGTH = 2048
+USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
 _FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what is measured
 _MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)

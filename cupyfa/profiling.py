@@ -18,20 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupyfa import backends, calls, planning, records, sources
+from cupyfa import backends, calls, planning, records, sources, sweeps
 from cupyfa.backends import DeviceError
 from cupyfa.backends.select import backend_named
 from cupyfa.cases import Case
 from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel, Launch
 from cupyfa.planning import Unsupported
-from cupyfa.problem import Problem
 
-# The problem that records predict for, and that is profiled unless another is given.
-SIZES: dict[str, dict[str, Any]] = {
-    "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
-    "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
-}
 TOOLS = {
     "ncu": "Nsight Compute, which comes with the CUDA toolkit and from "
     "https://developer.nvidia.com/nsight-compute",
@@ -128,9 +122,8 @@ def timeline(
 
 def standard(operation: str) -> Case:
     """The case that records predict for."""
-    sizes = SIZES[operation]
-    softmax = operation == "softmax"
-    return Case(operation, (Problem.of_row_sizes if softmax else Problem.of_sizes)(**sizes))
+    (usual,) = sweeps.problems(operation, {})
+    return Case(operation, usual)
 
 
 def ncu_command(

@@ -9,7 +9,11 @@ from typing import Any
 
 from cupyfa.problem import CAUSAL, Problem
 
-USUAL: dict[str, Any] = {"batch": 4, "heads": 16, "M": 1024, "d": 64, "dtype": "float32"}
+# What is measured, tuned and profiled unless other sizes are given, and predicted in records.
+USUAL: dict[str, dict[str, Any]] = {
+    "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
+    "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
+}
 MOST = 10_000  # problems in one go
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", "causal", "scale")
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
@@ -39,8 +43,8 @@ def problems(operation: str, sizes: Mapping[str, Any]) -> list[Problem]:
     """The problem of every combination of sizes, each of which is a value or several.
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
-    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A softmax has as many
-    rows as such a problem has queries, unless M is given. What is left out is USUAL.
+    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A
+    softmax has M rows of N. What is left out is USUAL.
     """
     several = {
         name: value if isinstance(value, list | tuple) else [value]
@@ -61,12 +65,9 @@ def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
 
 def _problem(operation: str, given: dict[str, Any]) -> Problem:
     if operation == "softmax":
-        rows = USUAL["batch"] * USUAL["heads"] * USUAL["M"]
-        columns = given.get("N", USUAL["M"])
-        return Problem.of_row_sizes(
-            given.get("M", rows), columns, given.get("dtype", USUAL["dtype"])
-        )
-    sizes = {**USUAL, **given}
+        usual = USUAL[operation]
+        return Problem.of_row_sizes(*(given.get(name, usual[name]) for name in _OF_SOFTMAX))
+    sizes = {**USUAL[operation], **given}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cupyfa import calls, planning
-from cupyfa.backends import Backend, DeviceError, OutOfMemory
+from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory
 from cupyfa.backends.guard import run_guarded
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.cases import Case
@@ -106,10 +106,9 @@ def perform(
         except CompilerNotFound:
             raise
         except Exception as error:
-            lost = isinstance(error, DeviceError) and not _is_usable(engine)
-            kind = DEVICE_LOST if lost else _kind(engine, error)
+            kind = _kind(engine, error)
             yield replace(begun, kind=kind, message=str(error))
-            if lost:
+            if kind == DEVICE_LOST:
                 return
     engine.trim()
 
@@ -167,19 +166,11 @@ def _kind(engine: Backend, error: Exception) -> str:
         SimulatorFault: FAULT,
         OutOfMemory: NO_MEMORY,
         MemoryError: NO_MEMORY,
+        DeviceLost: DEVICE_LOST,
         DeviceError: DEVICE_ERROR,
         **dict.fromkeys(engine.compile_errors, COMPILE_ERROR),
     }
     return next((kinds[x] for x in kinds if isinstance(error, x)), ERROR)
-
-
-def _is_usable(engine: Backend) -> bool:
-    try:
-        with engine.working_on(None):
-            engine.synchronize()
-    except DeviceError:
-        return False
-    return True
 
 
 def _kept(inputs: Arrays, expected: Mapping[str, Expected]) -> Arrays:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa import calls, environment, planning, records, sources, store, sweeps, timing, tuned
-from cupyfa.backends import Backend, DeviceError, OutOfMemory, execute, gist
+from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory, execute, gist
 from cupyfa.backends.select import backend_named
 from cupyfa.backends.simulator.machine import SimulatorFault
 from cupyfa.cases import Case
@@ -26,10 +26,6 @@ from cupyfa.planning import Plan, Tuned, Unsupported
 from cupyfa.tolerance import WrongResult
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
-USUAL: dict[str, dict[str, Any]] = {
-    "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64},
-    "softmax": {"M": 16384, "N": 4096},
-}
 _LOOK = {"budget": 0.1, "most": 10}  # seconds and rounds, of a first look
 _ROUNDS = {"budget": 1.0, "most": 20}  # of one bout of those that were best then
 _FINALISTS = 8
@@ -100,7 +96,7 @@ def tune(
     record = records.record_named(kernel) if isinstance(kernel, str) else kernel
     if foreign := ", ".join(sweeps.foreign(record.operation, sizes)):
         raise ValueError(f"{record.name} computes {record.operation}, which has no {foreign}")
-    problems = sweeps.problems(record.operation, {**USUAL[record.operation], **sizes})
+    problems = sweeps.problems(record.operation, sizes)
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
@@ -165,6 +161,7 @@ class _Tuning:
         plan = self.keyed[key]
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
         fact |= {"constants": dict(plan.constants)}
+        lost: DeviceLost | None = None
         refusals: tuple[type[Exception], ...] = (DeviceError, Unsupported)
         refusals += self.engine.compile_errors
         try:
@@ -178,11 +175,11 @@ class _Tuning:
             fact |= {"state": WRONG, "note": gist(str(error))}
         except refusals as error:
             fact |= {"state": REFUSED, "note": gist(str(error))}
+            lost = error if isinstance(error, DeviceLost) else None
         self.facts[key] = fact
         store.remember(self.file, self.facts)
-        if fact["state"] == REFUSED:
-            with self.engine.working_on(None):
-                self.engine.synchronize()  # raises if the device is lost; the next call passes on
+        if lost:
+            raise lost  # the next call passes this candidate over
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
         """Milliseconds of each plan in each round."""

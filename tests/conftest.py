@@ -49,3 +49,16 @@ def pytest_terminal_summary(terminalreporter):
         row = {dtype: f"{r} + {s}" if s else f"{r}" for dtype, (s, r) in worst[entry].items()}
         cells = "".join(f"{row.get(dtype, ''):>15}" for dtype in dtypes)
         terminalreporter.write_line(f"{entry:15}{cells}")
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    """A machine without a CUDA device, whatever this one has."""
+    from cupyfa.backends import cuda, select
+
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
+    for choice in (select._cuda, select._automatic):
+        choice.cache_clear()
+    yield
+    for choice in (select._cuda, select._automatic):
+        choice.cache_clear()

@@ -10,7 +10,6 @@ from problems import FORWARD, name
 
 import cupyfa
 from cupyfa import reference
-from cupyfa.backends import select
 
 NEG = -np.inf
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -497,19 +496,6 @@ def test_a_kernel_without_lse_says_so():
     kernel = replace(fa2, features=tuple(x for x in fa2.features if x != "lse"))
     with pytest.raises(cupyfa.Unsupported, match="does not compute lse"):
         cupyfa.attention(*arrays(4, 8), kernel=kernel, backend="simulator", return_lse=True)
-
-
-@pytest.fixture
-def no_device(monkeypatch):
-    """A machine without a CUDA device, whatever this one has."""
-    from cupyfa.backends import cuda
-
-    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
-    for choice in (select._cuda, select._automatic):
-        choice.cache_clear()
-    yield
-    for choice in (select._cuda, select._automatic):
-        choice.cache_clear()
 
 
 def test_cuda_without_a_device_says_what_to_do(no_device):

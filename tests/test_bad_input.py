@@ -34,19 +34,6 @@ def own_folders(tmp_path_factory):
         yield
 
 
-@pytest.fixture
-def no_device(monkeypatch):
-    """A machine without a CUDA device, whatever this one has."""
-    from cupyfa.backends import cuda, select
-
-    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
-    for choice in (select._cuda, select._automatic):
-        choice.cache_clear()
-    yield
-    for choice in (select._cuda, select._automatic):
-        choice.cache_clear()
-
-
 ALIVE = []
 
 

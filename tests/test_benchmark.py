@@ -619,7 +619,7 @@ def test_a_wrong_kernel_ends_with_exit_code_1(tmp_path):
 
 def test_save_holds_every_round(tmp_path):
     file = tmp_path / "a.json"
-    cli("bench", "fa2", *SMALL[:-1], 0.02, "--save", file, "--hot")
+    cli("bench", "fa2", *SMALL[:-1], 0.3, "--save", file, "--hot")
     saved = Results.load(file)
     assert names(saved.rows) == ["baseline", "v3", "fa2"]
     assert all(len(row.milliseconds) >= 2 for row in saved.rows)

@@ -394,27 +394,3 @@ def test_an_interrupted_check_tells_what_it_found():
     assert isinstance(stopped.value, KeyboardInterrupt)
     assert stopped.value.checked.runs == 3
     assert str(stopped.value).startswith("3 of 3 runs right")
-
-
-def test_shards_are_parts_of_a_grid_that_together_are_all_of_it(monkeypatch):
-    seen = []
-    honest = checking.Task
-
-    def spy(case, *args, **options):
-        seen.append(case)
-        return honest(case, *args, **options)
-
-    monkeypatch.setattr(checking, "Task", spy)
-    few = {"grid": "fuzz", "samples": 7, "backend": "simulator", "dtypes": ["float32"]}
-    parts = [checking.check("fa2", shard=(i, 3), **few).cases for i in (1, 2, 3)]
-    assert parts == [3, 2, 2]
-    whole = grids.cases("fuzz", "forward", samples=7, dtypes=["float32"])
-    assert seen == whole * 3
-    with pytest.raises(ValueError, match=r"shard is 4 of 3; give \(i, n\), with i from 1 to n"):
-        checking.check("fa2", shard=(4, 3), **few)
-
-
-@pytest.mark.parametrize("shard", ["3", "a/b", "0/2", "3/2", "/", "1/-1"])
-def test_a_shard_that_is_none(shard):
-    done = CliRunner().invoke(MAIN, ["check", "fa2", "--backend", "simulator", "--shard", shard])
-    assert (done.exit_code, done.stdout) == (2, "")

@@ -14,6 +14,7 @@ from test_cli import MAIN
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, planning, records, store, timing, tuned, tuning
+from cupyfa.backends import DeviceLost
 from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
@@ -177,16 +178,11 @@ def test_a_candidate_that_the_device_was_lost_to_is_passed_over_next_time(
 ):
     def check(engine, plan):
         if plan.constants["laps"] == 1:
-            raise cupyfa.DeviceError("an illegal memory access")
-
-    def lost():
-        raise cupyfa.DeviceError("the device is lost")
+            raise DeviceLost("an illegal memory access: the context is lost")
 
     monkeypatch.setattr(tuning, "_check", check)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "synchronize", lost)
-        with pytest.raises(cupyfa.DeviceError, match="lost"):
-            tune(laps, engine)
+    with pytest.raises(DeviceLost):
+        tune(laps, engine)
     assert states(tune(laps, engine)) == {200: "right", 2: "right", 1: "refused"}
 
 
@@ -447,7 +443,7 @@ def test_the_command_shows_the_wrong_and_ends_well_if_one_is_right(laps, engine)
     done = cli("tune", laps, *SIZES)
     assert "laps=1 " in done.stdout and "wrong" in done.stdout
     assert "note: laps=2: wrong: " in done.stderr
-    assert "note: remembered for float32, d=8: laps=1" in done.stderr
+    assert "note: fastest for float32, d=8: laps=1" in done.stderr
     rows = json.loads(cli("tune", laps, *SIZES, "--format", "json").stdout)
     assert [row["state"] for row in rows] == ["right", "right", "wrong"]
     assert rows[2]["ms"] is None and rows[2]["note"] and rows[0]["ms"] > 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa import sources, store, tuned
-from cupyfa.backends import Backend, DeviceError, OutOfMemory
+from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory
 from cupyfa.planning import Limits, PlannedLaunch, Unsupported
 
 store.give_cupy_a_folder()
@@ -79,24 +79,24 @@ def device_errors() -> Iterator[None]:
         ) from None
     except (runtime.CUDARuntimeError, driver.CUDADriverError) as error:
         no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
-        kind = OutOfMemory if no_memory else DeviceError
-        raise kind(f"the device failed: {error}{_aftermath()}") from None
+        what = f"the device failed: {error}"
+        raise (OutOfMemory(what) if no_memory else _failed(what)) from None
     except RuntimeError as error:
         if type(error).__name__ != "CUBLASError":  # of a module that need not be there
             raise
-        raise DeviceError(f"cuBLAS failed: {error}{_aftermath()}") from None
+        raise _failed(f"cuBLAS failed: {error}") from None
 
 
-def _aftermath() -> str:
-    """What is to be done after a failure: once a kernel trapped, every further call fails too."""
+def _failed(what: str) -> DeviceError:
+    """The error of a failure: once a kernel trapped, every further call fails too."""
     try:
         runtime.deviceSynchronize()
     except runtime.CUDARuntimeError:
-        return (
-            "; this process's CUDA context is lost, with all that was on the device: restart the "
-            "process. cupyfa check runs kernels in processes of their own"
+        return DeviceLost(
+            f"{what}; this process's CUDA context is lost, with all that was on the device: "
+            "restart the process. cupyfa check runs kernels in processes of their own"
         )
-    return ""
+    return DeviceError(what)
 
 
 class Cuda(Backend):

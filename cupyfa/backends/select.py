@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa.backends import Backend, DeviceError
 
 # Warnings point at the line that called the library, where Python can be told so.
-_AT_THE_CALLER: Any = (
+AT_THE_CALLER: Any = (
     {"skip_file_prefixes": (str(Path(__file__).parents[1]),)}
     if sys.version_info >= (3, 12)
     else {"stacklevel": 2}
@@ -105,7 +105,7 @@ def _automatic() -> Backend:
     reason = _no_cuda()
     if reason is None:
         return _cuda()
-    warnings.warn(f"{reason}: running in the simulator, on the CPU", **_AT_THE_CALLER)
+    warnings.warn(f"{reason}: running in the simulator, on the CPU", **AT_THE_CALLER)
     return _simulator()
 
 

@@ -56,13 +56,6 @@ _MESSAGE_LINES = 8
 @click.option(
     "--dtype", "dtypes", multiple=True, type=dtype_choice, help="In place of the grid's own."
 )
-@click.option(
-    "--shard",
-    metavar="I/N",
-    default="1/1",
-    show_default=True,
-    help="The I-th of N parts of the cases, for several machines or sessions.",
-)
 @reruns_option
 @click.option(
     "--jobs",
@@ -94,7 +87,6 @@ def check(
     samples: int | None,
     seed: int,
     dtypes: tuple[str, ...],
-    shard: str,
     reruns: int,
     jobs: int | None,
     timeout: float,
@@ -119,7 +111,6 @@ def check(
                 samples=samples,
                 seed=seed,
                 dtypes=dtypes or None,
-                shard=part_of(shard),
                 backend=engine,
                 reruns=reruns,
                 jobs=min(cores, _MOST_JOBS) if jobs is None else jobs,
@@ -145,14 +136,6 @@ def check(
         click.echo(report.render(rows, form))
         click.echo(f"note: {done}", err=True)
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
-
-
-def part_of(shard: str) -> tuple[int, int]:
-    """I/N as numbers."""
-    part, slash, parts = shard.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal()):
-        raise ValueError(f"shard {shard!r} is not I/N, such as 1/4 for the first of four parts")
-    return int(part), int(parts)
 
 
 def _show(done: checking.Checked, *, err: bool = False) -> None:

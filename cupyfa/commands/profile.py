@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cupyfa import profiling, records, report
+from cupyfa import profiling, records, report, sweeps
 from cupyfa.cases import Case
 from cupyfa.commands.options import (
     backend_option,
@@ -88,7 +88,7 @@ def profile(
 def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[str, Any]) -> Case:
     """The case of the sizes given, and the standard ones for the others."""
     given = {name: value for name, value in sizes.items() if value is not None}
-    sizes = {**profiling.SIZES[record.operation], **given}
+    sizes = {**sweeps.USUAL[record.operation], **given}
     problem = problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})
     return Case(record.operation, problem, seed, values, layout)
 

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
-_patience = 1.0  # seconds
+_USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
+_patience = _USUAL_PATIENCE
 
 
 def take_time() -> None:
-    """Lets the command that runs take ten seconds to end: it has results to tell."""
+    """Lets the command that runs take its time to end: it has results to tell."""
     global _patience
-    _patience = 10.0
+    _patience = _LONG_PATIENCE
 
 
 @contextmanager
@@ -31,6 +32,8 @@ def ended_by_signals() -> Iterator[None]:
     SIGTERM and SIGHUP do as Ctrl-C does: they raise in the main thread. Where that is deep in a
     library that does not come back, waiting for a GPU for example, the process is ended as it is.
     """
+    global _patience
+    _patience = _USUAL_PATIENCE
     if threading.current_thread() is not threading.main_thread():
         yield
         return

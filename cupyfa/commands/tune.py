@@ -77,7 +77,7 @@ def tune(kernel: str, budget: float, fresh: bool, backend: str, form: str, **siz
     for x in best.values():
         if x.state == tuning.RIGHT:
             p, constants = x.measurement.problem, report.text(x.measurement.constants) or "it"
-            click.echo(f"note: remembered for {p.dtype.name}, d={p.d}: {constants}", err=True)
+            click.echo(f"note: fastest for {p.dtype.name}, d={p.d}: {constants}", err=True)
     sys.exit(0 if all(x.state == tuning.RIGHT for x in best.values()) else WRONG)
 
 
