@@ -1,9 +1,14 @@
 """Fixtures: every test of a kernel runs on every backend; those of the GPU skip without one."""
 
+import signal
+
 import pytest
 
 from cupyfa import DeviceError, tuned
 from cupyfa.backends.select import backend_named
+
+# A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

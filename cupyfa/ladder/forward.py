@@ -133,7 +133,7 @@ KERNELS = (
         features=EVERYTHING,
         scratch=SUMS_IN_MEMORY,
         predicts={
-            "bound by": "latency: short scoreboard",
+            "bound by": "latency: barrier",
             "tensor cores": "0",
             "issue slots": "below 15",
             "SMs busy": "48",
@@ -203,8 +203,8 @@ KERNELS = (
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
         predicts={
-            "bound by": "latency: long scoreboard",
-            "duration": "38",
+            "bound by": "latency: wait",
+            "duration": "39",
             "tensor cores": "below 1",
             "SMs busy": "48",
             "occupancy": "6.3",
