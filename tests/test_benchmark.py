@@ -700,7 +700,7 @@ def test_cold_is_slower_than_hot_where_all_fits_into_the_cache(cuda):
         pytest.skip("the caches are shared with other tests: run without -n")
     import cupy
 
-    x = cupy.ones(1 << 22, np.float32)  # 16 MiB read and as much written
+    x = cupy.ones(1 << 21, np.float32)  # 8 MiB read and as much written
     out = cupy.empty_like(x)
     times = {
         cold: min(cuda.time(lambda: cupy.add(x, 1, out=out), cold=cold) for _ in range(50))
