@@ -82,7 +82,7 @@ def bench(
     cases = [
         Case(operation, problem, seed, values, layout)
         for operation in operations
-        for problem in sweeps.problems(operation, sizes)
+        for problem in sweeps.problems(operation, _with_dtype(sizes, operation, chosen))
     ]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []
@@ -183,6 +183,14 @@ class _Shared:
 
 def _operation(kernel: str | Kernel) -> str:
     return kernel.operation if isinstance(kernel, Kernel) else "forward"
+
+
+def _with_dtype(
+    sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
+) -> Mapping[str, Any]:
+    """The sizes, and a dtype that all kernels of an operation can do if none is given."""
+    able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
+    return sizes if sizes.get("dtype") else {**sizes, "dtype": sweeps.usual_dtype(*able)}
 
 
 def _check(

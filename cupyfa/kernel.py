@@ -86,6 +86,7 @@ class Kernel:
     adds: what this version adds to the one before, in a few words.
     tiles: the constants it is compiled with, in order of preference; a plan takes the first that
         fits the device and what the caller fixed.
+    tiles_up_to: those to take before them for head dimensions up to a number, as ``{64: tiles}``.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
@@ -93,6 +94,8 @@ class Kernel:
         copied to be contiguous), "lse" (else it is not returned), "dv" (dv other than d).
     scratch: temporaries, as ``{name: (axes, "real" | "scalar")}``.
     arch: the least compute capability.
+    dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
+    largest_d: of d and dv, if there is a limit beside shared memory.
     rounding: the precision that operands are rounded to by design, where that is not the dtype's.
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, at batch 4, heads 16,
         M = N = 2048; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it,
@@ -107,12 +110,15 @@ class Kernel:
     launches: Sequence[Launch | Matmul]
     operation: str = "forward"
     tiles: Sequence[Mapping[str, int]] = ({},)
+    tiles_up_to: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     features: Sequence[str] = ()
     scratch: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     arch: str = "75"
+    dtype_arch: Mapping[str, str] = field(default_factory=dict)
+    largest_d: int | None = None
     rounding: str | None = None
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     predicts: Mapping[str, str] = field(default_factory=dict)
@@ -125,6 +131,16 @@ class Kernel:
     def arches(self) -> tuple[str, ...]:
         """The architectures it can be compiled for."""
         return tuple(arch for arch in ARCHES if int(arch) >= int(self.arch))
+
+    def arch_for(self, dtype: str) -> str:
+        """The least compute capability for a dtype."""
+        return self.dtype_arch.get(dtype, self.arch)
+
+    def tiles_for(self, p: Problem) -> tuple[Mapping[str, int], ...]:
+        """The constants to try for a problem, in order of preference."""
+        d = max(p.d, p.dv)
+        nearest = min((most for most in self.tiles_up_to if d <= most), default=None)
+        return (*(self.tiles_up_to[nearest] if nearest else ()), *self.tiles)
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
@@ -152,6 +168,11 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
         name.isidentifier() and name not in RESERVED for name in x.tiles[0]
     ),
+    "tiles_up_to are {head dimension: tiles}, which name what the tiles do": lambda x: all(
+        _is_size(most) and set(tile) == set(x.tiles[0]) and all(map(_is_size, tile.values()))
+        for most, tiles in x.tiles_up_to.items()
+        for tile in tiles
+    ),
     "candidates are some whole numbers for each constant of the tiles": lambda x: (
         not x.candidates
         or (
@@ -169,6 +190,12 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
         set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     f"arch is one of {', '.join(ARCHES)}": lambda x: x.arch in ARCHES,
+    "dtype_arch are {dtype: compute capability}": lambda x: (
+        set(x.dtype_arch) <= set(x.dtypes) and set(x.dtype_arch.values()) <= set(ARCHES)
+    ),
+    "largest_d is None or a whole number from 1": lambda x: (
+        x.largest_d is None or _is_size(x.largest_d)
+    ),
     f"rounding is None or one of {', '.join(PRECISIONS)}": lambda x: (
         x.rounding is None or x.rounding in PRECISIONS
     ),

@@ -168,7 +168,7 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
     own = plan(kernel, problem, replace(limits, tuned=()))
     combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
     plans = []
-    for constants in combined if kernel.candidates else map(dict, kernel.tiles):
+    for constants in combined if kernel.candidates else map(dict, kernel.tiles_for(own.problem)):
         with suppress(Unsupported, ValueError):
             plans.append(_with_constants(kernel, own.problem, limits, constants))
 
@@ -256,7 +256,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
         with suppress(Exception):  # the record, and what it can take, may have changed since
             return _with_constants(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
-    for tile in kernel.tiles:
+    for tile in kernel.tiles_for(problem):
         try:
             return _with_constants(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:
@@ -288,13 +288,16 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     }
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
+    arch = kernel.arch_for(problem.dtype.name)
     scratch = max((prod(problem.shape(axes)) for axes, _ in kernel.scratch.values()), default=0)
     if problem.dtype.name not in kernel.dtypes:
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
-    elif limits.arch is not None and int(limits.arch) < int(kernel.arch):
-        reason = f"it needs sm_{kernel.arch}, {limits.device} is sm_{limits.arch}"
+    elif limits.arch is not None and int(limits.arch) < int(arch):
+        reason = f"it needs sm_{arch} for {problem.dtype.name}, {limits.device} is sm_{limits.arch}"
+    elif kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
+        reason = f"its head dimensions end at {kernel.largest_d}"
     elif matmuls and limits.no_matmul:
         reason = limits.no_matmul
     elif scratch >= MOST_ELEMENTS:

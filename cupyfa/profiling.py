@@ -120,10 +120,10 @@ def timeline(
     return kernels
 
 
-def standard(operation: str) -> Case:
-    """The case that records predict for."""
-    (usual,) = sweeps.problems(operation, {})
-    return Case(operation, usual)
+def standard(record: Kernel) -> Case:
+    """The case that a record predicts for."""
+    (usual,) = sweeps.problems(record.operation, {"dtype": sweeps.usual_dtype(record)})
+    return Case(record.operation, usual)
 
 
 def ncu_command(
@@ -182,7 +182,7 @@ def _checked(
 ) -> tuple[Kernel, Case]:
     """The record and the case; refuses here what would be hard to read from the profiler."""
     record = records.record_named(kernel)
-    case = case or standard(record.operation)
+    case = case or standard(record)
     if shutil.which(tool) is None:
         raise Unsupported(f"{tool} is not on the PATH; it is part of {TOOLS[tool]}")
     try:

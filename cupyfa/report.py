@@ -59,7 +59,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "kernel": kernel.name,
         "adds": kernel.adds,
         "dtypes": list(kernel.dtypes),
-        "tile": dict(kernel.tiles[0]),
+        "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
         "rounds_to": kernel.rounding,
         "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }

@@ -7,6 +7,8 @@ from itertools import islice, product
 from math import prod
 from typing import Any
 
+from cupyfa.dtypes import DTYPES
+from cupyfa.kernel import Kernel
 from cupyfa.problem import CAUSAL, Problem
 
 # What is measured, tuned and profiled unless other sizes are given, and predicted in records.
@@ -19,6 +21,13 @@ AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", "causal", "s
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _WORDS = {str(word).lower(): word for word in CAUSAL}
 _OF_SOFTMAX = ("M", "N", "dtype")
+
+
+def usual_dtype(*kernels: Kernel) -> str:
+    """The usual dtype, or the first that all of the kernels can do."""
+    usual = "float32"
+    able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
+    return able[0] if able and usual not in able else usual
 
 
 def parsed(text: str) -> tuple[str, list[Any]]:

@@ -96,7 +96,7 @@ def tune(
     record = records.record_named(kernel) if isinstance(kernel, str) else kernel
     if foreign := ", ".join(sweeps.foreign(record.operation, sizes)):
         raise ValueError(f"{record.name} computes {record.operation}, which has no {foreign}")
-    problems = sweeps.problems(record.operation, sizes)
+    problems = sweeps.problems(record.operation, {"dtype": sweeps.usual_dtype(record), **sizes})
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")

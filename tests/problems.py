@@ -3,6 +3,7 @@
 from cupyfa import Problem, planning
 from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
+from cupyfa.sweeps import usual_dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]
@@ -28,9 +29,9 @@ def name(value):
     return getattr(value, "name", str(value))
 
 
-def planned(kernel, backend, sizes, dtype="float32", **tiles):
+def planned(kernel, backend, sizes, dtype=None, **tiles):
     """The plan of a kernel for these sizes on a backend."""
-    problem = Problem.of_sizes(**sizes, dtype=dtype)
+    problem = Problem.of_sizes(**sizes, dtype=dtype or usual_dtype(kernel))
     return planning.plan(kernel, problem, backend.limits, **tiles)
 
 

@@ -10,6 +10,8 @@ from problems import FORWARD, name
 
 import cupyfa
 from cupyfa import reference
+from cupyfa.dtypes import DTYPES
+from cupyfa.sweeps import usual_dtype
 
 NEG = -np.inf
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -24,6 +26,17 @@ def arrays(*shape_q, N=None, dv=None, kv_heads=None, dtype=np.float32, seed=0):
     generator = np.random.default_rng(seed)
     shapes = (shape_q, (*lead, N, d), (*lead, N, dv))
     return [generator.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def arrays_for(kernel, *shape_q, **sizes):
+    """arrays of a dtype that the kernel can do: float32, or else its first."""
+    return arrays(*shape_q, dtype=DTYPES[usual_dtype(kernel)].numpy, **sizes)
+
+
+def precision_of(kernel):
+    """What its results may be off, more or less."""
+    exact = kernel.rounding is None and usual_dtype(kernel) == "float32"
+    return 2e-5 if exact else 5e-3
 
 
 def close(actual, expected):
@@ -72,7 +85,7 @@ def test_bshd_is_bhsd_with_heads_inside(backend, lead):
     ids=["batch", "heads", "M", "dv"],
 )
 def test_results_without_elements(backend, kernel, shape, N, dv):
-    q, k, v = arrays(*shape, N=N, dv=dv)
+    q, k, v = arrays_for(kernel, *shape, N=N, dv=dv)
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     assert o.shape == (*shape[:-1], dv)
     assert lse.shape == shape[:-1]
@@ -81,7 +94,7 @@ def test_results_without_elements(backend, kernel, shape, N, dv):
 
 @KERNELS
 def test_no_keys_make_empty_rows(backend, kernel):
-    q, k, v = arrays(1, 2, 5, 4, N=0)
+    q, k, v = arrays_for(kernel, 1, 2, 5, 4, N=0)
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     assert (o == 0).all()
     assert (lse == NEG).all()
@@ -99,9 +112,9 @@ def test_no_columns_make_equal_scores(backend):
 
 @KERNELS
 def test_strides_are_honoured(backend, kernel):
-    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays(2, 2, 9, 8))
+    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays_for(kernel, 2, 2, 9, 8))
     o = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
-    tolerance = 2e-5 if kernel.rounding is None else 5e-3
+    tolerance = precision_of(kernel)
     np.testing.assert_allclose(o, expected(q, k, v)[0], rtol=tolerance, atol=tolerance)
 
 
@@ -144,8 +157,8 @@ def test_cupy_in_cupy_out_on_the_current_stream(cuda):
 def test_a_view_as_out_is_filled_and_nothing_beside_it(cuda, kernel):
     import cupy
 
-    q = cupy.asarray(arrays(1, 2, 5, 8)[0])
-    memory = cupy.full((1, 2, 15, 8), 7, np.float32)
+    q = cupy.asarray(arrays_for(kernel, 1, 2, 5, 8)[0])
+    memory = cupy.full((1, 2, 15, 8), 7, q.dtype)
     out = memory[:, :, 5:10][:, :, ::-1]
     assert cupyfa.attention(q, q, q, kernel=kernel, out=out) is out
     cupy.testing.assert_allclose(out, cupyfa.attention(q, q, q, kernel=kernel), atol=1e-3)
@@ -276,7 +289,7 @@ def test_scale_must_be_a_number(scale):
 @pytest.mark.parametrize("M, N", [(9, 9), (9, 14), (14, 9), (70, 3)])
 @pytest.mark.parametrize("causal", [True, "bottom-right", "top-left"])
 def test_causal_alignments(backend, kernel, M, N, causal):
-    q, k, v = arrays(1, 1, M, 8, N=N)
+    q, k, v = arrays_for(kernel, 1, 1, M, 8, N=N)
     o, lse = cupyfa.attention(
         q, k, v, kernel=kernel, causal=causal, backend=backend, return_lse=True, check=True
     )
@@ -302,14 +315,14 @@ def test_unknown_masks_are_refused():
 @KERNELS
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_never_matter(backend, kernel, poison):
-    q, k, v = arrays(1, 2, 40, 8, N=70, dv=70)
+    q, k, v = arrays_for(kernel, 1, 2, 40, 8, N=70, dv=70)
     clean = cupyfa.attention(q, k, v, kernel=kernel, causal="top-left", backend=backend)
     k[:, :, 35:] = v[:, :, 35:] = poison
     o, lse = cupyfa.attention(
         q, k, v, kernel=kernel, causal="top-left", backend=backend, return_lse=True, check=True
     )
     # Equal up to the order of a sum: some kernels take it again where they met a NaN.
-    tolerance = 1e-5 if kernel.rounding is None else 1e-3
+    tolerance = precision_of(kernel) / 2
     np.testing.assert_allclose(o[:, :, :35], clean[:, :, :35], rtol=tolerance, atol=tolerance)
     assert np.isfinite(lse[:, :, :35]).all()
     assert not np.isfinite(o[:, :, 35:]).any()
@@ -317,7 +330,7 @@ def test_masked_keys_never_matter(backend, kernel, poison):
 
 @KERNELS
 def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
-    q, k, v = arrays(1, 1, 40, 8)
+    q, k, v = arrays_for(kernel, 1, 1, 40, 8)
     q[0, 0, 5, 3] = np.nan
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     hit = np.arange(40) == 5
@@ -327,7 +340,10 @@ def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
 
 @KERNELS
 def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
-    q, k, v = np.ones((1, 1, 3, 2), "f4"), np.zeros((1, 1, 40, 2), "f4"), arrays(1, 1, 40, 2)[2]
+    q, k, v = (
+        np.ones_like(x) * one for x, one in zip(arrays_for(kernel, 1, 1, 3, 2, N=40), (1, 0, 1))
+    )
+    v[:] = arrays_for(kernel, 1, 1, 40, 2)[2]
     k[0, 0, ::2] = NEG
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     np.testing.assert_allclose(o[0, 0, 0], v[0, 0, 1::2].mean(0), atol=1e-3)
@@ -336,11 +352,10 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 
 @KERNELS
 def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
-    q, k, v = np.ones((1, 1, 3, 2), "f4"), np.full((1, 1, 40, 2), NEG, "f4"), np.ones((1, 1, 40, 2))
+    q, k, v = (np.ones_like(x) for x in arrays_for(kernel, 1, 1, 3, 2, N=40))
+    k[:] = NEG
     v[0, 0, 7, 1] = np.nan
-    o, lse = cupyfa.attention(
-        q, k, v.astype("f4"), kernel=kernel, backend=backend, return_lse=True, check=True
-    )
+    o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     assert (o[..., 0] == 0).all() and np.isnan(o[..., 1]).all()
     assert (lse == NEG).all()
 
@@ -348,7 +363,7 @@ def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
 @KERNELS
 @pytest.mark.parametrize("size", [1e2, -1e4])
 def test_huge_scores_do_not_overflow(backend, kernel, size):
-    q, k, v = arrays(1, 1, 40, 8)
+    q, k, v = arrays_for(kernel, 1, 1, 40, 8)
     q[..., 0], k[..., 0] = 1, size
     o, lse = cupyfa.attention(
         q, k, v, kernel=kernel, scale=1, backend=backend, return_lse=True, check=True
@@ -358,8 +373,8 @@ def test_huge_scores_do_not_overflow(backend, kernel, size):
 
 @KERNELS
 def test_one_hot_values_read_off_the_weights(backend, kernel):
-    q, k, _ = arrays(1, 1, 9, 8, N=40)
-    v = np.eye(40, dtype=np.float32)[None, None]
+    q, k, _ = arrays_for(kernel, 1, 1, 9, 8, N=40)
+    v = np.eye(40, dtype=q.dtype)[None, None]
     weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=2e-3)
 
@@ -369,7 +384,7 @@ def test_one_hot_values_read_off_the_weights(backend, kernel):
 
 @KERNELS
 def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
-    q, k, v = arrays(3, 2, 40, 8, N=50)
+    q, k, v = arrays_for(kernel, 3, 2, 40, 8, N=50)
     first, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
     again, lse2 = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
     np.testing.assert_array_equal(first, again)
@@ -381,7 +396,7 @@ def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
 
 @KERNELS
 def test_inputs_are_never_written(backend, kernel):
-    inputs = arrays(2, 2, 40, 8)
+    inputs = arrays_for(kernel, 2, 2, 40, 8)
     before = [x.copy() for x in inputs]
     for x in inputs:
         x.flags.writeable = False

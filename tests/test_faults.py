@@ -50,10 +50,10 @@ def barriers():
 def test_a_removed_barrier_is_found(tmp_path, kernel, barrier):
     without = broken(tmp_path, kernel, barrier, ";")
     # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
-    # in a masked value, which makes v3 read V again.
+    # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
     launch = replace(without.launches[0], grid=lambda p, c: min(2, p.heads))
     without = replace(without, launches=(launch,))
-    sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left"}
+    sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
     plan = planned(without, Simulator(), sizes)
     inputs = inputs_of(plan)
     inputs["V"][..., 70, :] = np.nan

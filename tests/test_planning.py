@@ -8,6 +8,7 @@ import pytest
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, Unsupported, planning
 from cupyfa.ladder import LADDER
+from cupyfa.sweeps import usual_dtype
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
@@ -48,10 +49,17 @@ def test_tiles_shrink_until_shared_memory_fits():
     assert plan("fa2", limits=TURING, M=64, d=256).launches[0].shared_bytes <= 65536
 
 
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("d", [1, 3, 64, 256, 1024])
+@pytest.mark.parametrize(
+    "name, d",
+    [
+        (k.name, d)
+        for k in FORWARD.values()
+        for d in (1, 3, 64, 256, 1024)
+        if d <= (k.largest_d or d)
+    ],
+)
 def test_every_rung_plans_every_head_dimension_within_the_limits(name, d):
-    for launch in plan(name, M=100, d=d).launches:
+    for launch in plan(name, M=100, d=d, dtype=usual_dtype(FORWARD[name])).launches:
         assert launch.shared_bytes <= H100.shared_bytes
         assert launch.threads <= H100.threads
         assert all(1 <= size < 2**31 for size in launch.grid)
@@ -97,6 +105,26 @@ def test_constants_that_make_no_sense_are_refused(tiles, message):
         plan("fa2", tiles=tiles, M=4, d=4)
 
 
+def test_tiles_go_by_the_head_dimension():
+    kernel = replace(
+        FORWARD["fa2"], tiles_up_to={64: ({"Br": 16, "Bc": 8},), 96: ({"Br": 8, "Bc": 8},)}
+    )
+    for d, dv, Br in ((64, 64, 16), (65, 64, 8), (64, 96, 8), (97, 8, 128)):
+        problem = Problem.of_sizes(M=9, d=d, dv=dv)
+        assert planning.plan(kernel, problem, H100).constants["Br"] == Br
+    with pytest.raises(ValueError, match="tiles_up_to are .*but here"):
+        replace(kernel, tiles_up_to={64: ({"Br": 16},)})
+
+
+def test_limits_of_dtypes_and_head_dimensions_are_said():
+    kernel = FORWARD["mma_async"]
+    with pytest.raises(Unsupported, match="needs sm_80 for bfloat16, a T4 is sm_75"):
+        planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="bfloat16"), TURING)
+    planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="float16"), TURING)
+    with pytest.raises(Unsupported, match="its head dimensions end at 256; kernels that can: "):
+        planning.plan(kernel, Problem.of_sizes(M=9, d=64, dv=257, dtype="float16"), H100)
+
+
 def test_too_many_threads_are_refused():
     with pytest.raises(Unsupported, match="2,048 threads a block; an H100 allows 1,024"):
         plan("fa2", tiles={"Br": 2048, "Bc": 1}, M=4, d=4)
@@ -114,7 +142,7 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
     ):
         with pytest.raises(Unsupported, match=lacking):
             planning.plan(plain, replace(problem, **change), H100)
-    with pytest.raises(Unsupported, match="needs sm_80, a T4 is sm_75"):
+    with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75"):
         planning.plan(plain, problem, TURING)
 
 
@@ -123,7 +151,7 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
     [
         ("float32", 128, "fa2_coalesced"),
         ("float64", 64, "fa2_coalesced"),
-        ("float16", 256, "fa2_coalesced"),
+        ("float16", 256, "mma_async"),
         ("float16", 1024, "v3"),
         ("bfloat16", 1024, "fa2"),
     ],

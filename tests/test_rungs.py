@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cupyfa import compiling, planning, profiling
+from cupyfa import compiling, planning, profiling, sweeps
 from cupyfa.ladder import LADDER
 from cupyfa.problem import Problem
 from cupyfa.sources import ROOT
@@ -35,12 +35,12 @@ def table(text):
     return rows[0], rows[2:]
 
 
-def problems(column):
+def problems(column, dtype="float32"):
     """The problems that a column of worked numbers is about."""
     if column == "16384 rows of 4096":
         return [Problem.of_row_sizes(16384, 4096, "float32")]
     sizes = (64, 1024) if column == "any d" else (int(re.fullmatch(r"d = (\d+)", column)[1]),)
-    return [Problem.of_sizes(batch=4, heads=16, M=2048, d=d) for d in sizes]
+    return [Problem.of_sizes(batch=4, heads=16, M=2048, d=d, dtype=dtype) for d in sizes]
 
 
 def worked(cell):
@@ -67,7 +67,7 @@ def test_worked_numbers_are_those_of_planning(rung):
     assert [row[0] for row in rows] == ["tile", "grid", "threads", "shared bytes", "scratch bytes"]
     for column, name in enumerate(head[1:], 1):
         tile, *numbers = (row[column] for row in rows)
-        for problem in problems(name):
+        for problem in problems(name, sweeps.usual_dtype(rung)):
             plan = planning.plan(rung, problem, H100)
             listed = " ".join(f"{key}={value}" for key, value in plan.constants.items())
             assert tile == (listed or "none")
@@ -86,11 +86,11 @@ def test_a_page_predicts_what_its_record_does(rung):
     assert [x for x in profiling.COUNTERS if x in rung.predicts] == list(rung.predicts), "order"
 
 
-def test_predictions_are_for_the_problem_that_pages_work_out():
-    for operation, kernels in LADDER.items():
-        columns = {name for k in kernels.values() for name in table(part(k, "Worked"))[0][1:]}
-        standard = profiling.standard(operation).problem
-        assert any(standard in problems(column) for column in columns)
+@EACH_RUNG
+def test_predictions_are_for_a_problem_that_the_page_works_out(rung):
+    columns = table(part(rung, "Worked"))[0][1:]
+    standard = profiling.standard(rung).problem
+    assert any(standard in problems(x, sweeps.usual_dtype(rung)) for x in columns)
 
 
 def test_the_index_names_every_rung_and_every_counter():

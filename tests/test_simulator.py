@@ -20,27 +20,32 @@ from cupyfa.backends.simulator import dynamic_shared, machine
 INCLUDE = [sources.INCLUDE]
 # Without it, a fault of a plain access names no line.
 HAS_LINES = shutil.which("addr2line") is not None
+NAMES = "ABCDEFG"  # of a kernel's arrays
 
 
 def launch(body, *arrays, scalars=(), head="", **options):
-    """Runs a kernel `test(A, B, ..., scalars)`; its text's first line is that of the body."""
-    names = "ABCDEFG"[: len(arrays)]
-    c_names = {"f": "float", "i": "int", "u": "unsigned", "d": "double"}
-    parameters = [f"{_c_type(array)}* {name}" for name, array in zip(names, arrays)]
-    parameters += [f"{c_names[type(s).__name__[0]]} s{i}" for i, s in enumerate(scalars)]
-    body = textwrap.dedent(body).strip("\n")
-    text = (
-        f'{head}\nextern "C" __global__ void test({", ".join(parameters)}) {{\n'
-        f'#line 1 "test.cu"\n{body}\n}}\n'
-    )
+    """Runs the kernel of ``source``."""
+    text = source(body, *arrays, scalars=scalars, head=head)
     options = {"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options}
     machine.launch(
         text,
         "test",
         [np.uint64(array.ctypes.data) for array in arrays] + list(scalars),
-        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(names, arrays)],
+        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(NAMES, arrays)],
         include_dirs=INCLUDE,
         **options,
+    )
+
+
+def source(body, *arrays, scalars=(), head=""):
+    """The text of a kernel `test(A, B, ..., s0, s1, ...)`; its first line is that of the body."""
+    c_names = {"f": "float", "i": "int", "u": "unsigned", "d": "double"}
+    parameters = [f"{_c_type(array)}* {name}" for name, array in zip(NAMES, arrays)]
+    parameters += [f"{c_names[type(s).__name__[0]]} s{i}" for i, s in enumerate(scalars)]
+    body = textwrap.dedent(body).strip("\n")
+    return (
+        f'{head}\nextern "C" __global__ void test({", ".join(parameters)}) {{\n'
+        f'#line 1 "test.cu"\n{body}\n}}\n'
     )
 
 
@@ -455,7 +460,20 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
     text = """
         #include <wmma.cuh>
         #include <named_barrier.cuh>
+        #include <mma.cuh>
+        #include <cp_async.cuh>
         extern "C" __global__ void test(const __half* a, float* out) {
+          __shared__ __align__(16) __half tile[32][8];
+          copy_async(tile[threadIdx.x], a, threadIdx.x % 17);
+          commit_copies();
+          wait_for_copies<0>();
+          __syncwarp();
+          unsigned r[4], s[4];
+          load_matrices(r, tile[threadIdx.x]);
+          load_matrices_transposed(s, tile[threadIdx.x]);
+          float d4[4] = {};
+          multiply_add<__half>(d4, r, s[0], pack<__half>(out[0], out[1]));
+          out[threadIdx.x] = d4[0] + d4[1] + d4[2] + d4[3];
           barrier_sync(1, 32);
           barrier_arrive(2, 64);
           Accumulator d{};
@@ -943,6 +961,7 @@ def test_a_frame_too_large_for_a_fiber_does_not_compile():
 
 def test_the_headers_compile_without_warnings(tmp_path):
     names = ["cuda_fp16.h", "cuda_bf16.h", "shared.cuh", "wmma.cuh", "named_barrier.cuh"]
+    names += ["mma.cuh", "cp_async.cuh"]
     text = "".join(f"#include <{name}>\n" for name in ["simulator.h", *names])
     text += "void f(int* a) {\n#pragma unroll\nfor (int i = 0; i < 4; ++i) a[i] = i;\n}\n"
     file = tmp_path / "all.cpp"

@@ -19,6 +19,7 @@ from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
 from cupyfa.planning import Tuned
+from cupyfa.sweeps import usual_dtype
 from cupyfa.tuning import Candidate
 
 FORWARD = LADDER["forward"]
@@ -309,7 +310,7 @@ def test_auto_goes_by_speeds_measured_here():
     assert auto() == "fa2_coalesced"
     fast = entry(tflops=30.0, Br=32, Bc=8), entry("fa2_coalesced", tflops=20.0, Br=32, Bc=8)
     assert auto(*fast) == "fa2"
-    assert auto(*fast, dtype="float16") == "fa2_coalesced"
+    assert auto(*fast, dtype="float16") == "mma_async"
 
 
 def test_one_tuned_kernel_on_a_slower_device_is_not_at_a_disadvantage():
@@ -337,8 +338,9 @@ def test_neither_a_users_kernel_nor_one_without_a_record_enters_auto():
 
 def test_candidates_keep_the_rules_and_fit():
     for kernel in FORWARD.values():
-        own, *others = planning.candidates(kernel, Problem.of_sizes(M=9, d=128), H100)
-        assert own.constants == plan(kernel.name, d=128).constants
+        dtype = usual_dtype(kernel)
+        own, *others = planning.candidates(kernel, Problem.of_sizes(M=9, d=128, dtype=dtype), H100)
+        assert own.constants == plan(kernel.name, d=128, dtype=dtype).constants
         seen = [tuple(sorted(x.constants.items())) for x in (own, *others)]
         assert len(set(seen)) == len(seen)
         assert bool(others) == bool(kernel.tiles[0])

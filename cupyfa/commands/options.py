@@ -20,6 +20,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.problem import Problem
+from cupyfa.sweeps import usual_dtype
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -56,8 +57,11 @@ every_option = click.option("--all", "every", is_flag=True, help="Every kernel o
 kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 
 
-def problem_options(command: Command, dtype: str = "float32") -> Command:
-    """The sizes and options of one problem, of this dtype by default."""
+DTYPE = "float32, or the first that the kernel can do"
+
+
+def problem_options(command: Command, dtype: str | None = None) -> Command:
+    """The sizes and options of one problem, of this dtype by default or of a usual one."""
     for option in reversed(
         (
             click.option("-B", "--batch", type=size),
@@ -69,7 +73,7 @@ def problem_options(command: Command, dtype: str = "float32") -> Command:
             click.option("-N", "N", type=size, help="Keys, or the columns of a softmax."),
             click.option("-d", type=size, help="Head dimension."),
             click.option("--dv", type=size, help="Value dimension.  [default: d]"),
-            click.option("--dtype", type=dtype_choice, default=dtype, show_default=True),
+            click.option("--dtype", type=dtype_choice, default=dtype, show_default=dtype or DTYPE),
             click.option(
                 "--causal",
                 is_flag=False,
@@ -131,6 +135,7 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
     if record is not None and "gqa" not in record.features:
         drawn["kv_heads"] = drawn["heads"]
     given = {name: value for name, value in sizes.items() if value is not None}
+    given = {"dtype": usual_dtype(*([record] if record else [])), **given}
     if operation == "softmax":
         if foreign := ", ".join(sorted(given.keys() - {"M", "N", "dtype"})):
             raise ValueError(f"a softmax is M rows of N scores and has no {foreign}; leave it out")

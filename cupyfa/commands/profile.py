@@ -88,7 +88,8 @@ def profile(
 def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[str, Any]) -> Case:
     """The case of the sizes given, and the standard ones for the others."""
     given = {name: value for name, value in sizes.items() if value is not None}
-    sizes = {**sweeps.USUAL[record.operation], **given}
+    dtype = sweeps.usual_dtype(record)
+    sizes = {**sweeps.USUAL[record.operation], "dtype": dtype, **given}
     problem = problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})
     return Case(record.operation, problem, seed, values, layout)
 
@@ -106,6 +107,6 @@ def _commands(
 
 def _say_what_is_predicted(record: Kernel, case: Case) -> None:
     """For which problem the predictions are; they are not changed for another."""
-    predicted = profiling.standard(record.operation).problem
+    predicted = profiling.standard(record).problem
     this = "" if case.problem == predicted else f"; this was {case.problem}"
     click.echo(f"note: predicted for {predicted} on an H100{this}", err=True)

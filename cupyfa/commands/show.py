@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from cupyfa import compiling, planning, records, report, sources
-from cupyfa.commands.options import dtype_choice, size, tile_options, tile_sizes
+from cupyfa import compiling, planning, records, report, sources, sweeps
+from cupyfa.commands.options import DTYPE, dtype_choice, size, tile_options, tile_sizes
 from cupyfa.problem import Problem
 
 
@@ -30,7 +30,7 @@ from cupyfa.problem import Problem
 @click.option("-H", "--heads", type=size, default=1, show_default=True)
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
-@click.option("--dtype", type=dtype_choice, default="float32", show_default=True)
+@click.option("--dtype", type=dtype_choice, show_default=DTYPE)
 @click.option("--causal", is_flag=True, help="With a causal mask.")
 @tile_options
 def show(
@@ -47,6 +47,7 @@ def show(
     KERNEL is as for `cupyfa run`. Needs no GPU.
     """
     record = records.record_named(kernel)
+    sizes["dtype"] = sizes["dtype"] or sweeps.usual_dtype(record)
     if record.operation == "softmax":
         M, N = sizes["M"], sizes["N"]
         problem = Problem.of_row_sizes(M, M if N is None else N, sizes["dtype"])

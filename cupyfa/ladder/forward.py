@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
+from cupyfa.problem import Problem
 
 EVERYTHING = ("causal", "gqa", "strides", "lse", "dv")
 SUMS_IN_MEMORY = {
@@ -22,6 +24,24 @@ ROW_TILES = tuple(
 )
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
+
+MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
+MMA_TILES_UP_TO = {
+    64: ({"Br": 128, "Bc": 64, "Wr": 32},),
+    128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
+    256: ({"Br": 64, "Bc": 64, "Wr": 16},),
+}
+MMA_CANDIDATES = {"Br": (32, 64, 96, 128, 192, 256), "Bc": (32, 64, 96, 128), "Wr": (16, 32)}
+MMA_RULES = {
+    "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
+    "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
+}
+
+
+def mma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
+    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
+    return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
 
 
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
@@ -46,6 +66,38 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             "S": ("batch heads M N", "scalar"),
             "P": ("batch heads M N", "scalar"),
         },
+        predicts=predicts,
+    )
+
+
+def mma_kernel(
+    name: str,
+    adds: str,
+    tflops: Mapping[str, Mapping[int, float]],
+    predicts: Mapping[str, str],
+) -> Kernel:
+    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
+    return Kernel(
+        name=name,
+        adds=adds,
+        launches=(
+            Launch(
+                name,
+                args="Q K V O lse M N heads group diagonal scale",
+                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                threads=lambda p, c: WARP * c.Br // c.Wr,
+                shared=mma_shared,
+            ),
+        ),
+        tiles=MMA_TILES,
+        tiles_up_to=MMA_TILES_UP_TO,
+        candidates=MMA_CANDIDATES,
+        rules=MMA_RULES,
+        dtypes=("float16", "bfloat16"),
+        dtype_arch={"bfloat16": "80"},
+        largest_d=256,
+        features=EVERYTHING,
+        tflops=tflops,
         predicts=predicts,
     )
 
@@ -297,6 +349,70 @@ KERNELS = (
             "load sectors": "4",
             "store sectors": "4",
             "DRAM": "below 3",
+        },
+    ),
+    mma_kernel(
+        "mma_split_q",
+        "S, P and O in registers on tensor cores: a warp owns its rows from start to end",
+        {
+            "float16": {64: 77.1, 128: 79.7, 256: 47.3},
+            "bfloat16": {64: 77.1, 128: 79.8, 256: 47.7},
+        },
+        {
+            "bound by": "shared memory",
+            "duration": "0.89",
+            "tensor cores": "12 to 14",
+            "issue slots": "12 to 16",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "shared memory": "80 to 90",
+            "load sectors": "16",
+            "store sectors": "7.6",
+            "DRAM": "below 5",
+        },
+    ),
+    mma_kernel(
+        "mma_swizzled",
+        "chunks of a row trade places in shared memory: no bank conflicts",
+        {
+            "float16": {64: 184, 128: 211, 256: 150},
+            "bfloat16": {64: 184, 128: 212, 256: 150},
+        },
+        {
+            "bound by": "latency: wait",
+            "duration": "0.37",
+            "tensor cores": "28 to 32",
+            "issue slots": "30 to 40",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "shared memory": "28 to 35",
+            "load sectors": "16",
+            "store sectors": "7.6",
+            "DRAM": "below 8",
+        },
+    ),
+    mma_kernel(
+        "mma_async",
+        "copies go on while the tensor cores work (cp.async)",
+        {
+            "float16": {64: 241, 128: 316, 256: 274},
+            "bfloat16": {64: 240, 128: 317, 256: 278},
+        },
+        {
+            "bound by": "latency: wait",
+            "duration": "0.28",
+            "tensor cores": "37 to 42",
+            "issue slots": "35 to 45",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "shared memory": "32 to 40",
+            "load conflicts": "below 0.1",
+            "load sectors": "16",
+            "store sectors": "7.6",
+            "DRAM": "below 8",
         },
     ),
 )

@@ -5,6 +5,8 @@ What it does not see, or sees otherwise than a device:
 - Races through global memory, within a block or between blocks.
 - A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
   whole warp.
+- A copy_async that lands before it has to: it lands in the wait for it. Who reads between two
+  barriers of which one follows its start and the other precedes its wait finds the old data.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
 - A loop that spins on memory until another thread writes it: threads change only in collectives,
   so the launch hangs.

@@ -186,12 +186,17 @@ struct Coordinates {
   unsigned grid_dim[3];
 };
 
-// Where the kernel's text calls a collective, and the address it called from.
+// Where the kernel's text calls a collective, and the address it called from. Of an access one of
+// the two is known.
 struct Place {
   const char* file = nullptr;
   int line = 0;
   const void* pc = nullptr;
 };
+
+inline Place at(const void* pc) {
+  return {nullptr, 0, pc};
+}
 
 struct Exchange;
 
@@ -894,24 +899,23 @@ COLD void report_stuck(Worker& worker) {
 // ---------------------------------------------------------------------------------------------
 // Access checks
 
-enum class Access { read, write, atomic };
+// `announcement` is of a write to come: it races as the write would, and leaves no trace.
+enum class Access { read, write, atomic, announcement };
 
 const char* verb(Access access) {
   if (access == Access::read) return "reads";
-  return access == Access::write ? "writes" : "updates";
+  return access == Access::atomic ? "updates" : "writes";
 }
 
 struct Touch {
   Access access;
   std::uintptr_t address;
   std::size_t bytes;
-  const void* pc;
+  Place place;
 };
 
 [[noreturn]] COLD void fault_at(Worker& worker, const Touch& touch, const Text& text) {
-  Place place;
-  place.pc = touch.pc;
-  fault(worker, place, format("%s %zu bytes%s", verb(touch.access), touch.bytes, text.chars));
+  fault(worker, touch.place, format("%s %zu bytes%s", verb(touch.access), touch.bytes, text.chars));
 }
 
 [[noreturn]] COLD void fault_uninitialised(Worker& worker, const Arena& arena, const Touch& touch) {
@@ -922,9 +926,7 @@ struct Touch {
 
 [[noreturn]] COLD void fault_race(Worker& worker, const Arena& arena, const Touch& touch,
                                   Epoch other, const char* done) {
-  Place place;
-  place.pc = touch.pc;
-  fault(worker, place,
+  fault(worker, touch.place,
         format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
                thread_name(worker, thread_of(other)).chars, done, verb(touch.access),
                static_cast<std::size_t>(touch.address - arena.address), arena.name));
@@ -939,7 +941,8 @@ template <Access access>
 inline void check_cell(Worker& worker, Arena& arena, Cell& cell, Epoch now, bool racing,
                        const Touch& touch) {
   if (access == Access::read && cell.readers[0] == now) return;
-  if (access != Access::write && clock_of(cell.writer) <= worker.floor) {
+  bool needs_value = access == Access::read || access == Access::atomic;
+  if (needs_value && clock_of(cell.writer) <= worker.floor) {
     fault_uninitialised(worker, arena, touch);
   }
   int thread = thread_of(now);
@@ -969,6 +972,9 @@ inline void check_cell(Worker& worker, Arena& arena, Cell& cell, Epoch now, bool
       return;
     case Access::atomic:
       cell.updater = now;
+      return;
+    case Access::announcement:
+      return;
   }
 }
 
@@ -1077,11 +1083,11 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
 }
 
 template <Access access>
-inline void check(const void* pointer, std::size_t bytes, const void* pc) {
+inline void check(const void* pointer, std::size_t bytes, const Place& place) {
   Worker* worker = self;
   if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
   if (__builtin_expect(stopped(*worker), 0)) abandon(*worker);
-  Touch touch{access, reinterpret_cast<std::uintptr_t>(pointer), bytes, pc};
+  Touch touch{access, reinterpret_cast<std::uintptr_t>(pointer), bytes, place};
   if (touch.address - worker->dynamic.address < worker->dynamic.bytes) {
     check_shared<access>(*worker, worker->dynamic, touch);
   } else if (inside(worker->hit, touch.address, bytes)) {
@@ -1102,12 +1108,12 @@ inline void check(const void* pointer, std::size_t bytes, const void* pc) {
 }
 
 template <Access access, std::size_t bytes>
-inline void check_aligned(const void* pointer, const void* pc) {
+inline void check_aligned(const void* pointer, const Place& place) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
   if (__builtin_expect(address % bytes != 0 && self != nullptr, 0)) {
-    fault_misaligned(*self, {access, address, bytes, pc});
+    fault_misaligned(*self, {access, address, bytes, place});
   }
-  check<access>(pointer, bytes, pc);
+  check<access>(pointer, bytes, place);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1514,19 +1520,32 @@ EXPORTED void* simulator_thread_storage(const void* key, std::size_t bytes) {
   return storage->bytes;
 }
 
-EXPORTED void simulator_check_read(const void* pointer, std::size_t bytes) {
-  if (bytes > 0) check<Access::read>(pointer, bytes, CALLER);
+EXPORTED void simulator_check_read(const void* pointer, std::size_t bytes, const char* file,
+                                   int line) {
+  if (bytes > 0) check<Access::read>(pointer, bytes, {file, line, nullptr});
 }
 
-EXPORTED void simulator_check_write(const void* pointer, std::size_t bytes) {
-  if (bytes > 0) check<Access::write>(pointer, bytes, CALLER);
+EXPORTED void simulator_check_write(const void* pointer, std::size_t bytes, const char* file,
+                                    int line) {
+  if (bytes > 0) check<Access::write>(pointer, bytes, {file, line, nullptr});
+}
+
+EXPORTED void simulator_announce_write(const void* pointer, std::size_t bytes, const char* file,
+                                       int line) {
+  if (bytes > 0) check<Access::announcement>(pointer, bytes, {file, line, nullptr});
+}
+
+EXPORTED bool simulator_is_shared(const void* pointer) {
+  std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  return address - self->dynamic.address < self->dynamic.bytes ||
+         address - self->fixed.address < self->fixed.bytes;
 }
 
 EXPORTED std::uint64_t simulator_atomic_load(const void* pointer, std::size_t bytes) {
-  check<Access::atomic>(pointer, bytes, CALLER);
+  check<Access::atomic>(pointer, bytes, at(CALLER));
   if (reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0) {
-    fault_misaligned(*self,
-                     {Access::atomic, reinterpret_cast<std::uintptr_t>(pointer), bytes, CALLER});
+    fault_misaligned(
+        *self, {Access::atomic, reinterpret_cast<std::uintptr_t>(pointer), bytes, at(CALLER)});
   }
   switch (bytes) {
     case 2:
@@ -1562,13 +1581,15 @@ EXPORTED void simulator_fault(const char* text, const char* file, int line) {
 }
 
 EXPORTED void* simulator_memcpy(void* to, const void* from, std::size_t bytes) {
-  simulator_check_read(from, bytes);
-  simulator_check_write(to, bytes);
+  if (bytes == 0) return to;
+  check<Access::read>(from, bytes, at(CALLER));
+  check<Access::write>(to, bytes, at(CALLER));
   return std::memcpy(to, from, bytes);
 }
 
 EXPORTED void* simulator_memset(void* to, int value, std::size_t bytes) {
-  simulator_check_write(to, bytes);
+  if (bytes == 0) return to;
+  check<Access::write>(to, bytes, at(CALLER));
   return std::memset(to, value, bytes);
 }
 
@@ -1578,28 +1599,28 @@ EXPORTED void* simulator_memset(void* to, int value, std::size_t bytes) {
 // One pair of functions per size: the compiler chooses by name.
 #define HOOKS(bytes)                                              \
   EXPORTED void __tsan_read##bytes(void* p) {                     \
-    check_aligned<Access::read, bytes>(p, CALLER);                \
+    check_aligned<Access::read, bytes>(p, at(CALLER));            \
   }                                                               \
   EXPORTED void __tsan_write##bytes(void* p) {                    \
-    check_aligned<Access::write, bytes>(p, CALLER);               \
+    check_aligned<Access::write, bytes>(p, at(CALLER));           \
   }                                                               \
   EXPORTED void __tsan_volatile_read##bytes(void* p) {            \
-    check_aligned<Access::read, bytes>(p, CALLER);                \
+    check_aligned<Access::read, bytes>(p, at(CALLER));            \
   }                                                               \
   EXPORTED void __tsan_volatile_write##bytes(void* p) {           \
-    check_aligned<Access::write, bytes>(p, CALLER);               \
+    check_aligned<Access::write, bytes>(p, at(CALLER));           \
   }                                                               \
   EXPORTED void __tsan_unaligned_read##bytes(void* p) {           \
-    check<Access::read>(p, bytes, CALLER);                        \
+    check<Access::read>(p, bytes, at(CALLER));                    \
   }                                                               \
   EXPORTED void __tsan_unaligned_write##bytes(void* p) {          \
-    check<Access::write>(p, bytes, CALLER);                       \
+    check<Access::write>(p, bytes, at(CALLER));                   \
   }                                                               \
   EXPORTED void __tsan_unaligned_volatile_read##bytes(void* p) {  \
-    check<Access::read>(p, bytes, CALLER);                        \
+    check<Access::read>(p, bytes, at(CALLER));                    \
   }                                                               \
   EXPORTED void __tsan_unaligned_volatile_write##bytes(void* p) { \
-    check<Access::write>(p, bytes, CALLER);                       \
+    check<Access::write>(p, bytes, at(CALLER));                   \
   }
 HOOKS(1)
 HOOKS(2)
@@ -1608,26 +1629,26 @@ HOOKS(8)
 HOOKS(16)
 
 EXPORTED void __tsan_read_range(void* p, std::size_t bytes) {
-  if (bytes > 0) check<Access::read>(p, bytes, CALLER);
+  if (bytes > 0) check<Access::read>(p, bytes, at(CALLER));
 }
 EXPORTED void __tsan_write_range(void* p, std::size_t bytes) {
-  if (bytes > 0) check<Access::write>(p, bytes, CALLER);
+  if (bytes > 0) check<Access::write>(p, bytes, at(CALLER));
 }
 EXPORTED void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return to;
-  check<Access::read>(from, bytes, CALLER);
-  check<Access::write>(to, bytes, CALLER);
+  check<Access::read>(from, bytes, at(CALLER));
+  check<Access::write>(to, bytes, at(CALLER));
   return std::memcpy(to, from, bytes);
 }
 EXPORTED void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return to;
-  check<Access::read>(from, bytes, CALLER);
-  check<Access::write>(to, bytes, CALLER);
+  check<Access::read>(from, bytes, at(CALLER));
+  check<Access::write>(to, bytes, at(CALLER));
   return std::memmove(to, from, bytes);
 }
 EXPORTED void* __tsan_memset(void* to, int value, std::size_t bytes) {
   if (bytes == 0) return to;
-  check<Access::write>(to, bytes, CALLER);
+  check<Access::write>(to, bytes, at(CALLER));
   return std::memset(to, value, bytes);
 }
 EXPORTED void __tsan_atomic_thread_fence(int) {

@@ -51,8 +51,10 @@ void simulator_pause(bool again, const char* operation, const char* file, int li
 void simulator_publish(const void* object);
 void simulator_observe(const void* object);
 void* simulator_thread_storage(const void* key, size_t bytes);
-void simulator_check_read(const void* pointer, size_t bytes);
-void simulator_check_write(const void* pointer, size_t bytes);
+void simulator_check_read(const void* pointer, size_t bytes, const char* file, int line);
+void simulator_check_write(const void* pointer, size_t bytes, const char* file, int line);
+void simulator_announce_write(const void* pointer, size_t bytes, const char* file, int line);
+bool simulator_is_shared(const void* pointer);
 unsigned long simulator_atomic_load(const void* pointer, size_t bytes);
 bool simulator_compare_exchange(void* pointer, size_t bytes, unsigned long expected,
                                 unsigned long desired);
@@ -325,11 +327,20 @@ inline T& thread_storage(const void* key) {
 }
 
 // The checks of an access the compiler does not see.
-inline void check_read(const void* pointer, size_t bytes) {
-  simulator_check_read(pointer, bytes);
+inline void check_read(const void* pointer, size_t bytes, Here here = Here()) {
+  simulator_check_read(pointer, bytes, here.file, here.line);
 }
-inline void check_write(void* pointer, size_t bytes) {
-  simulator_check_write(pointer, bytes);
+inline void check_write(void* pointer, size_t bytes, Here here = Here()) {
+  simulator_check_write(pointer, bytes, here.file, here.line);
+}
+
+// The checks of a write that may happen from now on, and that `check_write` records later.
+inline void announce_write(void* pointer, size_t bytes, Here here = Here()) {
+  simulator_announce_write(pointer, bytes, here.file, here.line);
+}
+
+inline bool is_shared(const void* pointer) {
+  return simulator_is_shared(pointer);
 }
 
 [[noreturn]] inline void fault(const char* text, Here here = Here()) {

@@ -1,0 +1,150 @@
+#pragma once
+// 16x8x16 tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
+// function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
+// c = 2 * (l % 4):
+//
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
+//   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
+//
+// So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+
+namespace simulator {
+
+template <class T>
+inline unsigned short narrow(float value) {
+  if constexpr (is_half<T>) {
+    return half_bits(value);
+  } else {
+    return bfloat16_bits(value);
+  }
+}
+
+template <class T>
+inline float widen(unsigned bits) {
+  if constexpr (is_half<T>) {
+    return half_value(static_cast<unsigned short>(bits));
+  } else {
+    return bfloat16_value(static_cast<unsigned short>(bits));
+  }
+}
+
+inline void check_whole_warp(const char* text, Here here) {
+  if (simulator_lanes() != 0xffffffffu) fault(text, here);
+}
+
+// The compiler leaves the checks here to `check_read`, which names the place of the call; what the
+// lanes brought needs none.
+__attribute__((no_sanitize("thread"), noinline)) inline void read_pairs(unsigned* r,
+                                                                        const void* const* rows,
+                                                                        Here here) {
+  for (int i = 0; i < 4; ++i) {
+    const unsigned* pair = static_cast<const unsigned*>(rows[8 * i + lane() / 4]) + lane() % 4;
+    check_read(pair, sizeof *pair, here);
+    r[i] = *pair;
+  }
+}
+
+__attribute__((no_sanitize("thread"), noinline)) inline void read_columns(unsigned* r,
+                                                                          const void* const* rows,
+                                                                          Here here) {
+  for (int i = 0; i < 8; ++i) {
+    const void* row = rows[i / 2 * 8 + 2 * (lane() % 4) + i % 2];
+    const unsigned short* element = static_cast<const unsigned short*>(row) + lane() / 4;
+    check_read(element, sizeof *element, here);
+    r[i / 2] = i % 2 == 0 ? *element : r[i / 2] | static_cast<unsigned>(*element) << 16;
+  }
+}
+
+inline const void* const* gather_rows(const void* row, const char* operation, Here here) {
+  check_whole_warp("loads matrices in a warp of less than 32 threads", here);
+  if (reinterpret_cast<size_t>(row) % 16 != 0) {
+    fault("loads a row of a matrix that does not begin at a multiple of 16 bytes", here);
+  }
+  if (!is_shared(row)) fault("loads a row of a matrix that is not in shared memory", here);
+  return warp_gather(row, operation, here);
+}
+
+// A lane's part of A and B, as floats: they hold every 16-bit number exactly.
+struct Operands {
+  float upper[4];  // A[r][c, c+1, c+8, c+9]
+  float lower[4];  // of row r + 8
+  float b[4];      // B[c, c+1, c+8, c+9][r]
+};
+
+template <class T>
+inline void widen_pair(float* to, unsigned pair) {
+  to[0] = widen<T>(pair & 0xffff);
+  to[1] = widen<T>(pair >> 16);
+}
+
+template <class T>
+__attribute__((no_sanitize("thread"), noinline)) inline Operands widen_operands(const unsigned* a,
+                                                                                unsigned b0,
+                                                                                unsigned b1) {
+  Operands mine;
+  widen_pair<T>(mine.upper, a[0]);
+  widen_pair<T>(mine.lower, a[1]);
+  widen_pair<T>(mine.upper + 2, a[2]);
+  widen_pair<T>(mine.lower + 2, a[3]);
+  widen_pair<T>(mine.b, b0);
+  widen_pair<T>(mine.b + 2, b1);
+  return mine;
+}
+
+// Reads only what the lanes brought, so there is nothing to check.
+__attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
+    float* d, const Operands* all) {
+  const Operands* row = all + lane() / 4 * 4;
+  const Operands* left = all + lane() % 4 * 8;
+  const Operands* right = left + 4;
+  float d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  for (int half = 0; half < 4; half += 2) {
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      for (int i = half; i < half + 2; ++i) {
+        d0 += row[quarter].upper[i] * left[quarter].b[i];
+        d1 += row[quarter].upper[i] * right[quarter].b[i];
+        d2 += row[quarter].lower[i] * left[quarter].b[i];
+        d3 += row[quarter].lower[i] * right[quarter].b[i];
+      }
+    }
+  }
+  d[0] = d0, d[1] = d1, d[2] = d2, d[3] = d3;
+}
+
+}  // namespace simulator
+
+// Two floats rounded to T, the first in the lower bits.
+template <class T>
+inline unsigned pack(float low, float high) {
+  return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;
+}
+
+// Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
+// matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
+// each.
+inline void load_matrices(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
+  simulator::read_pairs(r, simulator::gather_rows(row, "load_matrices", here), here);
+}
+
+// The same, each matrix transposed.
+inline void load_matrices_transposed(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
+  auto rows = simulator::gather_rows(row, "load_matrices_transposed", here);
+  simulator::read_columns(r, rows, here);
+}
+
+// D += A B, operands of type T.
+template <class T>
+inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                         simulator::Here here = {}) {
+  simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);
+  simulator::Operands mine = simulator::widen_operands<T>(a, b0, b1);
+  simulator::multiply_operands(d, simulator::warp_gather(mine, "multiply_add", here));
+}

@@ -1,0 +1,291 @@
+// mma_swizzled: `mma_split_q` without bank conflicts.
+//
+// ldmatrix reads 16 bytes from each of 8 rows. Rows of 128 bytes or more begin in the same bank, so
+// all eight came from the same four banks, one after the other. Here a row's chunks of 16 bytes
+// trade places by an exclusive or with the row's number: eight rows, eight groups of banks, and no
+// memory lost to padding.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
+//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
+#include <mask.cuh>
+#include <mma.cuh>
+#include <shared.cuh>
+#include <swizzle.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+#include <warp.cuh>
+
+constexpr int step = 16;  // rows, keys and depth of a product
+constexpr int depth = cdiv(d, step) * step, width = cdiv(dv, step) * step;  // filled up with zeros
+constexpr int in_chunk = 8;                                                 // elements in 16 bytes
+constexpr float log2e = 1.44269504f;
+
+struct Shared {
+  scalar Q[Br][depth];
+  scalar K[Bc][depth];
+  scalar V[Bc][width];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+struct alignas(16) Chunk {
+  scalar x[in_chunk];
+};
+
+// A warp's part of S or O: products of 16 rows and 8 columns.
+template <int columns>
+using Fragments = float[Wr / step][columns / 8][4];
+
+// What a thread knows of the two rows that it holds in each 16.
+struct Rows {
+  int first, N, diagonal;
+  float maximum[Wr / step][2], sum[Wr / step][2];
+
+  __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
+  __device__ __forceinline__ int visible(int i, int half) const {
+    return visible_keys(row(i, half), N, diagonal);
+  }
+};
+
+template <int height, int columns>
+__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
+  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+}
+
+// Whether every row of a tensor begins at a multiple of 16 bytes.
+__device__ __forceinline__ bool is_aligned(Tensor<const scalar> tensor) {
+  const long long strides = tensor.batch_stride | tensor.head_stride | tensor.row_stride;
+  return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(scalar)) % 16 == 0;
+}
+
+// Rows of a head with `cols` columns, 16 bytes at a time where they lie so; zeros outside it.
+template <int cols, int height, int columns>
+__device__ __forceinline__ void load_tile(scalar (&tile)[height][columns], const scalar* head,
+                                          long long stride, bool aligned, int first_row, int rows) {
+  share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
+    const int col = chunk * in_chunk;
+    const scalar* from = head + (first_row + row) * stride + col;
+    Chunk loaded = {};
+    if (first_row + row < rows) {
+      if (aligned && col + in_chunk <= cols) {
+        loaded = *reinterpret_cast<const Chunk*>(from);
+      } else {
+        for (int j = 0; j < in_chunk && col + j < cols; ++j) loaded.x[j] = from[j];
+      }
+    }
+    *reinterpret_cast<Chunk*>(at(tile, row, chunk)) = loaded;
+  });
+}
+
+// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
+__device__ void apply_sign(Shared& shared, float scale) {
+  share_out<Br * depth, 1>([&](int i, int) {
+    scalar& q = shared.Q[i / depth][i % depth];
+    q = scalar(float(q) * (scale < 0 ? -1.0f : 0.0f));
+  });
+}
+
+// Whether one of the chunks of V that this thread has loaded holds an infinity or NaN.
+__device__ bool is_strange(Shared& shared) {
+  bool strange = false;
+  share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
+    const scalar* x = at(shared.V, row, chunk);
+    for (int j = 0; j < in_chunk; ++j) strange |= !(fabs(float(x[j])) < infinity);
+  });
+  return strange;
+}
+
+// S = Q K^T for the warp's rows and the tile's keys.
+__device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S, int first_row,
+                                                int lane) {
+#pragma unroll
+  for (int k = 0; k < depth / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      load_matrices(a[i], at(shared.Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < Bc / step; ++n) {
+      unsigned b[4];
+      load_matrices(b, at(shared.K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// S becomes P = 2^((S - maximum) * scale2); O and the sums are rescaled to the new maximum.
+template <bool masked>
+__device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
+                                        int first_key, float scale2, int lane) {
+#pragma unroll
+  for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = rows.maximum[i][half];
+#pragma unroll
+      for (int n = 0; n < Bc / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = S[i][n][2 * half + e];
+          const int key = first_key + n * 8 + 2 * (lane % 4) + e;
+          if (masked && key >= rows.visible(i, half)) score = -infinity;
+          largest = fmax(largest, score);
+        }
+      }
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
+      // Before any finite score exponents are relative to 0: -infinity - -infinity would be NaN.
+      const float origin = largest == -infinity ? 0.0f : largest * scale2;
+      const float factor = exp2f(rows.maximum[i][half] * scale2 - origin);
+      rows.maximum[i][half] = largest;
+      float sum = rows.sum[i][half] * factor;
+#pragma unroll
+      for (int n = 0; n < Bc / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = S[i][n][2 * half + e];
+          score = exp2f(score * scale2 - origin);
+          sum += score;
+        }
+      }
+      rows.sum[i][half] = sum;
+#pragma unroll
+      for (int n = 0; n < width / 8; ++n) {
+        O[i][n][2 * half] *= factor;
+        O[i][n][2 * half + 1] *= factor;
+      }
+    }
+  }
+}
+
+// O += P V: two products of S side by side are an operand of this one.
+__device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<Bc>& P,
+                                                Fragments<width>& O, int lane) {
+#pragma unroll
+  for (int k = 0; k < Bc / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&p)[4] = P[i][2 * k + j / 2];
+        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < width / step; ++n) {
+      unsigned b[4];
+      load_matrices_transposed(b, at(shared.V, k * step + lane % 16, 2 * n + lane / 16));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
+// row takes the keys that it sees alone.
+__device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragments<width>& O,
+                                 const Rows& rows, int first_key, int lane) {
+#pragma unroll
+  for (int n = 0; n < Bc / 8; ++n) {
+#pragma unroll 1
+    for (int k = 0; k < 8; ++k) {
+      const int key = n * 8 + k;
+#pragma unroll
+      for (int i = 0; i < 2 * (Wr / step); ++i) {
+        const float (&p)[4] = P[i / 2][n];
+        const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
+        const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
+        if (first_key + key >= rows.visible(i / 2, i % 2)) continue;
+#pragma unroll
+        for (int j = 0; j < width / 4; ++j) {
+          const int col = j / 2 * 8 + 2 * (lane % 4);
+          const scalar* v = at(shared.V, key, j / 2) + col % in_chunk;
+          O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
+        }
+      }
+    }
+  }
+}
+
+// O / sum, and the logarithms of the sums.
+__device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows& rows,
+                                           Tensor<scalar> out, Tensor<real> lse, int batch,
+                                           int head, int M, float scale, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = rows.row(i / 2, i % 2);
+    float sum = rows.sum[i / 2][i % 2];
+    sum += __shfl_xor_sync(full_warp, sum, 1);
+    sum += __shfl_xor_sync(full_warp, sum, 2);
+    if (row >= M) continue;
+    const float inverse = sum == 0 ? 0.0f : 1 / sum;
+    if (lane % 4 == 0) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * scale + log(sum);
+    scalar* to = out.row(batch, head, row);
+#pragma unroll
+    for (int j = 0; j < width / 4; ++j) {
+      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+      if (col < dv) to[col] = scalar(O[i / 2][j / 2][i % 2 * 2 + j % 2] * inverse);
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(M, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const scalar* queries = Q.row(batch, head, 0);
+  const scalar* keys = K.row(batch, head / group, 0);
+  const scalar* values = V.row(batch, head / group, 0);
+  const bool q_aligned = is_aligned(Q), k_aligned = is_aligned(K), v_aligned = is_aligned(V);
+  const float size = scale == 0 ? 1.0f : fabs(scale);
+
+  load_tile<d>(shared.Q, queries, Q.row_stride, q_aligned, first_row, M);
+  if (scale <= 0) {
+    __syncthreads();  // Q is there
+    apply_sign(shared, scale);
+  }
+  Fragments<width> sums = {};
+  Rows rows = {first_row + own_row + lane / 4, N, diagonal};
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    rows.maximum[i / 2][i % 2] = -infinity;
+    rows.sum[i / 2][i % 2] = 0;
+  }
+
+  const int seen_by_all = visible_keys(first_row, N, diagonal);
+  const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+  for (int first_key = 0; first_key < seen_by_some; first_key += Bc) {
+    __syncthreads();  // before keys that a slower warp still reads are overwritten
+    load_tile<d>(shared.K, keys, K.row_stride, k_aligned, first_key, N);
+    load_tile<dv>(shared.V, values, V.row_stride, v_aligned, first_key, N);
+    const bool masked = first_key + Bc > seen_by_all;
+    const bool strange =
+        __syncthreads_or(causal && masked && is_strange(shared));  // they are there
+    Fragments<Bc> S = {};
+    multiply_scores(shared, S, own_row, lane);
+    if (masked)
+      softmax<true>(S, sums, rows, first_key, size * log2e, lane);
+    else
+      softmax<false>(S, sums, rows, first_key, size * log2e, lane);
+    if (causal && strange)
+      multiply_visible(shared, S, sums, rows, first_key, lane);
+    else
+      multiply_output(shared, S, sums, lane);
+  }
+  store_rows(sums, rows, O, lse, batch, head, M, size, lane);
+}

@@ -1,0 +1,40 @@
+#pragma once
+// Copies from global to shared memory that go on while the thread does other things.
+
+// Copies `bytes` of 16, 0 to 16, and writes zeros for the rest; both addresses are multiples of 16.
+// sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     unsigned(__cvta_generic_to_shared(shared))),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes)
+                 : "memory");
+  } else {
+    uint4 value = {};
+    if (bytes == 16) {
+      value = *static_cast<const uint4*>(global);
+    } else {
+      for (int i = 0; i < bytes / 2; ++i) {
+        reinterpret_cast<unsigned short*>(&value)[i] =
+            static_cast<const unsigned short*>(global)[i];
+      }
+    }
+    *static_cast<uint4*>(shared) = value;
+  }
+}
+
+// Ends a group of this thread's copies.  cp.async.commit_group
+__device__ __forceinline__ void commit_copies() {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+}
+
+// Waits until at most `pending` groups of this thread's copies are still under way; a barrier makes
+// what has landed known to other threads.  cp.async.wait_group
+template <int pending>
+__device__ __forceinline__ void wait_for_copies() {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+  }
+}

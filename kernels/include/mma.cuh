@@ -1,0 +1,84 @@
+#pragma once
+// 16x8x16 tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
+// function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
+// c = 2 * (l % 4):
+//
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
+//   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
+//
+// So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
+#include <cuda_fp16.h>
+
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+
+// Two floats rounded to T, the first in the lower bits.  cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
+template <class T>
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  unsigned pair;
+  if constexpr (is_half<T>) {
+    if constexpr (__CUDA_ARCH__ >= 800) {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    } else {
+      asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %2; cvt.rn.f16.f32 h, %1; mov.b32 %0, {l, h};}"
+          : "=r"(pair)
+          : "f"(high), "f"(low));
+    }
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+// Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
+// matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
+// each.  ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(unsigned(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// The same, each matrix transposed.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(unsigned(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                             unsigned b1) {
+  if constexpr (!is_half<T>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    if constexpr (__CUDA_ARCH__ >= 800) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+          "{%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+          "{%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[0]), "r"(a[1]), "r"(b0));
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+          "{%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[2]), "r"(a[3]), "r"(b1));
+    }
+  }
+}
