@@ -616,7 +616,7 @@ def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=_environment(),
+        env=_environment(folder),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -638,9 +638,12 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def _environment() -> dict[str, str]:
-    """The environment of a compiler: the caller's, with a place for zig's cache if it has none."""
-    environment = dict(os.environ, LC_ALL="C")
+def _environment(folder: Path | None) -> dict[str, str]:
+    """The environment of a compiler: the caller's, with a place for zig's cache if it has none.
+
+    Its temporary files go to the folder, which goes with them: a linker that is ended leaves some.
+    """
+    environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = store.user_cache()
     if base is None or not store.can_write(base / "zig"):
         for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
