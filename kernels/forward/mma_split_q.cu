@@ -8,6 +8,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
 //   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
+#include <fragments.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
 #include <shared.cuh>
@@ -15,10 +16,8 @@
 #include <tile.cuh>
 #include <warp.cuh>
 
-constexpr int step = 16;  // rows, keys and depth of a product
-constexpr int depth = cdiv(d, step) * step, width = cdiv(dv, step) * step;  // filled up with zeros
-constexpr int in_chunk = 8;                                                 // elements in 16 bytes
-constexpr float log2e = 1.44269504f;
+constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int in_chunk = 8;                  // elements in 16 bytes
 
 struct Shared {
   scalar Q[Br][depth];
@@ -34,30 +33,9 @@ struct alignas(16) Chunk {
   scalar x[in_chunk];
 };
 
-// A warp's part of S or O: products of 16 rows and 8 columns.
-template <int columns>
-using Fragments = float[Wr / step][columns / 8][4];
-
-// What a thread knows of the two rows that it holds in each 16.
-struct Rows {
-  int first, N, diagonal;
-  float maximum[Wr / step][2], sum[Wr / step][2];
-
-  __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
-  __device__ __forceinline__ int visible(int i, int half) const {
-    return visible_keys(row(i, half), N, diagonal);
-  }
-};
-
 template <int height, int columns>
 __device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
   return &tile[row][chunk * in_chunk];
-}
-
-// Whether every row of a tensor begins at a multiple of 16 bytes.
-__device__ __forceinline__ bool is_aligned(Tensor<const scalar> tensor) {
-  const long long strides = tensor.batch_stride | tensor.head_stride | tensor.row_stride;
-  return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(scalar)) % 16 == 0;
 }
 
 // Rows of a head with `cols` columns, 16 bytes at a time where they lie so; zeros outside it.
@@ -120,51 +98,6 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S
   }
 }
 
-// S becomes P = 2^((S - maximum) * scale2); O and the sums are rescaled to the new maximum.
-template <bool masked>
-__device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
-                                        int first_key, float scale2, int lane) {
-#pragma unroll
-  for (int i = 0; i < Wr / step; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest = rows.maximum[i][half];
-#pragma unroll
-      for (int n = 0; n < Bc / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = S[i][n][2 * half + e];
-          const int key = first_key + n * 8 + 2 * (lane % 4) + e;
-          if (masked && key >= rows.visible(i, half)) score = -infinity;
-          largest = fmax(largest, score);
-        }
-      }
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
-      // Before any finite score exponents are relative to 0: -infinity - -infinity would be NaN.
-      const float origin = largest == -infinity ? 0.0f : largest * scale2;
-      const float factor = exp2f(rows.maximum[i][half] * scale2 - origin);
-      rows.maximum[i][half] = largest;
-      float sum = rows.sum[i][half] * factor;
-#pragma unroll
-      for (int n = 0; n < Bc / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = S[i][n][2 * half + e];
-          score = exp2f(score * scale2 - origin);
-          sum += score;
-        }
-      }
-      rows.sum[i][half] = sum;
-#pragma unroll
-      for (int n = 0; n < width / 8; ++n) {
-        O[i][n][2 * half] *= factor;
-        O[i][n][2 * half + 1] *= factor;
-      }
-    }
-  }
-}
-
 // O += P V: two products of S side by side are an operand of this one.
 __device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<Bc>& P,
                                                 Fragments<width>& O, int lane) {
@@ -214,28 +147,6 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
           O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
         }
       }
-    }
-  }
-}
-
-// O / sum, and the logarithms of the sums.
-__device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows& rows,
-                                           Tensor<scalar> out, Tensor<real> lse, int batch,
-                                           int head, int M, float scale, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = rows.row(i / 2, i % 2);
-    float sum = rows.sum[i / 2][i % 2];
-    sum += __shfl_xor_sync(full_warp, sum, 1);
-    sum += __shfl_xor_sync(full_warp, sum, 2);
-    if (row >= M) continue;
-    const float inverse = sum == 0 ? 0.0f : 1 / sum;
-    if (lane % 4 == 0) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * scale + log(sum);
-    scalar* to = out.row(batch, head, row);
-#pragma unroll
-    for (int j = 0; j < width / 4; ++j) {
-      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      if (col < dv) to[col] = scalar(O[i / 2][j / 2][i % 2 * 2 + j % 2] * inverse);
     }
   }
 }

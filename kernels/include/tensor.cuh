@@ -12,6 +12,13 @@ struct Tensor {
   }
 };
 
+// Whether every row of a tensor begins at a multiple of 16 bytes.
+template <class T>
+__device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
+  const long long strides = tensor.batch_stride | tensor.head_stride | tensor.row_stride;
+  return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
+}
+
 // Blocks are counted along one axis, tiles fastest, then heads, then batch: no grid limit but 2^31.
 struct Place {
   int tile, head, batch;
