@@ -44,6 +44,33 @@ def mma_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
 
 
+SLICED_TILES = tuple(
+    dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "span", "stages"), sizes))
+    for sizes in (
+        (128, 256, 64, 64, 32, 512, 4),
+        (128, 256, 64, 64, 32, 256, 4),
+        (128, 128, 64, 32, 16, 256, 4),
+        (64, 128, 32, 32, 32, 256, 2),
+        (32, 64, 16, 32, 16, 64, 2),
+    )
+)
+SLICED_CANDIDATES = {
+    "Br": (64, 128, 256),
+    "Bc": (128, 256),
+    "Wr": (32, 64),
+    "Wc": (32, 64),
+    "Bd": (16, 32, 64),
+    "span": (128, 256, 512),
+    "stages": (2, 3, 4),
+}
+
+
+def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
+    """P and the slices in 16 bits; for each row factors of tiles of keys and shares of warps."""
+    slices = c.stages * (c.Br + c.Bc) * c.Bd
+    return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
+
+
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
@@ -414,5 +441,31 @@ KERNELS = (
             "store sectors": "7.6",
             "DRAM": "below 8",
         },
+    ),
+    Kernel(
+        name="mma_slices",
+        adds="Q, K and V pass by in slices of d and of keys: any head dimension",
+        launches=(
+            Launch(
+                "mma_slices",
+                args="Q K V O lse O_sum M N heads group diagonal scale",
+                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
+                shared=sliced_shared,
+            ),
+        ),
+        tiles=SLICED_TILES,
+        candidates=SLICED_CANDIDATES,
+        rules={
+            "Wr, Wc and Bd are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == c.Bd % 16 == 0,
+            "Br is a multiple of Wr, Bc of Wc and span of Bc": lambda c: (
+                c.Br % c.Wr == c.Bc % c.Wc == c.span % c.Bc == 0
+            ),
+            "stages is 2 or more": lambda c: c.stages >= 2,
+        },
+        dtypes=("float16", "bfloat16"),
+        dtype_arch={"bfloat16": "80"},
+        features=EVERYTHING,
+        scratch={"O_sum": ("batch heads M dv", "real")},
     ),
 )

@@ -1,0 +1,427 @@
+// mma_slices: `mma_async` for head dimensions of any size, which pass by in slices.
+//
+// Q and K are multiplied slice by slice of d into a tile of S, V slice by slice of keys into a tile
+// of O, and all slices pass through one ring of stages: shared memory does not depend on d or dv.
+// P of `span` keys stays on chip between the two products. Where there are more keys, O waits in
+// memory while P of the next span is computed.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_sum [batch, heads, M, dv]: scratch
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br * Bc / (Wr * Wc)): a warp owns Wr x Wc of
+//   S the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, d, dv, causal, threads,
+//   shared_bytes
+#include <cp_async.cuh>
+#include <fragments.cuh>
+#include <mask.cuh>
+#include <mma.cuh>
+#include <shared.cuh>
+#include <swizzle.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+#include <warp.cuh>
+
+constexpr int in_chunk = 8;          // elements in 16 bytes
+constexpr int col_warps = Bc / Wc;   // that share a row
+constexpr int slices = cdiv(d, Bd);  // of Q and K
+// A warp owns Wr x Wv of a tile of O. As many such tiles as Bc columns would make are equally wide.
+constexpr int Wv = cdiv(dv, cdiv(dv, Bc) * col_warps * step) * step;
+constexpr int Bo = Wv * col_warps;
+
+// The keys of a slice of V: as many as fit into a stage, 64 at most.
+__host__ __device__ constexpr int keys_in_slice(int most) {
+  return most > step && (most * Bo > (Br + Bc) * Bd || Bc % most != 0) ? keys_in_slice(most / 2)
+                                                                       : most;
+}
+constexpr int Bv = keys_in_slice(64);
+
+union Slice {
+  struct {
+    scalar Q[Br][Bd];
+    scalar K[Bc][Bd];
+  } scores;
+  scalar V[Bv][Bo];
+};
+
+struct Shared {
+  scalar P[Br][span];
+  Slice ring[stages];
+  float factors[span / Bc][Br];  // for O, at each tile of keys
+  float shares[col_warps][Br];   // of the row's maximum or sum, by warp
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover S");
+static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are whole products");
+static_assert(span % Bc == 0, "a span is made of whole tiles of keys");
+static_assert(stages >= 2, "one slice is multiplied while another one comes");
+
+template <int height, int columns>
+__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
+  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+}
+
+// The rows of a head.
+struct Head {
+  const scalar* rows;
+  long long stride;
+  bool aligned;
+
+  __device__ Head(Tensor<const scalar> tensor, int batch, int head, int first_row)
+      : rows(tensor.row(batch, head, first_row)),
+        stride(tensor.row_stride),
+        aligned(is_aligned(tensor)) {}
+};
+
+// Begins to copy a tile from a row and column of a head, 16 bytes at a time; zeros where so many
+// rows and columns end. Where rows do not lie so, elements are copied at once.
+template <bool whole, int height, int columns>
+__device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const Head& head,
+                                          int first_row, int first_col, int rows, int cols) {
+  const scalar* first = head.rows + first_row * head.stride + first_col;
+  if (head.aligned) {
+    const scalar* from = nullptr;
+    share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int turn) {
+      const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
+      if (turn == 0)
+        from = first + row * head.stride + chunk * in_chunk;
+      else
+        from += rows_in_turn<columns / in_chunk> * head.stride;
+      copy_async(at(tile, row, chunk), from, row < rows ? count * int(sizeof(scalar)) : 0);
+    });
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < height * columns; i += threads) {
+      const int row = i / columns, col = i % columns;
+      const bool inside = row < rows && col < cols;
+      at(tile, row, col / in_chunk)[col % in_chunk] =
+          inside ? first[row * head.stride + col] : scalar(0.0f);
+    }
+  }
+}
+
+// All slices that a block multiplies, one after the other: in each span of keys those of Q and K
+// for each tile of S, then those of V for each tile of O.
+struct Stream {
+  Head Q, K, V;
+  int rows, seen;  // rows of Q, and keys that some of them see
+  int first_key = 0, tile = 0, slice = 0, stage = 0;
+
+  // Begins to copy the next slice, if there is one, into a stage.
+  __device__ __forceinline__ void begin(Slice& to) {
+    const int keys = min(span, seen - first_key), score_tiles = cdiv(keys, Bc);
+    if (keys > 0) {
+      int end = slices;
+      if (tile < score_tiles) {
+        const int key = first_key + tile * Bc, col = slice * Bd;
+        copy_tile<d % Bd == 0>(to.scores.Q, Q, 0, col, rows, d - col);
+        copy_tile<d % Bd == 0>(to.scores.K, K, key, col, seen - key, d - col);
+      } else {
+        const int key = first_key + slice * Bv, col = (tile - score_tiles) * Bo;
+        copy_tile<dv % Bo == 0>(to.V, V, key, col, seen - key, dv - col);
+        end = cdiv(keys, Bv);
+      }
+      if (++slice == end) {
+        slice = 0;
+        if (++tile == score_tiles + cdiv(dv, Bo)) {
+          tile = 0;
+          first_key += span;
+        }
+      }
+    }
+    commit_copies();
+  }
+
+  // The slice whose turn it is.
+  __device__ __forceinline__ Slice& next(Shared& shared) {
+    wait_for_copies<stages - 2>();
+    __syncthreads();  // the slice is there, and the one before it is no longer read
+    Slice& current = shared.ring[stage];
+    begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
+    stage = stage == stages - 1 ? 0 : stage + 1;
+    return current;
+  }
+};
+
+// The part of a tile that a warp owns: its first row, and its place among those that share rows.
+struct Part {
+  int row, col_warp, lane;
+  bool used;  // there are such rows
+
+  __device__ __forceinline__ int tile_row(int i, int half) const {
+    return row + i * step + half * 8 + lane / 4;
+  }
+};
+
+// S += Q K^T over a slice of d.
+__device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wc>& S, const Part& own) {
+  const int first_key = own.col_warp * Wc, lane = own.lane;
+#pragma unroll
+  for (int k = 0; k < Bd / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      load_matrices(a[i], at(slice.scores.Q, own.row + i * step + lane % 16, 2 * k + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < Wc / step; ++n) {
+      const int key = first_key + n * step + lane / 16 * 8 + lane % 8;
+      unsigned b[4];
+      load_matrices(b, at(slice.scores.K, key, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V over a slice of keys, of which `key` is the first one's place in P.
+__device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wv>& O,
+                                                int key, const Part& own) {
+  const int first_chunk = own.col_warp * Wv / in_chunk, lane = own.lane;
+#pragma unroll
+  for (int k = 0; k < Bv / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      const int chunk = (key + k * step) / in_chunk + lane / 16;
+      load_matrices(a[i], at(shared.P, own.row + i * step + lane % 16, chunk));
+    }
+#pragma unroll
+    for (int n = 0; n < Wv / step; ++n) {
+      const int chunk = first_chunk + 2 * n + lane / 16;
+      unsigned b[4];
+      load_matrices_transposed(b, at(slice.V, k * step + lane % 16, chunk));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Whether one of the chunks of V that fall to this thread holds an infinity or NaN.
+__device__ bool is_strange(Slice& slice) {
+  bool strange = false;
+  share_out_rows<Bv, Bo / in_chunk>([&](int row, int chunk, int) {
+    const scalar* x = at(slice.V, row, chunk);
+    for (int j = 0; j < in_chunk; ++j) strange |= !(fabs(float(x[j])) < infinity);
+  });
+  return strange;
+}
+
+// The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
+// 0 * NaN is NaN, so each row takes the keys that it sees alone.
+__device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O, const Rows& rows,
+                                 int first_key, int key, const Part& own) {
+#pragma unroll 1
+  for (int k = 0; k < Bv; ++k) {
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      if (first_key + key + k >= rows.visible(i / 2, i % 2)) continue;
+      const int chunk = (key + k) / in_chunk;
+      const float weight =
+          float(at(shared.P, own.tile_row(i / 2, i % 2), chunk)[(key + k) % in_chunk]);
+#pragma unroll
+      for (int j = 0; j < Wv / 4; ++j) {
+        const scalar* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
+        O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[2 * (own.lane % 4) + j % 2]);
+      }
+    }
+  }
+}
+
+// S * sign becomes P = 2^((S - maximum) * scale2), in 16 bits and in shared memory from `key` on;
+// the sums are rescaled to the new maximum, and O will be by `factors`.
+template <bool masked>
+__device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& rows, int first_key,
+                                        int key, float sign, float scale2, const Part& own) {
+  const int own_key = key + own.col_warp * Wc;
+#pragma unroll
+  for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int visible = rows.visible(i, half) - first_key - own_key - 2 * (own.lane % 4);
+      float largest = -infinity;
+#pragma unroll
+      for (int n = 0; n < Wc / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = S[i][n][2 * half + e];
+          score = masked && n * 8 + e >= visible ? -infinity : score * sign;
+          largest = fmax(largest, score);
+        }
+      }
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
+      if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i, half)] = largest;
+    }
+  }
+  __syncthreads();  // each warp's largest scores are there
+#pragma unroll
+  for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = own.tile_row(i, half);
+      float largest = rows.maximum[i][half];
+#pragma unroll
+      for (int w = 0; w < col_warps; ++w) largest = fmax(largest, shared.shares[w][row]);
+      // Before any finite score exponents are relative to 0: -infinity - -infinity would be NaN.
+      const float origin = largest == -infinity ? 0.0f : largest * scale2;
+      const float factor = exp2f(rows.maximum[i][half] * scale2 - origin);
+      rows.maximum[i][half] = largest;
+      if (own.col_warp == 0 && own.lane % 4 == 0) shared.factors[key / Bc][row] = factor;
+      float sum = rows.sum[i][half] * factor;
+#pragma unroll
+      for (int n = 0; n < Wc / 8; ++n) {
+        const float p0 = exp2f(S[i][n][2 * half] * scale2 - origin);
+        const float p1 = exp2f(S[i][n][2 * half + 1] * scale2 - origin);
+        sum += p0;
+        sum += p1;
+        scalar* to = at(shared.P, row, own_key / in_chunk + n) + 2 * (own.lane % 4);
+        *reinterpret_cast<unsigned*>(to) = pack<scalar>(p0, p1);
+      }
+      rows.sum[i][half] = sum;
+    }
+  }
+}
+
+// Every thread's part of a row's sum becomes 1 / sum, or 0 for an empty row; writes the logarithms.
+__device__ __forceinline__ void finish_sums(Shared& shared, Rows& rows, Tensor<real> lse, int batch,
+                                            int head, int M, float scale, const Part& own) {
+  __syncthreads();  // before the sums overwrite the largest scores
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    float& sum = rows.sum[i / 2][i % 2];
+    sum += __shfl_xor_sync(full_warp, sum, 1);
+    sum += __shfl_xor_sync(full_warp, sum, 2);
+    if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i / 2, i % 2)] = sum;
+  }
+  __syncthreads();  // each warp's sums are there
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = rows.row(i / 2, i % 2);
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < col_warps; ++w) sum += shared.shares[w][own.tile_row(i / 2, i % 2)];
+    rows.sum[i / 2][i % 2] = sum == 0 ? 0.0f : 1 / sum;
+    if (row < M && own.col_warp == 0 && own.lane % 4 == 0) {
+      *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * scale + log(sum);
+    }
+  }
+}
+
+// Rescales O to the maximum of a tile of keys.
+__device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)[Br],
+                                        const Part& own) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const float factor = factors[own.tile_row(i / 2, i % 2)];
+#pragma unroll
+    for (int j = 0; j < Wv / 4; ++j) O[i / 2][j / 2][i % 2 * 2 + j % 2] *= factor;
+  }
+}
+
+// Calls body(row of the tensor, its column, sums of that column and the next) for the warp's part
+// of O.
+template <class Body>
+__device__ __forceinline__ void for_each_pair(Fragments<Wv>& O, const Rows& rows, int first_col,
+                                              int M, const Part& own, Body body) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    if (rows.row(i / 2, i % 2) >= M) continue;
+#pragma unroll
+    for (int n = 0; n < Wv / 8; ++n) {
+      const int col = first_col + own.col_warp * Wv + n * 8 + 2 * (own.lane % 4);
+      float (&sums)[4] = O[i / 2][n];
+      if (col < dv) body(i, col, sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Tensor<real> O_sum, int M, int N, int heads, int group, int diagonal,
+    real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(M, Br);
+  const Place block = place(blockIdx.x, tiles, heads);
+  const int head = block.head, batch = block.batch;
+  const int first_row = (tiles - 1 - block.tile) * Br;  // the longest rows of a causal mask first
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int own_row = warp % (Br / Wr) * Wr;
+  const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
+  const float size = scale == 0 ? 1.0f : fabs(scale);
+  const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
+  const int seen_by_all = visible_keys(first_row, N, diagonal);
+  const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+
+  Stream stream = {Head(Q, batch, head, first_row), Head(K, batch, head / group, 0),
+                   Head(V, batch, head / group, 0), M - first_row, seen_by_some};
+#pragma unroll 1
+  for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
+
+  Rows rows = {first_row + own.row + lane / 4, N, diagonal};
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    rows.maximum[i / 2][i % 2] = -infinity;
+    rows.sum[i / 2][i % 2] = 0;
+  }
+
+#pragma unroll 1
+  for (int first_key = 0; first_key == 0 || first_key < seen_by_some; first_key += span) {
+    const int keys = min(span, seen_by_some - first_key);
+#pragma unroll 1
+    for (int key = 0; key < keys; key += Bc) {
+      Fragments<Wc> S = {};
+#pragma unroll 1
+      for (int slice = 0; slice < slices; ++slice) {
+        Slice& current = stream.next(shared);
+        if (own.used && key + own.col_warp * Wc < keys) multiply_scores(current, S, own);
+      }
+      if (first_key + key + Bc > seen_by_all)
+        softmax<true>(shared, S, rows, first_key, key, sign, size * log2e, own);
+      else
+        softmax<false>(shared, S, rows, first_key, key, sign, size * log2e, own);
+    }
+
+    const bool last = first_key + span >= seen_by_some;
+    if (last) finish_sums(shared, rows, lse, batch, head, M, size, own);
+#pragma unroll 1
+    for (int col = 0; col < dv; col += Bo) {
+      Fragments<Wv> sums = {};
+      if (first_key > 0) {
+        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float& sum, float& next) {
+          const real* from = O_sum.row(batch, head, rows.row(i / 2, i % 2)) + col;
+          sum = from[0];
+          if (col + 1 < dv) next = from[1];
+        });
+      }
+#pragma unroll 1
+      for (int key = 0; key < keys; key += Bv) {
+        Slice& current = stream.next(shared);
+        if (key % Bc == 0 && first_key + key > 0) rescale(sums, shared.factors[key / Bc], own);
+        const bool masked = causal && first_key + key + Bv > seen_by_all;
+        if (masked && __syncthreads_or(is_strange(current)))
+          multiply_visible(shared, current, sums, rows, first_key, key, own);
+        else if (own.used)
+          multiply_output(shared, current, sums, key, own);
+      }
+      if (last) {
+        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float sum, float next) {
+          const float inverse = rows.sum[i / 2][i % 2];
+          scalar* to = O.row(batch, head, rows.row(i / 2, i % 2)) + col;
+          to[0] = scalar(sum * inverse);
+          if (col + 1 < dv) to[1] = scalar(next * inverse);
+        });
+      } else {
+        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float sum, float next) {
+          real* to = O_sum.row(batch, head, rows.row(i / 2, i % 2)) + col;
+          to[0] = sum;
+          if (col + 1 < dv) to[1] = next;
+        });
+      }
+    }
+  }
+}
