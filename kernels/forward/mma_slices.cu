@@ -216,14 +216,13 @@ __device__ bool is_strange(Slice& slice) {
 // 0 * NaN is NaN, so each row takes the keys that it sees alone.
 __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O, const Rows& rows,
                                  int first_key, int key, const Part& own) {
-#pragma unroll 1
-  for (int k = 0; k < Bv; ++k) {
 #pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      if (first_key + key + k >= rows.visible(i / 2, i % 2)) continue;
-      const int chunk = (key + k) / in_chunk;
-      const float weight =
-          float(at(shared.P, own.tile_row(i / 2, i % 2), chunk)[(key + k) % in_chunk]);
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = own.tile_row(i / 2, i % 2);
+    const int seen = min(Bv, rows.visible(i / 2, i % 2) - first_key - key);
+#pragma unroll 1
+    for (int k = 0; k < seen; ++k) {
+      const float weight = float(at(shared.P, row, (key + k) / in_chunk)[(key + k) % in_chunk]);
 #pragma unroll
       for (int j = 0; j < Wv / 4; ++j) {
         const scalar* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
@@ -288,13 +287,12 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& 
   }
 }
 
-// Every thread's part of a row's sum becomes 1 / sum, or 0 for an empty row; writes the logarithms.
-__device__ __forceinline__ void finish_sums(Shared& shared, Rows& rows, Tensor<real> lse, int batch,
-                                            int head, int M, float scale, const Part& own) {
+// Every thread's part of a row's sum becomes all of it.
+__device__ __forceinline__ void add_up_sums(Shared& shared, Rows& rows, const Part& own) {
   __syncthreads();  // before the sums overwrite the largest scores
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    float& sum = rows.sum[i / 2][i % 2];
+    float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
     if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i / 2, i % 2)] = sum;
@@ -302,14 +300,10 @@ __device__ __forceinline__ void finish_sums(Shared& shared, Rows& rows, Tensor<r
   __syncthreads();  // each warp's sums are there
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = rows.row(i / 2, i % 2);
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < col_warps; ++w) sum += shared.shares[w][own.tile_row(i / 2, i % 2)];
-    rows.sum[i / 2][i % 2] = sum == 0 ? 0.0f : 1 / sum;
-    if (row < M && own.col_warp == 0 && own.lane % 4 == 0) {
-      *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * scale + log(sum);
-    }
+    rows.sum[i / 2][i % 2] = sum;
   }
 }
 
@@ -324,20 +318,23 @@ __device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)
   }
 }
 
-// Calls body(row of the tensor, its column, sums of that column and the next) for the warp's part
-// of O.
-template <class Body>
-__device__ __forceinline__ void for_each_pair(Fragments<Wv>& O, const Rows& rows, int first_col,
-                                              int M, const Part& own, Body body) {
+// Calls body(i, address, col, sum, next) for each pair of neighbouring columns in the warp's part
+// of O, with its address in a tensor; i counts a thread's rows. `row` is where the thread begins.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_pair(Fragments<Wv>& O, T* row, long long stride,
+                                              const Rows& rows, int first_col, int M, Body body) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    if (rows.row(i / 2, i % 2) >= M) continue;
+    if (rows.row(i / 2, i % 2) < M) {
 #pragma unroll
-    for (int n = 0; n < Wv / 8; ++n) {
-      const int col = first_col + own.col_warp * Wv + n * 8 + 2 * (own.lane % 4);
-      float (&sums)[4] = O[i / 2][n];
-      if (col < dv) body(i, col, sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
+      for (int n = 0; n < Wv / 8; ++n) {
+        float (&sums)[4] = O[i / 2][n];
+        const int col = first_col + n * 8;
+        if (dv % Bo == 0 || col < dv)
+          body(i, row + n * 8, col, sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
+      }
     }
+    row += 8 * stride;
   }
 }
 
@@ -387,16 +384,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     }
 
     const bool last = first_key + span >= seen_by_some;
-    if (last) finish_sums(shared, rows, lse, batch, head, M, size, own);
+    if (last) add_up_sums(shared, rows, own);
+    const int own_col = own.col_warp * Wv + 2 * (lane % 4);
+    scalar* out = O.row(batch, head, rows.first) + own_col;
+    real* old = O_sum.row(batch, head, rows.first) + own_col;
 #pragma unroll 1
-    for (int col = 0; col < dv; col += Bo) {
+    for (int col = own_col; col < own_col + dv; col += Bo, out += Bo, old += Bo) {
       Fragments<Wv> sums = {};
       if (first_key > 0) {
-        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float& sum, float& next) {
-          const real* from = O_sum.row(batch, head, rows.row(i / 2, i % 2)) + col;
-          sum = from[0];
-          if (col + 1 < dv) next = from[1];
-        });
+        for_each_pair(sums, old, O_sum.row_stride, rows, col, M,
+                      [&](int, const real* from, int col, float& sum, float& next) {
+                        sum = from[0];
+                        if (dv % 2 == 0 || col + 1 < dv) next = from[1];
+                      });
       }
 #pragma unroll 1
       for (int key = 0; key < keys; key += Bv) {
@@ -409,19 +409,27 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
           multiply_output(shared, current, sums, key, own);
       }
       if (last) {
-        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float sum, float next) {
-          const float inverse = rows.sum[i / 2][i % 2];
-          scalar* to = O.row(batch, head, rows.row(i / 2, i % 2)) + col;
-          to[0] = scalar(sum * inverse);
-          if (col + 1 < dv) to[1] = scalar(next * inverse);
-        });
+        for_each_pair(sums, out, O.row_stride, rows, col, M,
+                      [&](int i, scalar* to, int col, float sum, float next) {
+                        const float total = rows.sum[i / 2][i % 2];
+                        const float inverse = total == 0 ? 0.0f : 1 / total;
+                        to[0] = scalar(sum * inverse);
+                        if (dv % 2 == 0 || col + 1 < dv) to[1] = scalar(next * inverse);
+                      });
       } else {
-        for_each_pair(sums, rows, col, M, own, [&](int i, int col, float sum, float next) {
-          real* to = O_sum.row(batch, head, rows.row(i / 2, i % 2)) + col;
-          to[0] = sum;
-          if (col + 1 < dv) to[1] = next;
-        });
+        for_each_pair(sums, old, O_sum.row_stride, rows, col, M,
+                      [&](int, real* to, int col, float sum, float next) {
+                        to[0] = sum;
+                        if (dv % 2 == 0 || col + 1 < dv) to[1] = next;
+                      });
       }
+    }
+  }
+  if (own.col_warp == 0 && lane % 4 == 0) {
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      const int row = rows.row(i / 2, i % 2);
+      const float sum = rows.sum[i / 2][i % 2];
+      if (row < M) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * size + log(sum);
     }
   }
 }
