@@ -12,6 +12,7 @@
 //   shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
+#include <fresh.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
 #include <shared.cuh>
@@ -79,14 +80,20 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
                                           int first_row, int first_col, int rows, int cols) {
   const scalar* first = head.rows + first_row * head.stride + first_col;
   if (head.aligned) {
+    constexpr int rows_down = rows_in_turn<columns / in_chunk>;
     const scalar* from = nullptr;
+    scalar* to = nullptr;
     share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int turn) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      if (turn == 0)
+      if (turn == 0) {
         from = first + row * head.stride + chunk * in_chunk;
-      else
-        from += rows_in_turn<columns / in_chunk> * head.stride;
-      copy_async(at(tile, row, chunk), from, row < rows ? count * int(sizeof(scalar)) : 0);
+        to = at(tile, row, chunk);
+      } else {
+        from += rows_down * head.stride;
+        // Eight rows down a chunk has the same place again.
+        to = rows_down % 8 == 0 ? to + rows_down * columns : at(tile, row, chunk);
+      }
+      copy_async(to, from, row < rows ? count * int(sizeof(scalar)) : 0);
     });
   } else {
 #pragma unroll 1
@@ -149,6 +156,10 @@ struct Part {
 
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return row + i * step + half * 8 + lane / 4;
+  }
+  // The same, from which nothing was computed ahead.
+  __device__ __forceinline__ Part again() const {
+    return {fresh(row), fresh(col_warp), fresh(lane), used};
   }
 };
 
@@ -215,11 +226,14 @@ __device__ bool is_strange(Slice& slice) {
 // The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
 // 0 * NaN is NaN, so each row takes the keys that it sees alone.
 __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O, const Rows& rows,
-                                 int first_key, int key, const Part& own) {
+                                 int first_key, int key, const Part& part) {
+  const Part own = part.again();
+
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = own.tile_row(i / 2, i % 2);
-    const int seen = min(Bv, rows.visible(i / 2, i % 2) - first_key - key);
+    const int seen =
+        min(Bv, visible_keys(fresh(rows.first) + i * 8, rows.N, rows.diagonal) - first_key - key);
 #pragma unroll 1
     for (int k = 0; k < seen; ++k) {
       const float weight = float(at(shared.P, row, (key + k) / in_chunk)[(key + k) % in_chunk]);
@@ -236,7 +250,8 @@ __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O,
 // the sums are rescaled to the new maximum, and O will be by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& rows, int first_key,
-                                        int key, float sign, float scale2, const Part& own) {
+                                        int key, float sign, float scale2, const Part& part) {
+  const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
   for (int i = 0; i < Wr / step; ++i) {
@@ -323,9 +338,11 @@ __device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)
 template <class T, class Body>
 __device__ __forceinline__ void for_each_pair(Fragments<Wv>& O, T* row, long long stride,
                                               const Rows& rows, int first_col, int M, Body body) {
+  stride = fresh(stride);
+  const int first_row = fresh(rows.first);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    if (rows.row(i / 2, i % 2) < M) {
+    if (first_row + i * 8 < M) {
 #pragma unroll
       for (int n = 0; n < Wv / 8; ++n) {
         float (&sums)[4] = O[i / 2][n];
@@ -392,7 +409,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     for (int col = own_col; col < own_col + dv; col += Bo, out += Bo, old += Bo) {
       Fragments<Wv> sums = {};
       if (first_key > 0) {
-        for_each_pair(sums, old, O_sum.row_stride, rows, col, M,
+        for_each_pair(sums, old, dv, rows, col, M,
                       [&](int, const real* from, int col, float& sum, float& next) {
                         sum = from[0];
                         if (dv % 2 == 0 || col + 1 < dv) next = from[1];
@@ -417,7 +434,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
                         if (dv % 2 == 0 || col + 1 < dv) to[1] = scalar(next * inverse);
                       });
       } else {
-        for_each_pair(sums, old, O_sum.row_stride, rows, col, M,
+        for_each_pair(sums, old, dv, rows, col, M,
                       [&](int, real* to, int col, float sum, float next) {
                         to[0] = sum;
                         if (dv % 2 == 0 || col + 1 < dv) to[1] = next;
@@ -427,7 +444,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   }
   if (own.col_warp == 0 && lane % 4 == 0) {
     for (int i = 0; i < 2 * (Wr / step); ++i) {
-      const int row = rows.row(i / 2, i % 2);
+      const int row = fresh(rows.first) + i * 8;
       const float sum = rows.sum[i / 2][i % 2];
       if (row < M) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * size + log(sum);
     }

@@ -1,0 +1,14 @@
+#pragma once
+// Against registers that fill up with what is rarely needed. Compilers compute what a loop does not
+// change before it, and keep it; of a value that they cannot foresee they compute nothing ahead.
+
+// The same number, as one that was not known before.
+__device__ __forceinline__ int fresh(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+__device__ __forceinline__ long long fresh(long long value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
