@@ -92,7 +92,8 @@ class Kernel:
     rules: what constants must keep, as ``{"in words": c -> bool}``.
     features: what it can do beyond the plain case: "causal", "gqa", "strides" (else inputs are
         copied to be contiguous), "lse" (else it is not returned), "dv" (dv other than d).
-    scratch: temporaries, as ``{name: (axes, "real" | "scalar")}``.
+    scratch: temporaries, as ``{name: (axes, "real" | "scalar")}``; in place of axes a formula may
+        count the elements, ``lambda p, c: …``.
     arch: the least compute capability.
     dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
     largest_d: of d and dv, if there is a limit beside shared memory.
@@ -115,7 +116,7 @@ class Kernel:
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     features: Sequence[str] = ()
-    scratch: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    scratch: Mapping[str, tuple[str | Formula, str]] = field(default_factory=dict)
     arch: str = "75"
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
@@ -186,8 +187,8 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "scratch is {name: (axes, 'real' or 'scalar')}": lambda x: all(
         kind in ("real", "scalar") for _, kind in x.scratch.values()
     ),
-    f"scratch has axes {', '.join(AXES)}": lambda x: all(
-        set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
+    f"scratch has axes {', '.join(AXES)}, or a formula": lambda x: all(
+        callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     f"arch is one of {', '.join(ARCHES)}": lambda x: x.arch in ARCHES,
     "dtype_arch are {dtype: compute capability}": lambda x: (

@@ -289,7 +289,6 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
-    scratch = max((prod(problem.shape(axes)) for axes, _ in kernel.scratch.values()), default=0)
     if problem.dtype.name not in kernel.dtypes:
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
     elif lacking:
@@ -300,8 +299,6 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
         reason = f"its head dimensions end at {kernel.largest_d}"
     elif matmuls and limits.no_matmul:
         reason = limits.no_matmul
-    elif scratch >= MOST_ELEMENTS:
-        reason = f"its scratch would have {scratch:,} elements, and an array has fewer than 2**59"
     else:
         return
     raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
@@ -352,6 +349,7 @@ def _with_constants(
     kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
 ) -> Plan:
     _check_rules(kernel, constants)
+    scratch = _scratch(kernel, problem, constants)
     return Plan(
         kernel=kernel,
         problem=problem,
@@ -360,7 +358,7 @@ def _with_constants(
             step if isinstance(step, Matmul) else _planned(kernel, step, problem, limits, constants)
             for step in _evaluated(kernel, "when", kernel.steps, problem)
         ),
-        scratch=_allocations(kernel.scratch, problem),
+        scratch=scratch,
         outputs=_allocations(_outputs(kernel), problem),
     )
 
@@ -422,6 +420,27 @@ def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
     return {x: outputs[x] for x in outputs if x != "lse" or "lse" in kernel.features}
 
 
+def _scratch(kernel: Kernel, problem: Problem, constants: Mapping[str, int]) -> Allocations:
+    """The kernel's scratch: of the axes that it names, or of as many elements as a formula says."""
+    c, arrays = SimpleNamespace(**constants), {}
+    for name, (axes, kind) in kernel.scratch.items():
+        if isinstance(axes, str):
+            shape = problem.shape(axes)
+        else:
+            shape = (_evaluated(kernel, f"scratch {name}", axes, problem, c),)
+            if not isinstance(shape[0], int | np.integer) or shape[0] < 0:
+                raise ValueError(
+                    f"{kernel.name}: the record's formula for scratch {name} gives {shape[0]!r} "
+                    f"for {problem}; it must give a whole number from 0"
+                )
+        if prod(shape) >= MOST_ELEMENTS:
+            size = f"{prod(shape):,} elements"
+            reason = f"its scratch would have {size}, and an array has fewer than 2**59"
+            raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+        arrays[name] = (shape, _dtype(problem, kind))
+    return arrays
+
+
 def _evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: Any) -> Any:
     """What a record's formula gives. Raises ValueError if it raises anything."""
     try:
@@ -454,8 +473,13 @@ def _check_formulas(
 
 
 def _allocations(arrays: Mapping[str, tuple[str, str]], problem: Problem) -> Allocations:
-    dtypes = {"scalar": problem.dtype.numpy, "real": problem.dtype.sums}
-    return {name: (problem.shape(axes), dtypes[kind]) for name, (axes, kind) in arrays.items()}
+    return {
+        name: (problem.shape(axes), _dtype(problem, kind)) for name, (axes, kind) in arrays.items()
+    }
+
+
+def _dtype(problem: Problem, kind: str) -> np.dtype:
+    return {"scalar": problem.dtype.numpy, "real": problem.dtype.sums}[kind]
 
 
 def _listed(constants: Mapping[str, int]) -> str:

@@ -71,6 +71,14 @@ def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
 
 
+def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
+    """The sums of O, its tiles filled up, if they have to wait for another span of keys."""
+    tiles, col_warps = cdiv(p.dv, c.Bc), c.Bc // c.Wc
+    width = cdiv(p.dv, tiles * col_warps * 16) * 16 * col_warps
+    rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
+    return rows * cdiv(p.dv, width) * width if c.span < p.N else 0
+
+
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
@@ -448,7 +456,7 @@ KERNELS = (
         launches=(
             Launch(
                 "mma_slices",
-                args="Q K V O lse O_sum M N heads group diagonal scale",
+                args="Q K V O lse O_sum.data M N heads group diagonal scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                 shared=sliced_shared,
@@ -466,6 +474,6 @@ KERNELS = (
         dtypes=("float16", "bfloat16"),
         dtype_arch={"bfloat16": "80"},
         features=EVERYTHING,
-        scratch={"O_sum": ("batch heads M dv", "real")},
+        scratch={"O_sum": (sliced_sums, "real")},
     ),
 )

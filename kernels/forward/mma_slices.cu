@@ -6,7 +6,7 @@
 // memory while P of the next span is computed.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_sum [batch, heads, M, dv]: scratch
+//   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br * Bc / (Wr * Wc)): a warp owns Wr x Wc of
 //   S the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, d, dv, causal, threads,
 //   shared_bytes
@@ -15,6 +15,7 @@
 #include <fresh.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
+#include <quads.cuh>
 #include <shared.cuh>
 #include <swizzle.cuh>
 #include <tensor.cuh>
@@ -34,6 +35,7 @@ __host__ __device__ constexpr int keys_in_slice(int most) {
                                                                        : most;
 }
 constexpr int Bv = keys_in_slice(64);
+constexpr int fragments = Wr / step * (Wv / 8);  // of O that a thread holds, 4 floats each
 
 union Slice {
   struct {
@@ -333,32 +335,49 @@ __device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)
   }
 }
 
-// Calls body(i, address, col, sum, next) for each pair of neighbouring columns in the warp's part
-// of O, with its address in a tensor; i counts a thread's rows. `row` is where the thread begins.
-template <class T, class Body>
-__device__ __forceinline__ void for_each_pair(Fragments<Wv>& O, T* row, long long stride,
-                                              const Rows& rows, int first_col, int M, Body body) {
+// The warp's part of a tile of O, as it lies in registers, to and from memory.
+__device__ __forceinline__ void save_sums(const Fragments<Wv>& O, float4* to) {
+#pragma unroll
+  for (int i = 0; i < fragments; ++i) {
+    const float (&x)[4] = O[i / (Wv / 8)][i % (Wv / 8)];
+    to[i * threads] = {x[0], x[1], x[2], x[3]};
+  }
+}
+
+__device__ __forceinline__ void load_sums(Fragments<Wv>& O, const float4* from) {
+#pragma unroll
+  for (int i = 0; i < fragments; ++i) {
+    const float4 x = from[i * threads];
+    float (&sums)[4] = O[i / (Wv / 8)][i % (Wv / 8)];
+    sums[0] = x.x, sums[1] = x.y, sums[2] = x.z, sums[3] = x.w;
+  }
+}
+
+// Writes the warp's part of a tile of O / sum, of which `to` is the first of the thread's rows.
+__device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows& rows, scalar* to,
+                                             long long stride, bool aligned, int first_col, int M,
+                                             const Part& own) {
   stride = fresh(stride);
   const int first_row = fresh(rows.first);
+  first_col += own.col_warp * Wv;
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    if (first_row + i * 8 < M) {
+    const float sum = rows.sum[i / 2][i % 2], inverse = sum == 0 ? 0.0f : 1 / sum;
+    unsigned pairs[Wv / 8];
 #pragma unroll
-      for (int n = 0; n < Wv / 8; ++n) {
-        float (&sums)[4] = O[i / 2][n];
-        const int col = first_col + n * 8;
-        if (dv % Bo == 0 || col < dv)
-          body(i, row + n * 8, col, sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
-      }
+    for (int n = 0; n < Wv / 8; ++n) {
+      const float (&x)[4] = O[i / 2][n];
+      pairs[n] = pack<scalar>(x[i % 2 * 2] * inverse, x[i % 2 * 2 + 1] * inverse);
     }
-    row += 8 * stride;
+    const bool inside = first_row + i * 8 < M;
+    store_row<dv>(to, pairs, first_col, aligned, inside, own.lane);
+    to += 8 * stride;
   }
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, Tensor<real> O_sum, int M, int N, int heads, int group, int diagonal,
-    real scale) {
+    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int diagonal, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
@@ -367,6 +386,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
+  const bool out_aligned = is_aligned(O);
   const float size = scale == 0 ? 1.0f : fabs(scale);
   const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
   const int seen_by_all = visible_keys(first_row, N, diagonal);
@@ -377,11 +397,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
-  Rows rows = {first_row + own.row + lane / 4, N, diagonal};
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    rows.maximum[i / 2][i % 2] = -infinity;
-    rows.sum[i / 2][i % 2] = 0;
-  }
+  Rows rows{first_row + own.row + lane / 4, N, diagonal};
+  for (int i = 0; i < 2 * (Wr / step); ++i) rows.maximum[i / 2][i % 2] = -infinity;
 
 #pragma unroll 1
   for (int first_key = 0; first_key == 0 || first_key < seen_by_some; first_key += span) {
@@ -402,19 +419,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 
     const bool last = first_key + span >= seen_by_some;
     if (last) add_up_sums(shared, rows, own);
-    const int own_col = own.col_warp * Wv + 2 * (lane % 4);
-    scalar* out = O.row(batch, head, rows.first) + own_col;
-    real* old = O_sum.row(batch, head, rows.first) + own_col;
+    scalar* out = O.row(batch, head, rows.first);
+    float4* saved = reinterpret_cast<float4*>(O_sum) +
+                    static_cast<long long>(blockIdx.x) * (cdiv(dv, Bo) * fragments * threads) +
+                    threadIdx.x;
 #pragma unroll 1
-    for (int col = own_col; col < own_col + dv; col += Bo, out += Bo, old += Bo) {
+    for (int col = 0; col < dv; col += Bo, saved += fragments * threads) {
       Fragments<Wv> sums = {};
-      if (first_key > 0) {
-        for_each_pair(sums, old, dv, rows, col, M,
-                      [&](int, const real* from, int col, float& sum, float& next) {
-                        sum = from[0];
-                        if (dv % 2 == 0 || col + 1 < dv) next = from[1];
-                      });
-      }
+      if (first_key > 0) load_sums(sums, saved);
 #pragma unroll 1
       for (int key = 0; key < keys; key += Bv) {
         Slice& current = stream.next(shared);
@@ -425,21 +437,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         else if (own.used)
           multiply_output(shared, current, sums, key, own);
       }
-      if (last) {
-        for_each_pair(sums, out, O.row_stride, rows, col, M,
-                      [&](int i, scalar* to, int col, float sum, float next) {
-                        const float total = rows.sum[i / 2][i % 2];
-                        const float inverse = total == 0 ? 0.0f : 1 / total;
-                        to[0] = scalar(sum * inverse);
-                        if (dv % 2 == 0 || col + 1 < dv) to[1] = scalar(next * inverse);
-                      });
-      } else {
-        for_each_pair(sums, old, dv, rows, col, M,
-                      [&](int, real* to, int col, float sum, float next) {
-                        to[0] = sum;
-                        if (dv % 2 == 0 || col + 1 < dv) to[1] = next;
-                      });
-      }
+      if (last)
+        store_output(sums, rows, out, O.row_stride, out_aligned, col, M, own);
+      else
+        save_sums(sums, saved);
     }
   }
   if (own.col_warp == 0 && lane % 4 == 0) {
