@@ -61,6 +61,15 @@ def test_every_kernel_for_every_architecture(record_property, arch, launch):
         assert made.spilled_bytes == 0
 
 
+@pytest.mark.parametrize("d", [512, 1024])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_large_head_dimensions_do_not_spill(arch, d):
+    for causal in (False, True):
+        problem = Problem.of_sizes(M=64, d=d, dtype="float16", causal=causal)
+        plan = planning.plan(LADDER["forward"]["mma_slices"], problem, limits_of(arch))
+        assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
+
+
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]

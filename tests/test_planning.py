@@ -152,8 +152,9 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
         ("float32", 128, "fa2_coalesced"),
         ("float64", 64, "fa2_coalesced"),
         ("float16", 256, "mma_async"),
-        ("float16", 1024, "v3"),
-        ("bfloat16", 1024, "fa2"),
+        ("float16", 257, "mma_slices"),
+        ("float16", 1024, "mma_slices"),
+        ("bfloat16", 1024, "mma_slices"),
     ],
 )
 def test_auto_takes_the_kernel_that_was_measured_fastest(dtype, d, fastest):
