@@ -113,6 +113,7 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
 struct Stream {
   Head Q, K, V;
   int rows, seen;  // rows of Q, and keys that some of them see
+  bool late;
   int first_key = 0, tile = 0, slice = 0, stage = 0;
 
   // Begins to copy the next slice, if there is one, into a stage.
@@ -140,14 +141,17 @@ struct Stream {
     commit_copies();
   }
 
-  // The slice whose turn it is.
+  // The slice whose turn it is. While some warps multiply it others begin the copies, for they
+  // share the schedulers: `late` ones copy when they have multiplied, in `done`.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     wait_for_copies<stages - 2>();
     __syncthreads();  // the slice is there, and the one before it is no longer read
-    Slice& current = shared.ring[stage];
-    begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
+    if (!late) begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
+    return shared.ring[stage];
+  }
+  __device__ __forceinline__ void done(Shared& shared) {
+    if (late) begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
     stage = stage == stages - 1 ? 0 : stage + 1;
-    return current;
   }
 };
 
@@ -392,8 +396,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int seen_by_all = visible_keys(first_row, N, diagonal);
   const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
 
-  Stream stream = {Head(Q, batch, head, first_row), Head(K, batch, head / group, 0),
-                   Head(V, batch, head / group, 0), M - first_row, seen_by_some};
+  Stream stream = {Head(Q, batch, head, first_row),
+                   Head(K, batch, head / group, 0),
+                   Head(V, batch, head / group, 0),
+                   M - first_row,
+                   seen_by_some,
+                   warp / 4 % 2 == 1};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
@@ -410,6 +418,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       for (int slice = 0; slice < slices; ++slice) {
         Slice& current = stream.next(shared);
         if (own.used && key + own.col_warp * Wc < keys) multiply_scores(current, S, own);
+        stream.done(shared);
       }
       if (first_key + key + Bc > seen_by_all)
         softmax<true>(shared, S, rows, first_key, key, sign, size * log2e, own);
@@ -436,6 +445,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
           multiply_visible(shared, current, sums, rows, first_key, key, own);
         else if (own.used)
           multiply_output(shared, current, sums, key, own);
+        stream.done(shared);
       }
       if (last)
         store_output(sums, rows, out, O.row_stride, out_aligned, col, M, own);
@@ -444,10 +454,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     }
   }
   if (own.col_warp == 0 && lane % 4 == 0) {
+    const Place same = place(fresh(int(blockIdx.x)), tiles, heads);
     for (int i = 0; i < 2 * (Wr / step); ++i) {
       const int row = fresh(rows.first) + i * 8;
       const float sum = rows.sum[i / 2][i % 2];
-      if (row < M) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * size + log(sum);
+      if (row < M)
+        *lse.row(same.batch, same.head, row) = rows.maximum[i / 2][i % 2] * size + log(sum);
     }
   }
 }
