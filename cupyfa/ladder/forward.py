@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import Problem
 
@@ -23,6 +23,7 @@ ROW_TILES = tuple(
     if Bc <= Br <= 16 * Bc
 )
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
+Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
 MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
@@ -31,7 +32,25 @@ MMA_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
     256: ({"Br": 64, "Bc": 64, "Wr": 16},),
 }
-MMA_CANDIDATES = {"Br": (32, 64, 96, 128, 192, 256), "Bc": (32, 64, 96, 128), "Wr": (16, 32)}
+MMA_ASYNC_TILES = tuple(
+    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 1} for Br in (64, 32, 16) for Bc in (32, 16)
+)
+MMA_ASYNC_TILES_UP_TO = {
+    64: (
+        {"Br": 128, "Bc": 96, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 1},
+    ),
+    128: (
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},
+    ),
+    256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
+}
+MMA_CANDIDATES = {
+    "Br": (32, 64, 96, 128, 192, 256),
+    "Bc": (32, 48, 64, 80, 96, 112, 128),
+    "Wr": (16, 32),
+}
 MMA_RULES = {
     "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
     "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
@@ -42,6 +61,12 @@ def mma_shared(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
+
+
+def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with `stages` of K and V; O takes the place of Q at the end."""
+    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
+    return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
@@ -75,6 +100,10 @@ def mma_kernel(
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
     predicts: Mapping[str, str],
+    shared: Formula = mma_shared,
+    tiles: Tiles = MMA_TILES,
+    tiles_up_to: Mapping[int, Tiles] = MMA_TILES_UP_TO,
+    candidates: Mapping[str, tuple[int, ...]] = MMA_CANDIDATES,
 ) -> Kernel:
     """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
     return Kernel(
@@ -86,12 +115,12 @@ def mma_kernel(
                 args="Q K V O lse M N heads group diagonal scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
-                shared=mma_shared,
+                shared=shared,
             ),
         ),
-        tiles=MMA_TILES,
-        tiles_up_to=MMA_TILES_UP_TO,
-        candidates=MMA_CANDIDATES,
+        tiles=tiles,
+        tiles_up_to=tiles_up_to,
+        candidates=candidates,
         rules=MMA_RULES,
         dtypes=("float16", "bfloat16"),
         dtype_arch={"bfloat16": "80"},
@@ -414,5 +443,9 @@ KERNELS = (
             "store sectors": "7.6",
             "DRAM": "below 8",
         },
+        shared=mma_async_shared,
+        tiles=MMA_ASYNC_TILES,
+        tiles_up_to=MMA_ASYNC_TILES_UP_TO,
+        candidates=MMA_CANDIDATES | {"stages": (1, 2)},
     ),
 )

@@ -171,11 +171,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     apply_sign(shared, scale);
   }
   Fragments<width> sums = {};
-  Rows rows = {first_row + own_row + lane / 4, N, diagonal};
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    rows.maximum[i / 2][i % 2] = -infinity;
-    rows.sum[i / 2][i % 2] = 0;
-  }
+  Rows rows(first_row + own_row + lane / 4, N, diagonal, size);
 
   const int seen_by_all = visible_keys(first_row, N, diagonal);
   const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
@@ -189,13 +185,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     Fragments<Bc> S = {};
     multiply_scores(shared, S, own_row, lane);
     if (masked)
-      softmax<true>(S, sums, rows, first_key, size * log2e, lane);
+      softmax<true>(S, sums, rows, first_key, lane);
     else
-      softmax<false>(S, sums, rows, first_key, size * log2e, lane);
+      softmax<false>(S, sums, rows, first_key, lane);
     if (causal && strange)
       multiply_visible(shared, S, sums, rows, first_key, lane);
     else
       multiply_output(shared, S, sums, lane);
   }
-  store_rows(sums, rows, O, lse, batch, head, M, size, lane);
+  finish_rows(sums, rows, lse, batch, head, M, lane);
+  store_rows(sums, rows, O, batch, head, M, lane);
 }
