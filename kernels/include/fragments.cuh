@@ -17,12 +17,12 @@ using Fragments = float[Wr / step][columns / 8][4];
 
 // What a thread knows of the two rows that it holds in each 16.
 struct Rows {
-  int first, N, diagonal;
+  int first, N, diagonal, lower;
   float maximum[Wr / step][2], sum[Wr / step][2];
 
   __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
-  __device__ __forceinline__ int visible(int i, int half) const {
-    return visible_keys(row(i, half), N, diagonal);
+  __device__ __forceinline__ bool sees(int i, int half, int key) const {
+    return sees_key(row(i, half), key, N, diagonal, lower);
   }
 };
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, R
         for (int e = 0; e < 2; ++e) {
           float& score = S[i][n][2 * half + e];
           const int key = first_key + n * 8 + 2 * (lane % 4) + e;
-          if (masked && key >= rows.visible(i, half)) score = -infinity;
+          if (masked && !rows.sees(i, half, key)) score = -infinity;
           largest = fmax(largest, score);
         }
       }
