@@ -9,7 +9,8 @@ from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import Problem
 
-EVERYTHING = ("causal", "gqa", "strides", "lse", "dv")
+ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
+EVERYTHING = (*ALL_BUT_WINDOWS, "window")
 SUMS_IN_MEMORY = {
     "O_sum": ("batch heads M dv", "real"),
     "row_max": ("batch heads M", "real"),
@@ -80,10 +81,10 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             Matmul("O", "P", "V"),
             Launch(
                 "mend_rows",
-                args="P V O M N heads group diagonal",
+                args="P V O M N heads group diagonal lower",
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
-                when=lambda p: p.causal is not None,
+                when=lambda p: p.is_masked,
             ),
         ),
         features=EVERYTHING,
@@ -112,7 +113,7 @@ def mma_kernel(
         launches=(
             Launch(
                 name,
-                args="Q K V O lse M N heads group diagonal scale",
+                args="Q K V O lse M N heads group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
@@ -179,7 +180,7 @@ KERNELS = (
         tiles=tuple({"Br": size, "Bc": size} for size in (32, 16, 8, 4, 2, 1)),
         candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: short scoreboard",
@@ -211,7 +212,7 @@ KERNELS = (
         ),
         tiles=({"Bc": 4}, {"Bc": 2}, {"Bc": 1}),
         candidates={"Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: barrier",
@@ -241,7 +242,7 @@ KERNELS = (
         ),
         tiles=({"Br": 4, "Bc": 2}, {"Br": 2, "Bc": 2}, {"Br": 2, "Bc": 1}, {"Br": 1, "Bc": 1}),
         candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: long scoreboard",
@@ -279,7 +280,7 @@ KERNELS = (
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
         },
         dtypes=("float16", "bfloat16", "float32"),
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
@@ -303,7 +304,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -343,7 +344,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2_coalesced",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(

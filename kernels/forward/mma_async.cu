@@ -6,7 +6,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <mask.cuh>
@@ -171,7 +171,7 @@ __device__ void multiply_visible(scalar (&V)[Bc][width], Fragments<Bc>& P, Fragm
         const float (&p)[4] = P[i / 2][n];
         const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
         const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
-        if (first_key + key >= rows.visible(i / 2, i % 2)) continue;
+        if (!rows.sees(i / 2, i % 2, first_key + key)) continue;
 #pragma unroll
         for (int j = 0; j < width / 4; ++j) {
           const int col = j / 2 * 8 + 2 * (lane % 4);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     if (more) copy_tile<d>(shared.K[0], task.keys, first_key + Bc);
     commit_copies();
   }
-  const bool strange = causal && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
   if (seen) {
     rescale<masked>(S, O, rows, first_key, task.lane);
     if (strange)
@@ -256,7 +256,7 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
@@ -264,10 +264,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Head queries(Q, batch, head, M);
   const Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
+  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
 
   copy_tile<d>(shared.Q, queries, first_row);
-  copy_tile<d>(shared.K[0], keys, 0);
-  if (stages == 2) copy_tile<dv>(shared.V[0], values, 0);
+  copy_tile<d>(shared.K[0], keys, start);
+  if (stages == 2) copy_tile<dv>(shared.V[0], values, start);
   commit_copies();
   wait_for_copies<0>();
   __syncthreads();
@@ -276,14 +277,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     __syncthreads();
   }
   Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, diagonal, scale == 0 ? 1.0f : fabs(scale));
+  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
   const int seen_by_all = visible_keys(first_row, N, diagonal);
-  const int end = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+  const int last_row = min(first_row + Br, M) - 1;
+  const int end = visible_keys(last_row, N, diagonal);
+  const int hidden_from_some = hidden_keys(last_row, N, lower);
   const int seen = visible_keys(first_row + own_row + Wr - 1, N, diagonal);
   const Task task = {shared, keys, values, own_row, lane, end, seen};
   int buffer = 0;
-  for (int first_key = 0; first_key < end; first_key += Bc) {
-    if (first_key + Bc <= seen_by_all)
+  for (int first_key = start; first_key < end; first_key += Bc) {
+    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
       attend<false>(task, first_key, buffer, sums, rows);
     else
       attend<true>(task, first_key, buffer, sums, rows);

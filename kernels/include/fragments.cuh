@@ -20,17 +20,17 @@ using Fragments = float[Wr / step][columns / 8][4];
 // that weights are powers of two. A maximum begins with the lowest finite number: -infinity would
 // make NaN of a row whose scores are all masked.
 struct Rows {
-  int first, N, diagonal;
+  int first, N, diagonal, lower;
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
-  __device__ __forceinline__ Rows(int first, int N, int diagonal, float scale)
-      : first(first), N(N), diagonal(diagonal), scale2(scale * log2e), sum() {
+  __device__ __forceinline__ Rows(int first, int N, int diagonal, int lower, float scale)
+      : first(first), N(N), diagonal(diagonal), lower(lower), scale2(scale * log2e), sum() {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
   }
 
   __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
-  __device__ __forceinline__ int visible(int i, int half) const {
-    return visible_keys(row(i, half), N, diagonal);
+  __device__ __forceinline__ bool sees(int i, int half, int key) const {
+    return sees_key(row(i, half), key, N, diagonal, lower);
   }
   __device__ __forceinline__ void add(const float (&more)[Wr / step][2]) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int key = first_key + n * 8 + 2 * (lane % 4) + e % 2;
-        if (masked && key >= rows.visible(i, e / 2)) S[i][n][e] = -infinity;
+        if (masked && !rows.sees(i, e / 2, key)) S[i][n][e] = -infinity;
         maximum[i][e / 2] = fmax(maximum[i][e / 2], S[i][n][e]);
       }
     }
