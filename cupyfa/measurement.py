@@ -77,6 +77,7 @@ class Measurement:
             **{x: None if softmax and x not in "MN" else getattr(p, x) for x in _SIZES},
             "dtype": p.dtype.name,
             "causal": p.causal,
+            "window": p.window_text,
             "scale": None if softmax else p.scale,
             "constants": dict(self.constants),
             "ms": self.time,

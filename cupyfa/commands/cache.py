@@ -17,7 +17,9 @@ from cupyfa.commands.options import (
     kernel_names,
     kernels_argument,
     progress_bar,
+    window_option,
 )
+from cupyfa.problem import Window
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 
@@ -76,6 +78,7 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask, not without one.")
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
+@window_option
 @backend_option
 @format_option
 def warm(
@@ -86,6 +89,7 @@ def warm(
     dv: int | None,
     causal: bool,
     both: bool,
+    window: Window | None,
     backend: str,
     form: str,
 ) -> None:
@@ -101,5 +105,7 @@ def warm(
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)
     with progress_bar("compiling") as progress, engine.working_on(None):
-        done = caches.warm(engine, chosen, dtypes, sizes, dv=dv, masks=masks, progress=progress)
+        done = caches.warm(
+            engine, chosen, dtypes, sizes, dv=dv, masks=masks, window=window, progress=progress
+        )
     click.echo(report.render([done.row()], form))

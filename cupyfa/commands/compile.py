@@ -12,9 +12,11 @@ from cupyfa.commands.options import (
     kernel_names,
     kernels_argument,
     progress_bar,
+    window_option,
 )
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import ARCHES
+from cupyfa.problem import Window
 
 
 @click.command("compile")
@@ -31,6 +33,7 @@ from cupyfa.kernel import ARCHES
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask.")
+@window_option
 @format_option
 def compile_kernels(
     kernels: tuple[str, ...],
@@ -40,6 +43,7 @@ def compile_kernels(
     d: int,
     dv: int | None,
     causal: bool,
+    window: Window | None,
     form: str,
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
@@ -48,7 +52,13 @@ def compile_kernels(
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
     plans = compiling.plans(
-        chosen, [x.strip() for x in arches.split(",")], dtypes or tuple(DTYPES), d, dv, causal
+        chosen,
+        [x.strip() for x in arches.split(",")],
+        dtypes or tuple(DTYPES),
+        d,
+        dv,
+        causal,
+        window,
     )
     rows = []
     with progress_bar("compiling") as progress:

@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from cupyfa import compiling, planning, records, report, sources, sweeps
-from cupyfa.commands.options import DTYPE, dtype_choice, size, tile_options, tile_sizes
+from cupyfa.commands.options import (
+    DTYPE,
+    dtype_choice,
+    size,
+    tile_options,
+    tile_sizes,
+    window_option,
+)
 from cupyfa.problem import Problem
 
 
@@ -32,6 +39,7 @@ from cupyfa.problem import Problem
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--dtype", type=dtype_choice, show_default=DTYPE)
 @click.option("--causal", is_flag=True, help="With a causal mask.")
+@window_option
 @tile_options
 def show(
     kernel: str,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import Problem
 
-EVERYTHING = ("causal", "gqa", "strides", "lse", "dv")
+ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
+EVERYTHING = (*ALL_BUT_WINDOWS, "window")
 SUMS_IN_MEMORY = {
     "O_sum": ("batch heads M dv", "real"),
     "row_max": ("batch heads M", "real"),
@@ -23,6 +24,7 @@ ROW_TILES = tuple(
     if Bc <= Br <= 16 * Bc
 )
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
+Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
 MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
@@ -31,7 +33,25 @@ MMA_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
     256: ({"Br": 64, "Bc": 64, "Wr": 16},),
 }
-MMA_CANDIDATES = {"Br": (32, 64, 96, 128, 192, 256), "Bc": (32, 64, 96, 128), "Wr": (16, 32)}
+MMA_ASYNC_TILES = tuple(
+    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 1} for Br in (64, 32, 16) for Bc in (32, 16)
+)
+MMA_ASYNC_TILES_UP_TO = {
+    64: (
+        {"Br": 128, "Bc": 96, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 1},
+    ),
+    128: (
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},
+    ),
+    256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
+}
+MMA_CANDIDATES = {
+    "Br": (32, 64, 96, 128, 192, 256),
+    "Bc": (32, 48, 64, 80, 96, 112, 128),
+    "Wr": (16, 32),
+}
 MMA_RULES = {
     "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
     "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
@@ -42,6 +62,12 @@ def mma_shared(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
+
+
+def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with `stages` of K and V; O takes the place of Q at the end."""
+    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
+    return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
 SLICED_TILES = tuple(
@@ -90,10 +116,10 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             Matmul("O", "P", "V"),
             Launch(
                 "mend_rows",
-                args="P V O M N heads group diagonal",
+                args="P V O M N heads group diagonal lower",
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
-                when=lambda p: p.causal is not None,
+                when=lambda p: p.is_masked,
             ),
         ),
         features=EVERYTHING,
@@ -110,6 +136,10 @@ def mma_kernel(
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
     predicts: Mapping[str, str],
+    shared: Formula = mma_shared,
+    tiles: Tiles = MMA_TILES,
+    tiles_up_to: Mapping[int, Tiles] = MMA_TILES_UP_TO,
+    candidates: Mapping[str, tuple[int, ...]] = MMA_CANDIDATES,
 ) -> Kernel:
     """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
     return Kernel(
@@ -118,15 +148,15 @@ def mma_kernel(
         launches=(
             Launch(
                 name,
-                args="Q K V O lse M N heads group diagonal scale",
+                args="Q K V O lse M N heads group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
-                shared=mma_shared,
+                shared=shared,
             ),
         ),
-        tiles=MMA_TILES,
-        tiles_up_to=MMA_TILES_UP_TO,
-        candidates=MMA_CANDIDATES,
+        tiles=tiles,
+        tiles_up_to=tiles_up_to,
+        candidates=candidates,
         rules=MMA_RULES,
         dtypes=("float16", "bfloat16"),
         dtype_arch={"bfloat16": "80"},
@@ -185,7 +215,7 @@ KERNELS = (
         tiles=tuple({"Br": size, "Bc": size} for size in (32, 16, 8, 4, 2, 1)),
         candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: short scoreboard",
@@ -217,7 +247,7 @@ KERNELS = (
         ),
         tiles=({"Bc": 4}, {"Bc": 2}, {"Bc": 1}),
         candidates={"Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: barrier",
@@ -247,7 +277,7 @@ KERNELS = (
         ),
         tiles=({"Br": 4, "Bc": 2}, {"Br": 2, "Bc": 2}, {"Br": 2, "Bc": 1}, {"Br": 1, "Bc": 1}),
         candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: long scoreboard",
@@ -285,7 +315,7 @@ KERNELS = (
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
         },
         dtypes=("float16", "bfloat16", "float32"),
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
@@ -309,7 +339,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -349,7 +379,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2_coalesced",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -449,6 +479,10 @@ KERNELS = (
             "store sectors": "7.6",
             "DRAM": "below 8",
         },
+        shared=mma_async_shared,
+        tiles=MMA_ASYNC_TILES,
+        tiles_up_to=MMA_ASYNC_TILES_UP_TO,
+        candidates=MMA_CANDIDATES | {"stages": (1, 2)},
     ),
     Kernel(
         name="mma_slices",
@@ -456,7 +490,7 @@ KERNELS = (
         launches=(
             Launch(
                 "mma_slices",
-                args="Q K V O lse O_sum.data M N heads group diagonal scale",
+                args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                 shared=sliced_shared,

@@ -7,9 +7,10 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
-//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br * Bc / (Wr * Wc)): a warp owns Wr x Wc of
-//   S the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, d, dv, causal, threads,
-//   shared_bytes
+//   grid (cdiv(M, Br) * heads * batch)
+//   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
+//   the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, d, dv, causal, windowed,
+//   threads, shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <fresh.cuh>
@@ -114,7 +115,7 @@ struct Stream {
   Head Q, K, V;
   int rows, seen;  // rows of Q, and keys that some of them see
   bool late;
-  int first_key = 0, tile = 0, slice = 0, stage = 0;
+  int first_key, tile = 0, slice = 0, stage = 0;
 
   // Begins to copy the next slice, if there is one, into a stage.
   __device__ __forceinline__ void begin(Slice& to) {
@@ -219,14 +220,17 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// Whether one of the chunks of V that fall to this thread holds an infinity or NaN.
-__device__ bool is_strange(Slice& slice) {
-  bool strange = false;
+// Whether one of the chunks of V that fall to this thread holds an infinity or NaN: numbers whose
+// exponent is all ones, so that one more in its last place carries into the sign's.
+__device__ __forceinline__ bool is_strange(Slice& slice) {
+  constexpr unsigned last_place = is_half<scalar> ? 0x04000400 : 0x00800080;
+  unsigned carries = 0;
+  const auto look_at = [&](unsigned pair) { carries |= (pair & 0x7fff7fff) + last_place; };
   share_out_rows<Bv, Bo / in_chunk>([&](int row, int chunk, int) {
-    const scalar* x = at(slice.V, row, chunk);
-    for (int j = 0; j < in_chunk; ++j) strange |= !(fabs(float(x[j])) < infinity);
+    const uint4 x = *reinterpret_cast<const uint4*>(at(slice.V, row, chunk));
+    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
   });
-  return strange;
+  return carries & 0x80008000;
 }
 
 // The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
@@ -234,15 +238,15 @@ __device__ bool is_strange(Slice& slice) {
 __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O, const Rows& rows,
                                  int first_key, int key, const Part& part) {
   const Part own = part.again();
-
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = own.tile_row(i / 2, i % 2);
-    const int seen =
-        min(Bv, visible_keys(fresh(rows.first) + i * 8, rows.N, rows.diagonal) - first_key - key);
+    const int tile_row = own.tile_row(i / 2, i % 2), row = fresh(rows.first) + i * 8;
+    const int hidden = hidden_keys(row, rows.N, rows.lower) - first_key - key;
+    const int visible = visible_keys(row, rows.N, rows.diagonal) - first_key - key;
 #pragma unroll 1
-    for (int k = 0; k < seen; ++k) {
-      const float weight = float(at(shared.P, row, (key + k) / in_chunk)[(key + k) % in_chunk]);
+    for (int k = max(0, hidden); k < min(Bv, visible); ++k) {
+      const float weight =
+          float(at(shared.P, tile_row, (key + k) / in_chunk)[(key + k) % in_chunk]);
 #pragma unroll
       for (int j = 0; j < Wv / 4; ++j) {
         const scalar* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
@@ -252,25 +256,25 @@ __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O,
   }
 }
 
-// S * sign becomes P = 2^((S - maximum) * scale2), in 16 bits and in shared memory from `key` on;
-// the sums are rescaled to the new maximum, and O will be by `factors`.
+// S * sign becomes P = 2^(S * scale2 - maximum), in 16 bits and in shared memory from `key` on; the
+// sums are rescaled to the new maximum, and O will be by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& rows, int first_key,
-                                        int key, float sign, float scale2, const Part& part) {
+                                        int key, float sign, const Part& part) {
   const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
   for (int i = 0; i < Wr / step; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = rows.visible(i, half) - first_key - own_key - 2 * (own.lane % 4);
       float largest = -infinity;
 #pragma unroll
       for (int n = 0; n < Wc / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = S[i][n][2 * half + e];
-          score = masked && n * 8 + e >= visible ? -infinity : score * sign;
+          const int column = first_key + own_key + n * 8 + 2 * (own.lane % 4) + e;
+          score = masked && !rows.sees(i, half, column) ? -infinity : score * sign;
           largest = fmax(largest, score);
         }
       }
@@ -285,25 +289,24 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = own.tile_row(i, half);
-      float largest = rows.maximum[i][half];
+      float largest = -infinity;
 #pragma unroll
       for (int w = 0; w < col_warps; ++w) largest = fmax(largest, shared.shares[w][row]);
-      // Before any finite score exponents are relative to 0: -infinity - -infinity would be NaN.
-      const float origin = largest == -infinity ? 0.0f : largest * scale2;
-      const float factor = exp2f(rows.maximum[i][half] * scale2 - origin);
-      rows.maximum[i][half] = largest;
+      const float before = rows.maximum[i][half], now = fmax(before, largest * rows.scale2);
+      const float factor = exp2f(before - now);
+      rows.maximum[i][half] = now;
       if (own.col_warp == 0 && own.lane % 4 == 0) shared.factors[key / Bc][row] = factor;
-      float sum = rows.sum[i][half] * factor;
+      float sum = 0;
 #pragma unroll
       for (int n = 0; n < Wc / 8; ++n) {
-        const float p0 = exp2f(S[i][n][2 * half] * scale2 - origin);
-        const float p1 = exp2f(S[i][n][2 * half + 1] * scale2 - origin);
+        const float p0 = exp2f(S[i][n][2 * half] * rows.scale2 - now);
+        const float p1 = exp2f(S[i][n][2 * half + 1] * rows.scale2 - now);
         sum += p0;
         sum += p1;
         scalar* to = at(shared.P, row, own_key / in_chunk + n) + 2 * (own.lane % 4);
         *reinterpret_cast<unsigned*>(to) = pack<scalar>(p0, p1);
       }
-      rows.sum[i][half] = sum;
+      rows.sum[i][half] = rows.sum[i][half] * factor + sum;
     }
   }
 }
@@ -381,7 +384,8 @@ __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows&
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int diagonal, real scale) {
+    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int diagonal, int lower,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
@@ -391,25 +395,27 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
   const bool out_aligned = is_aligned(O);
-  const float size = scale == 0 ? 1.0f : fabs(scale);
   const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
   const int seen_by_all = visible_keys(first_row, N, diagonal);
-  const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+  const int last_row = min(first_row + Br, M) - 1;
+  const int seen_by_some = visible_keys(last_row, N, diagonal);
+  const int hidden_from_some = hidden_keys(last_row, N, lower);
+  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
 
   Stream stream = {Head(Q, batch, head, first_row),
                    Head(K, batch, head / group, 0),
                    Head(V, batch, head / group, 0),
                    M - first_row,
                    seen_by_some,
-                   warp / 4 % 2 == 1};
+                   warp / 4 % 2 == 1,
+                   start};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
-  Rows rows{first_row + own.row + lane / 4, N, diagonal};
-  for (int i = 0; i < 2 * (Wr / step); ++i) rows.maximum[i / 2][i % 2] = -infinity;
+  Rows rows(first_row + own.row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
 
 #pragma unroll 1
-  for (int first_key = 0; first_key == 0 || first_key < seen_by_some; first_key += span) {
+  for (int first_key = start; first_key == start || first_key < seen_by_some; first_key += span) {
     const int keys = min(span, seen_by_some - first_key);
 #pragma unroll 1
     for (int key = 0; key < keys; key += Bc) {
@@ -420,10 +426,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         if (own.used && key + own.col_warp * Wc < keys) multiply_scores(current, S, own);
         stream.done(shared);
       }
-      if (first_key + key + Bc > seen_by_all)
-        softmax<true>(shared, S, rows, first_key, key, sign, size * log2e, own);
+      if (first_key + key + Bc > seen_by_all || first_key + key < hidden_from_some)
+        softmax<true>(shared, S, rows, first_key, key, sign, own);
       else
-        softmax<false>(shared, S, rows, first_key, key, sign, size * log2e, own);
+        softmax<false>(shared, S, rows, first_key, key, sign, own);
     }
 
     const bool last = first_key + span >= seen_by_some;
@@ -435,13 +441,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 #pragma unroll 1
     for (int col = 0; col < dv; col += Bo, saved += fragments * threads) {
       Fragments<Wv> sums = {};
-      if (first_key > 0) load_sums(sums, saved);
+      if (first_key > start) load_sums(sums, saved);
 #pragma unroll 1
       for (int key = 0; key < keys; key += Bv) {
         Slice& current = stream.next(shared);
-        if (key % Bc == 0 && first_key + key > 0) rescale(sums, shared.factors[key / Bc], own);
-        const bool masked = causal && first_key + key + Bv > seen_by_all;
-        if (masked && __syncthreads_or(is_strange(current)))
+        if (key % Bc == 0 && first_key + key > start) rescale(sums, shared.factors[key / Bc], own);
+        const bool masked =
+            first_key + key + Bv > seen_by_all || first_key + key < hidden_from_some;
+        if (has_mask && masked && __syncthreads_or(is_strange(current)))
           multiply_visible(shared, current, sums, rows, first_key, key, own);
         else if (own.used)
           multiply_output(shared, current, sums, key, own);
@@ -459,7 +466,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       const int row = fresh(rows.first) + i * 8;
       const float sum = rows.sum[i / 2][i % 2];
       if (row < M)
-        *lse.row(same.batch, same.head, row) = rows.maximum[i / 2][i % 2] * size + log(sum);
+        *lse.row(same.batch, same.head, row) = rows.maximum[i / 2][i % 2] / log2e + log(sum);
     }
   }
 }
