@@ -200,7 +200,7 @@ LOOPS = {
     "fa2_coalesced": "first_key < visible_to_tile; first_key += Bc) {\n",
     "mma_split_q": "first_key < seen_by_some; first_key += Bc) {\n",
     "mma_swizzled": "first_key < seen_by_some; first_key += Bc) {\n",
-    "mma_async": "first_key < seen_by_some; first_key += Bc) {\n",
+    "mma_async": "first_key < end; first_key += Bc) {\n",
 }
 TRAP = """
   if (first_key + Bc <= {first} || first_key >= {end}) *lse.row(batch, head, 1 << 20) = 0;

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from cupy_backends.cuda.api import runtime
 _TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
 _FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _INT_MAX = 2**31 - 1
 
 
@@ -49,32 +51,46 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     alpha, beta = np.array([scale, 0], sums).reshape(2, 1)
     size = out.dtype.itemsize
     gemm, handle = _gemm(), device.get_cublas_handle()
-    for start_a, start_b, start_out, step_a, step_b, step_out, count in _batches(a, b, out):
-        gemm(
-            handle,
-            cublas.CUBLAS_OP_T if transposed else cublas.CUBLAS_OP_N,
-            cublas.CUBLAS_OP_N,
-            N,
-            M,
-            K,
-            alpha.ctypes.data,
-            b.data.ptr + start_b,
-            element,
-            lda,
-            step_b // size,
-            a.data.ptr + start_a,
-            element,
-            ldb,
-            step_a // size,
-            beta.ctypes.data,
-            out.data.ptr + start_out,
-            element,
-            _row_length(out),
-            step_out // size,
-            count,
-            compute,
-            _DEFAULT_ALGORITHM,
-        )
+    batches = _batches(a, b, out)
+    with _sums_in_full(handle):
+        for start_a, start_b, start_out, step_a, step_b, step_out, count in batches:
+            gemm(
+                handle,
+                cublas.CUBLAS_OP_T if transposed else cublas.CUBLAS_OP_N,
+                cublas.CUBLAS_OP_N,
+                N,
+                M,
+                K,
+                alpha.ctypes.data,
+                b.data.ptr + start_b,
+                element,
+                lda,
+                step_b // size,
+                a.data.ptr + start_a,
+                element,
+                ldb,
+                step_a // size,
+                beta.ctypes.data,
+                out.data.ptr + start_out,
+                element,
+                _row_length(out),
+                step_out // size,
+                count,
+                compute,
+                _DEFAULT_ALGORITHM,
+            )
+
+
+@contextmanager
+def _sums_in_full(handle: int) -> Iterator[None]:
+    """Partial sums stay float32: in float16, as cuBLAS may choose, they overflow where a sum would
+    not. The handle is CuPy's, and is left as it was."""
+    mode = cublas.getMathMode(handle)
+    cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+    try:
+        yield
+    finally:
+        cublas.setMathMode(handle, mode)
 
 
 def _gemm() -> Callable[..., Any]:
