@@ -25,6 +25,7 @@ def attention(
     *,
     causal: bool | str | None = False,
     scale: float | None = None,
+    precision: str | None = None,
     kernel: str | Kernel = "auto",
     backend: str | Backend = "auto",
     layout: str = "bhsd",
@@ -41,7 +42,9 @@ def attention(
     ``layout="bshd"`` reads [batch, rows, heads, d]. Any size may be 0. Strides are honoured.
 
     ``causal`` True or "bottom-right" lets query i see keys j <= i + N - M, "top-left" j <= i.
-    ``scale`` is 1/sqrt(d) unless given. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
+    ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
+    "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
+    only another. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
     ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
     fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
     float64 reference, among canaries.
@@ -57,7 +60,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
+    problem = Problem.of(q, k, v, causal=causal, scale=scale, precision=precision, layout=layout)
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
@@ -122,6 +125,7 @@ def plan(
     dtype: str = "float32",
     causal: bool | str | None = False,
     scale: float | None = None,
+    precision: str | None = None,
     **constants: int,
 ) -> Plan:
     """Every number of an attention call of these sizes, without arrays and without launching.
@@ -140,6 +144,7 @@ def plan(
         dtype=dtype,
         causal=causal,
         scale=scale,
+        precision=precision,
     )
     limits = limits or backend_named(backend).limits
     record = planning.select(kernel, "forward", problem, limits)

@@ -96,6 +96,7 @@ def plans(
     d: int,
     dv: int | None = None,
     causal: bool = False,
+    precision: str | None = None,
 ) -> list[tuple[Plan, str]]:
     """(plan, architecture) of all combinations that the kernels claim.
 
@@ -105,7 +106,7 @@ def plans(
     refused: Exception = ValueError("there is nothing to compile")
     for kernel in kernels:
         for dtype in dtypes:
-            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal)
+            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, precision)
             for arch in arches:
                 try:
                     possible.append((plan(kernel, problem, limits_of(arch)), arch))
@@ -116,11 +117,18 @@ def plans(
     return possible
 
 
-def problem_to_compile(operation: str, dtype: str, d: int, dv: int | None, causal: bool) -> Problem:
+def problem_to_compile(
+    operation: str,
+    dtype: str,
+    d: int,
+    dv: int | None,
+    causal: bool,
+    precision: str | None = None,
+) -> Problem:
     """The problem to compile for; lengths do not matter, for they are not compiled in."""
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
-    return Problem.of_sizes(M=1, d=d, dv=dv, dtype=dtype, causal=causal)
+    return Problem.of_sizes(M=1, d=d, dv=dv, dtype=dtype, causal=causal, precision=precision)
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:

@@ -60,6 +60,8 @@ def peer(name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any]) -> P
         raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
     prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
     with _reasons(label(name), p):
+        if p.precision not in (None, "float32"):
+            raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -60,7 +61,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "adds": kernel.adds,
         "dtypes": list(kernel.dtypes),
         "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
-        "rounds_to": kernel.rounding,
+        "float32_as": list(kernel.float32_as),
         "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }
 
@@ -84,6 +85,7 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
         "kernel": result.plan.kernel.name,
         **{name: getattr(problem, name) for name in sizes},
         "dtype": problem.dtype.name,
+        "precision": result.plan.problem.precision,
         "causal": problem.causal,
         "scale": problem.scale,
         "backend": engine.name,
@@ -117,6 +119,8 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
     """A trial as a person reads it."""
     plan = result.plan
+    problem = replace(case.problem, precision=plan.problem.precision)
+    case = replace(case, problem=problem)  # which says what the kernel rounds to
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
         "problem": str(case),
@@ -143,6 +147,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
         "kernel": plan.kernel.name,
         "entry": compiled.launch.entry,
         "dtype": plan.problem.dtype.name,
+        "precision": plan.problem.precision,
         "d": plan.problem.d,
         "causal": plan.problem.causal,
         "arch": compiled.arch,
@@ -263,11 +268,12 @@ def text(value: Any) -> str:
 def _abilities(row: Row) -> str:
     """What a kernel can do, as ``listing`` says it."""
     d = row["largest_d"]
+    rounded = [x for x in row["float32_as"] if x != "float32"]
     largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
     abilities = [
         " ".join(name.replace("float", "f") for name in row["dtypes"]),
         largest,
-        f"rounds to {row['rounds_to']}" if row["rounds_to"] else "",
+        f"f32 as {' or '.join(rounded).replace('float', 'f')}" if rounded else "",
         text(row["tile"]),
     ]
     return ", ".join(filter(None, abilities))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
-from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import Problem
 
@@ -30,6 +32,11 @@ MMA_TILES_UP_TO = {
     64: ({"Br": 128, "Bc": 64, "Wr": 32},),
     128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
     256: ({"Br": 64, "Bc": 64, "Wr": 16},),
+}
+TF32_TILES_UP_TO = {
+    64: ({"Br": 128, "Bc": 64, "Wr": 32},),
+    128: ({"Br": 128, "Bc": 32, "Wr": 32},),
+    256: ({"Br": 128, "Bc": 32, "Wr": 16}, {"Br": 128, "Bc": 16, "Wr": 16}),
 }
 MMA_CANDIDATES = {"Br": (32, 64, 96, 128, 192, 256), "Bc": (32, 64, 96, 128), "Wr": (16, 32)}
 MMA_RULES = {
@@ -75,9 +82,13 @@ def mma_kernel(
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
     predicts: Mapping[str, str],
+    *,
+    shared: Formula = mma_shared,
+    rounds_float32: bool = False,
+    **fields: Any,
 ) -> Kernel:
     """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
-    return Kernel(
+    kernel = Kernel(
         name=name,
         adds=adds,
         launches=(
@@ -86,19 +97,60 @@ def mma_kernel(
                 args="Q K V O lse M N heads group diagonal scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
-                shared=mma_shared,
+                shared=shared,
             ),
         ),
         tiles=MMA_TILES,
-        tiles_up_to=MMA_TILES_UP_TO,
         candidates=MMA_CANDIDATES,
         rules=MMA_RULES,
-        dtypes=("float16", "bfloat16"),
-        dtype_arch={"bfloat16": "80"},
         largest_d=256,
         features=EVERYTHING,
         tflops=tflops,
         predicts=predicts,
+        **{
+            "tiles_up_to": MMA_TILES_UP_TO,
+            "dtypes": ("float16", "bfloat16"),
+            "dtype_arch": {"bfloat16": "80"},
+            **fields,
+        },
+    )
+    return rounded_first(kernel) if rounds_float32 else kernel
+
+
+def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same tiles in float32."""
+    return 2 * mma_shared(p, c)
+
+
+def rounded_first(kernel: Kernel) -> Kernel:
+    """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
+    (launch,) = kernel.launches
+    assert isinstance(launch, Launch)
+    return replace(
+        kernel,
+        launches=(
+            replace(launch, when=lambda p: p.precision is None),
+            Launch(
+                "round_operands",
+                args="Q K V Q16 K16 V16 M N heads kv_heads batch",
+                grid=lambda p, c: (
+                    (cdiv(p.M, c.Br) * p.heads + cdiv(p.N, c.Br) * p.kv_heads) * p.batch
+                ),
+                threads=lambda p, c: 256,
+                when=lambda p: p.precision == "float16",
+            ),
+            replace(
+                launch,
+                args=launch.args.replace("Q K V", "Q16 K16 V16"),
+                when=lambda p: p.precision == "float16",
+            ),
+        ),
+        scratch={
+            "Q16": ("batch heads M d8", "operand"),
+            "K16": ("batch kv_heads N d8", "operand"),
+            "V16": ("batch kv_heads N dv8", "operand"),
+        },
+        precisions=("float16",),
     )
 
 
@@ -414,5 +466,18 @@ KERNELS = (
             "store sectors": "7.6",
             "DRAM": "below 8",
         },
+        rounds_float32=True,
+    ),
+    mma_kernel(
+        "mma_tf32",
+        "float32 on tensor cores: operands rounded to tf32 as they are loaded",
+        {},
+        {},
+        shared=tf32_shared,
+        tiles_up_to=TF32_TILES_UP_TO,
+        dtypes=("float32",),
+        dtype_arch={},
+        arch="80",
+        rounding="tf32",
     ),
 )

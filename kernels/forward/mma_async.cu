@@ -6,7 +6,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <mask.cuh>
@@ -21,27 +21,27 @@ constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 constexpr int in_chunk = 8;                  // elements in 16 bytes
 
 struct Shared {
-  scalar Q[Br][depth];
-  scalar K[Bc][depth];
-  scalar V[Bc][width];
+  operand Q[Br][depth];
+  operand K[Bc][depth];
+  operand V[Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
 template <int height, int columns>
-__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
 // Begins to copy rows of a head with `cols` columns, 16 bytes at a time; zeros outside it. Where
 // rows do not lie so, elements are copied at once.
 template <int cols, int height, int columns>
-__device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const scalar* head,
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const operand* head,
                                           long long stride, bool aligned, int first_row, int rows) {
   if (aligned) {
-    const scalar* from = nullptr;
+    const operand* from = nullptr;
     share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int turn) {
       const int count =
           cols % step == 0 ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
@@ -50,16 +50,16 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
       else
         from += rows_in_turn<columns / in_chunk> * stride;
       copy_async(at(tile, row, chunk), from,
-                 first_row + row < rows ? count * int(sizeof(scalar)) : 0);
+                 first_row + row < rows ? count * int(sizeof(operand)) : 0);
     });
   } else {
     share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
-      const scalar* from = head + (first_row + row) * stride + chunk * in_chunk;
-      scalar* to = at(tile, row, chunk);
+      const operand* from = head + (first_row + row) * stride + chunk * in_chunk;
+      operand* to = at(tile, row, chunk);
 #pragma unroll 1
       for (int j = 0; j < in_chunk; ++j) {
         const bool inside = first_row + row < rows && chunk * in_chunk + j < cols;
-        to[j] = inside ? from[j] : scalar(0.0f);
+        to[j] = inside ? from[j] : operand(0.0f);
       }
     });
   }
@@ -68,8 +68,8 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
 __device__ void apply_sign(Shared& shared, float scale) {
   share_out<Br * depth, 1>([&](int i, int) {
-    scalar& q = shared.Q[i / depth][i % depth];
-    q = scalar(float(q) * (scale < 0 ? -1.0f : 0.0f));
+    operand& q = shared.Q[i / depth][i % depth];
+    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
   });
 }
 
@@ -77,7 +77,7 @@ __device__ void apply_sign(Shared& shared, float scale) {
 __device__ bool is_strange(Shared& shared) {
   bool strange = false;
   share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
-    const scalar* x = at(shared.V, row, chunk);
+    const operand* x = at(shared.V, row, chunk);
     for (int j = 0; j < in_chunk; ++j) strange |= !(fabs(float(x[j])) < infinity);
   });
   return strange;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S
       load_matrices(b, at(shared.K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float (&p)[4] = P[i][2 * k + j / 2];
-        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
+        a[i][j] = pack<operand>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
       }
     }
 #pragma unroll
@@ -126,8 +126,8 @@ __device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<
       load_matrices_transposed(b, at(shared.V, k * step + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -151,7 +151,7 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
 #pragma unroll
         for (int j = 0; j < width / 4; ++j) {
           const int col = j / 2 * 8 + 2 * (lane % 4);
-          const scalar* v = at(shared.V, key, j / 2) + col % in_chunk;
+          const operand* v = at(shared.V, key, j / 2) + col % in_chunk;
           O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
         }
       }
@@ -160,16 +160,16 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, int M, int N, int heads, int group, int diagonal, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const scalar* queries = Q.row(batch, head, 0);
-  const scalar* keys = K.row(batch, head / group, 0);
-  const scalar* values = V.row(batch, head / group, 0);
+  const operand* queries = Q.row(batch, head, 0);
+  const operand* keys = K.row(batch, head / group, 0);
+  const operand* values = V.row(batch, head / group, 0);
   const bool q_aligned = is_aligned(Q), k_aligned = is_aligned(K), v_aligned = is_aligned(V);
   const float size = scale == 0 ? 1.0f : fabs(scale);
 
