@@ -54,6 +54,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
     """What ``list`` says of a kernel; ``largest_d`` is None if every d fits."""
     inputs = OPERATIONS[kernel.operation].inputs.values()
+    rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = any("d" in axes.split() for axes in inputs)
     return {
         "operation": kernel.operation,
@@ -61,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "adds": kernel.adds,
         "dtypes": list(kernel.dtypes),
         "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
-        "float32_as": list(kernel.float32_as),
+        "float32_as": list(rounded) if rounded else None,
         "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }
 
@@ -268,12 +269,11 @@ def text(value: Any) -> str:
 def _abilities(row: Row) -> str:
     """What a kernel can do, as ``listing`` says it."""
     d = row["largest_d"]
-    rounded = [x for x in row["float32_as"] if x != "float32"]
     largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
     abilities = [
         " ".join(name.replace("float", "f") for name in row["dtypes"]),
         largest,
-        f"f32 as {' or '.join(rounded).replace('float', 'f')}" if rounded else "",
+        f"f32 as {text(row['float32_as']).replace('float', 'f')}" if row["float32_as"] else "",
         text(row["tile"]),
     ]
     return ", ".join(filter(None, abilities))
