@@ -189,7 +189,7 @@ def attend(
 
 
 def rounded(x: Array, precision: str) -> Array:
-    """x with every element rounded to `precision`, to nearest, ties to even; of tf32 away from zero.
+    """x with every element rounded to `precision`, to nearest: ties to even, of tf32 away from 0.
 
     float64 goes to precisions below float32 by way of float32, as it does on a GPU.
     Returns float64 for "float64" and float32 for the others, which float32 holds exactly.
