@@ -244,9 +244,10 @@ def baseline(operation: str) -> Kernel:
 
 
 def before(kernel: Kernel) -> Kernel | None:
-    """The rung before a kernel of the ladder."""
+    """The rung before a kernel of the ladder, of those that have a dtype with it in common."""
     rungs = list(LADDER[kernel.operation].values())
-    return rungs[rungs.index(kernel) - 1] if kernel in rungs[1:] else None
+    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
+    return next((x for x in reversed(earlier) if set(x.dtypes) & set(kernel.dtypes)), None)
 
 
 def _beside(kernel: Kernel) -> list[Kernel]:

@@ -148,6 +148,10 @@ class Kernel:
         own = self.rounding if self.rounding in PRECISIONS else "float32"
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
+    def takes(self, dtype: str) -> bool:
+        """Whether it computes inputs of a dtype, in whatever precision."""
+        return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
+
     def resolved(self, p: Problem) -> Problem:
         """The problem, with the kernel's own precision if none is given and that is not float32."""
         if p.precision or p.dtype.name != "float32" or "float32" in self.float32_as:

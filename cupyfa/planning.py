@@ -319,8 +319,7 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
     scratch = max((prod(problem.shape(axes)) for axes, _ in kernel.scratch.values()), default=0)
-    rounds = problem.dtype.name == "float32" and kernel.float32_as
-    if problem.dtype.name not in kernel.dtypes and not rounds:
+    if not kernel.takes(problem.dtype.name):
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
     elif problem.precision and problem.precision not in kernel.float32_as:
         reason = f"it computes float32 in {' or '.join(kernel.float32_as)}"

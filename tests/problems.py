@@ -19,12 +19,7 @@ RAGGED = (
 
 def claimed(kernels=FORWARD, dtypes=DTYPES):
     """(kernel, dtype) for every dtype that every kernel claims, float32 also where it rounds it."""
-    return [
-        (k, dtype)
-        for k in kernels.values()
-        for dtype in dtypes
-        if dtype in k.dtypes or (dtype == "float32" and k.float32_as)
-    ]
+    return [(k, dtype) for k in kernels.values() for dtype in dtypes if k.takes(dtype)]
 
 
 def name(value):

@@ -201,10 +201,10 @@ def test_pictures_that_cannot_be(tmp_path, monkeypatch):
 # The command
 
 
-def test_all_rungs_in_the_dtype_that_all_take():
+def test_all_rungs_that_take_the_dtype():
     args = ("ladder", "--backend", "simulator", "-B", 1, "-H", 1, "-M", 12, "-d", 8, "--budget", 0)
     rows = strict(cli(*args, "--format", "json").stdout)
-    assert [row["rung"] for row in rows] == RUNGS
+    assert [row["rung"] for row in rows] == [x for x in RUNGS if x != "mma_tf32"]
     assert all(row["ms"] > 0 for row in rows)
     assert all(row["x_rung_before"] > 0 for row in rows[1:])
     shown = cli(*args).stdout.splitlines()

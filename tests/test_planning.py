@@ -85,7 +85,7 @@ def test_a_head_dimension_that_fits_nowhere_names_the_kernels_it_fits():
         plan("fa2", M=4, d=20000)
     assert "v3" not in str(refused.value), "which would round what nobody wants rounded"
     with pytest.raises(Unsupported, match=r"kernels that can: .*\bv3\b"):
-        plan("fa2", M=4, d=20000, dtype="float16")
+        plan("fa2", M=4, d=40000, dtype="float16")
 
 
 def test_missing_matrix_products_are_refused_with_the_remedy():
