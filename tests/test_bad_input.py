@@ -398,12 +398,7 @@ CALLS = {
     "arch as number": (lambda: own(arch=90), V, "arch is one of 75, 80", "here 90"),
     "rounding": (lambda: own(rounding="int4"), V, "rounding is None or one of", "'int4'"),
     "rules without formulas": (lambda: own(rules={"odd": True}), V, "rules are", "True"),
-    "scratch kind": (
-        lambda: own(scratch={"S": ("M", "half")}),
-        V,
-        "one of real, scalar, op",
-        "'half'",
-    ),
+    "scratch kind": (lambda: own(scratch={"S": ("M", "half")}), V, "one of real, s", "'half'"),
     "scratch text": (lambda: own(scratch={"S": "M real"}), V, "scratch is {name", "'M real'"),
     "scratch axes": (lambda: own(scratch={"S": ("M K", "real")}), V, "scratch has axes", "'M K'"),
     "folder": (lambda: own(folder=3), V, "folder is None or a path", "here 3"),

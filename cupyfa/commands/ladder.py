@@ -49,7 +49,7 @@ def ladder(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Measure all rungs of the ladder in turn, and what each gains over the rung before.
+    """Measure the rungs that take a dtype in turn, and what each gains over the rung before.
 
     The problem is batch 4, heads 16, M = N = 2048, d = 64 in float16, which most rungs take,
     and in which the baseline's matrix products run on tensor cores.
