@@ -74,7 +74,7 @@ __device__ void apply_sign(Shared& shared, float scale) {
       [&](int i, int) { shared.Q[i / depth][i % depth] *= scale < 0 ? -1.0f : 0.0f; });
 }
 
-constexpr float largest_tf32 = 3.401e38f;  // or a little more
+constexpr float largest_tf32 = 3.401e38f;  // rounded down; what is above 3.402e38 becomes infinite
 
 // Whether one of the chunks of V that this thread has copied holds an infinity or NaN, or what is
 // infinite in tf32.
