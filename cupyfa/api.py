@@ -15,7 +15,7 @@ from cupyfa.backends.select import adopt, backend_named
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.planning import Limits, Plan
-from cupyfa.problem import Problem, four_axes
+from cupyfa.problem import Problem, Window, four_axes
 
 
 def attention(
@@ -24,6 +24,7 @@ def attention(
     v: Any,
     *,
     causal: bool | str | None = False,
+    window: Window | None = None,
     scale: float | None = None,
     precision: str | None = None,
     kernel: str | Kernel = "auto",
@@ -42,6 +43,8 @@ def attention(
     ``layout="bshd"`` reads [batch, rows, heads, d]. Any size may be 0. Strides are honoured.
 
     ``causal`` True or "bottom-right" lets query i see keys j <= i + N - M, "top-left" j <= i.
+    ``window`` (left, right) lets it see keys p - left <= j <= p + right, where p = i + N - M is its
+    position, or i if ``causal`` is "top-left"; None is no limit, and causal is right = 0.
     ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
     "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
     only another. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
@@ -60,7 +63,9 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, precision=precision, layout=layout)
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
+    )
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
@@ -124,6 +129,7 @@ def plan(
     kv_heads: int | None = None,
     dtype: str = "float32",
     causal: bool | str | None = False,
+    window: Window | None = None,
     scale: float | None = None,
     precision: str | None = None,
     **constants: int,
@@ -143,6 +149,7 @@ def plan(
         kv_heads=kv_heads,
         dtype=dtype,
         causal=causal,
+        window=window,
         scale=scale,
         precision=precision,
     )

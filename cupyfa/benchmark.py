@@ -21,7 +21,7 @@ from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import BASELINE, BEFORE, Measurement
-from cupyfa.operations import Window
+from cupyfa.operations import Excerpt
 from cupyfa.peers import Peer
 from cupyfa.planning import Plan, Unsupported
 from cupyfa.problem import Problem
@@ -176,8 +176,8 @@ class _Shared:
         """What to compare a kernel with that rounds so."""
         if rounding not in self.samples:
             inputs = calls.readable(plan, self.inputs)
-            windows = sampling.windows(plan.problem, self.case.seed)
-            self.samples[rounding] = sampling.sample(plan, inputs, rounding, windows)
+            excerpts = sampling.excerpts(plan.problem, self.case.seed)
+            self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
         return self.samples[rounding]
 
 
@@ -372,9 +372,9 @@ def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
     difference, index = _largest_difference(entry.results["O"], other.output)
     if difference <= allowed:
         return
-    window = Window(index[0], index[1], slice(index[2], index[2] + 1))
+    excerpt = Excerpt(index[0], index[1], slice(index[2], index[2] + 1))
     ours, theirs = (
-        sampling.judge({"O": output}, sampling.sample(plan, inputs, rounding, [window]))[0]
+        sampling.judge({"O": output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
         for inputs in [calls.readable(plan, shared.inputs)]
         for output, rounding in zip((entry.results["O"], other.output), roundings)
     )

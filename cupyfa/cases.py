@@ -77,6 +77,7 @@ class Case:
             sizes += ["--kv-heads", p.kv_heads] if p.kv_heads != p.heads else []
             sizes += ["--dv", p.dv] if p.dv != p.d else []
             sizes += ["--causal", p.causal] if p.causal else []
+            sizes += [f"--window={p.window_text}"] if p.window_text else []
             usual = 1.0 / math.sqrt(p.d) if p.d > 0 else 1.0
             sizes += [f"--scale={p.scale!r}"] if p.scale != usual else []
         about: list[str | int] = ["--dtype", p.dtype.name]

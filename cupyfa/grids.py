@@ -2,10 +2,10 @@
 
 The sizes of ``fa2`` and ``fa3`` are those of Dao-AILab/flash-attention's tests at commit
 0251105a2fb1: tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py.
-Left out are the axes that no kernel here has: dropout, softcap, ALiBi, local windows, sinks, packed
-sequences of several lengths, paged or appended caches, rotary embedding and fp8. Axes are crossed
-as there, but where sequences are long, dtype, shared keys and layout take turns instead, and
-there are fewer batches and heads.
+Left out are the axes that no kernel here has: dropout, softcap, ALiBi, sinks, packed sequences of
+several lengths, paged or appended caches, rotary embedding and fp8. Axes are crossed as there, but
+where sequences are long or have a window, dtype, shared keys and layout take turns instead, and
+of long ones there are fewer batches and heads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from cupyfa.cases import LAYOUTS, VALUES, Case
 from cupyfa.dtypes import DTYPES
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, Window
 
 GRIDS = {
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
-    "edges": "sizes of 0 and 1, odd and large ones, every layout, every kind of values",
+    "edges": "sizes of 0 and 1, odd and large ones, windows, every layout, every kind of values",
     "fa2": "what the tests of FlashAttention 2 run, then the edges",
     "fa3": "what the tests of FlashAttention 3 and 4 run, then the edges",
     "fuzz": "random cases",
@@ -37,6 +37,8 @@ _EVERY = tuple(DTYPES)
 _HALVES = ("float16", "bfloat16")
 _MASKS = (None, "bottom-right")
 _EVERY_MASK = (*_MASKS, "top-left")
+_LOCAL = ("neither", "both")  # sides on which a window has a limit
+_SIDES = (*_LOCAL, "left", "right")
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 
 
@@ -116,6 +118,7 @@ FA2: Mapping[str, Axes] = {
         ),
         "d": tuple(d for d in _HEAD_DIMS if d != 80),
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd", "packed"),
     },
     "test_flash_attn_qkvpacked": {
@@ -124,6 +127,7 @@ FA2: Mapping[str, Axes] = {
         "lengths": _square(97, 128, 200, 384, 768, 1024, 1025, 2048),
         "d": _HEAD_DIMS,
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("packed",),
     },
     "test_flash_attn_causal": {
@@ -132,6 +136,7 @@ FA2: Mapping[str, Axes] = {
         "lengths": _swapped(_CAUSAL),
         "d": _HEAD_DIMS,
         "causal": ("bottom-right",),
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
     "test_flash_attn_splitkv": {
@@ -140,6 +145,7 @@ FA2: Mapping[str, Axes] = {
         "lengths": _swapped((*_FEW_QUERIES, (128, 128), (256, 256))),
         "d": _HEAD_DIMS,
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
     "test_flash_attn_splitkv, longest": {
@@ -148,6 +154,7 @@ FA2: Mapping[str, Axes] = {
         "lengths": _swapped(((16, 100000),)),
         "d": _HEAD_DIMS,
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
     "test_flash_attn_kvcache": {
@@ -160,6 +167,7 @@ FA2: Mapping[str, Axes] = {
         ),
         "d": (32, 59, 64, 80, 128, 256),
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
     "test_flash_attn_race_condition": {
@@ -179,6 +187,7 @@ FA2: Mapping[str, Axes] = {
         "lengths": _swapped(_CAUSAL),
         "d": _HEAD_DIMS,
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
 }
@@ -187,6 +196,7 @@ _FA3_OUTPUT = {
     "heads": (6,),
     "d": (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512)),
     "causal": _MASKS,
+    "local": _SIDES,
     "layout": ("bshd",),
 }
 FA3: Mapping[str, Axes] = {
@@ -227,6 +237,7 @@ FA3: Mapping[str, Axes] = {
         "lengths": (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577)),
         "d": (64, 128),
         "causal": _MASKS,
+        "local": _LOCAL,
         "layout": ("bshd",),
     },
     "hopper test_flash_attn_cluster": {
@@ -269,11 +280,15 @@ def _attention(
     d: int | tuple[int, int],
     values: str = "normal",
     layout: str = "bhsd",
+    local: str = "neither",
     **sizes: Any,
 ) -> Case:
     """A case of attention; d may be the pair of d and dv."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
+    if local != "neither":
+        pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
+        sizes["window"] = _random_window(pick, local, N)
     return Case("forward", Problem.of_sizes(M=M, N=N, d=d, dv=dv, **sizes), seed, values, layout)
 
 
@@ -284,14 +299,18 @@ def _crossed(axes: Axes) -> Iterator[Choice]:
 
 
 def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
-    """Every combination; of those that differ only in what takes turns, one if they are long."""
+    """Every combination; of those that differ only in what takes turns, one if they are long or
+    have a window.
+    """
     turns = {name: axes[name] for name in _TAKE_TURNS if name in axes}
     pick = random.Random(0)
     for chosen in _crossed({name: axes[name] for name in axes if name not in turns}):
         combined = list(_crossed(turns))
         M, N = chosen["lengths"]
-        if M * N > 2**19 or max(M, N) > 2**12:
+        is_long = M * N > 2**19 or max(M, N) > 2**12
+        if is_long or chosen.get("local", "neither") != "neither":
             combined = [pick.choice(combined)]
+        if is_long:
             while chosen["batch"] > 1 and chosen["batch"] * chosen["heads"] * M * N > 2**25:
                 chosen = {**chosen, "batch": chosen["batch"] // 2}
         for turn in combined:
@@ -334,7 +353,8 @@ _ODD: Axes = {
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
-_ODD_CASES = 200
+_WINDOWS = ((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000))
+_ODD_CASES, _ODD_WINDOWS = 200, 50
 
 
 def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
@@ -343,7 +363,9 @@ def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
         yield {**sizes, "causal": causal, "dtype": dtypes[i % len(dtypes)]}
     for sizes, dtype in product(_FAR, dtypes):
         yield {**sizes, "causal": "top-left", "dtype": dtype}
-    yield from _paired({**_ODD, "dtype": dtypes}, _ODD_CASES, _is_meant)
+    odd = {**_ODD, "dtype": dtypes}
+    yield from _paired(odd, _ODD_CASES, _is_meant)
+    yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_meant)
 
 
 def _is_meant(chosen: Choice) -> bool:
@@ -416,7 +438,17 @@ def _random_attention(
         dtype=dtype,
         causal=causal,
         scale=None if values == "huge" or pick.random() < 0.75 else other_scale,
+        window=_random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N),
     )
+
+
+def _random_window(pick: random.Random, sides: str, N: int) -> Window:
+    """Limits on these sides, of at most N keys; small ones as often as large ones."""
+
+    def keys(*limited: str) -> int | None:
+        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1 if sides in limited else None
+
+    return keys("left", "both"), keys("right", "both")
 
 
 def _random_softmax(

@@ -25,8 +25,11 @@ Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
 KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
-RESERVED = ("d", "dv", "causal", "threads", "shared_bytes", "scalar", "operand", "real")
-FEATURES = ("causal", "gqa", "strides", "lse", "dv")
+RESERVED = (
+    *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
+    *("scalar", "operand", "real"),
+)
+FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 
 
@@ -50,7 +53,7 @@ class Launch:
 
     - arrays: the operation's (``Q K V O lse``, or ``S P lse``) and the kernel's scratch, each
       passed as the struct Tensor of tensor.cuh, or as a bare pointer if written ``Q.data``;
-    - int32: ``M N heads kv_heads batch group diagonal``;
+    - int32: ``M N heads kv_heads batch group``, and of the mask ``diagonal lower``;
     - ``scale``, as float (as double for float64).
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
@@ -91,8 +94,9 @@ class Kernel:
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
-    features: what it can do beyond the plain case: "causal", "gqa", "strides" (else inputs are
-        copied to be contiguous), "lse" (else it is not returned), "dv" (dv other than d).
+    features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
+        also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
+        contiguous), "lse" (else it is not returned), "dv" (dv other than d).
     scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand")}``; a problem has those
         that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8.
     arch: the least compute capability.

@@ -78,6 +78,7 @@ class Measurement:
             "dtype": p.dtype.name,
             "precision": p.precision,
             "causal": p.causal,
+            "window": p.window_text,
             "scale": None if softmax else p.scale,
             "constants": dict(self.constants),
             "ms": self.time,

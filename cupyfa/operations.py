@@ -16,7 +16,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Window:
+class Excerpt:
     """Some rows of the outputs of one head: an index of [batch, heads, rows, …]."""
 
     batch: int
@@ -35,9 +35,9 @@ class Operation:
 
     ``inputs`` and ``outputs`` say each array's axes; outputs also whether it holds "scalar"
     (the dtype of the inputs) or "real" (the dtype of sums). ``reference(inputs, problem, roundings,
-    window)`` is what is right, with bounds for each of these roundings: of all rows, or of a window
-    of them. ``flops`` counts 2 for a multiply-add, and a causal problem by the scores that are
-    visible.
+    excerpt)`` is what is right, with bounds for each of these roundings: of all rows, or of an
+    excerpt of them. ``flops`` counts 2 for a multiply-add, and a masked problem by the scores that
+    are visible.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Operation:
         inputs: Arrays,
         p: Problem,
         rounding: str | None = None,
-        window: Window | None = None,
+        excerpt: Excerpt | None = None,
     ) -> dict[str, Expected]:
         """What is right for a kernel that rounds its operands so, with bounds."""
-        return self.reference(inputs, p, (rounding,), window)[rounding]
+        return self.reference(inputs, p, (rounding,), excerpt)[rounding]
 
     def bytes(self, p: Problem) -> int:
         """The least that must move: every input is read once, every output is written once."""
@@ -66,39 +66,44 @@ class Operation:
 
 def visible_scores(p: Problem) -> int:
     """How many (query, key) pairs the mask lets through, per head."""
-    if p.causal is None:
-        return p.M * p.N
-    # Row i sees clamp(i + diagonal + 1, 0, N) keys: none before `first`, all N from `full` on.
-    first = min(max(-p.diagonal, 0), p.M)
-    full = min(max(p.N - p.diagonal - 1, first), p.M)
-    ramp = (full - first) * (first + full - 1 + 2 * (p.diagonal + 1)) // 2
+    visible = p.M * p.N if p.right is None else _scores_left_of(p, p.diagonal + 1)
+    return visible if p.left is None else visible - _scores_left_of(p, p.lower)
+
+
+def _scores_left_of(p: Problem, diagonal: int) -> int:
+    """How many pairs (i, j) have j < i + diagonal."""
+    # Row i has clamp(i + diagonal, 0, N): none before `first`, all N from `full` on.
+    first = min(max(-diagonal, 0), p.M)
+    full = min(max(p.N - diagonal, first), p.M)
+    ramp = (full - first) * (first + full - 1 + 2 * diagonal) // 2
     return ramp + (p.M - full) * p.N
 
 
 def _expected_attention(
-    inputs: Arrays, p: Problem, roundings: Sequence[str | None], window: Window | None = None
+    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
 ) -> dict[str | None, dict[str, Expected]]:
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
     first = 0
-    if window:
-        keys = Window(window.batch, window.head // p.group, slice(None))
-        q, k, v = window.of(q), keys.of(k), keys.of(v)
-        first = window.rows.start
+    if excerpt:
+        keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
+        q, k, v = excerpt.of(q), keys.of(k), keys.of(v)
+        first = excerpt.rows.start
     return tolerance.expected_attention_of_each(
         q,
         k,
         v,
         scale=p.scale,
-        diagonal=p.diagonal + first if p.causal else None,
+        diagonal=None if p.right is None else p.diagonal + first,
+        lower=None if p.left is None else p.lower + first,
         dtype=p.dtype.name,
         roundings=roundings,
     )
 
 
 def _expected_softmax(
-    inputs: Arrays, p: Problem, roundings: Sequence[str | None], window: Window | None = None
+    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
 ) -> dict[str | None, dict[str, Expected]]:
-    scores = window.of(inputs["S"]) if window else inputs["S"]
+    scores = excerpt.of(inputs["S"]) if excerpt else inputs["S"]
     return dict.fromkeys(roundings, tolerance.expected_softmax(scores, dtype=p.dtype.name))
 
 

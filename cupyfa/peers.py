@@ -21,7 +21,7 @@ import numpy as np
 from cupyfa.backends import Backend
 from cupyfa.environment import version_of
 from cupyfa.planning import Unsupported
-from cupyfa.problem import Problem
+from cupyfa.problem import NO_WINDOW, Problem
 
 # What torch calls the kernels behind scaled_dot_product_attention.
 _TORCH = {
@@ -60,6 +60,12 @@ def peer(name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any]) -> P
         raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
     prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
     with _reasons(label(name), p):
+        if p.window != NO_WINDOW:
+            raise Unsupported(
+                "scaled_dot_product_attention has no windows"
+                if name in _TORCH
+                else "its windows are not used here"
+            )
         if p.precision not in (None, "float32"):
             raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])

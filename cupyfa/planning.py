@@ -311,7 +311,8 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
 def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     """Refuses what the kernel cannot do, or the machine lacks, whatever the constants."""
     needed = {
-        "causal": problem.causal is not None,
+        "causal": problem.right is not None,
+        "window": problem.left is not None,
         "gqa": problem.heads != problem.kv_heads,
         "dv": problem.d != problem.dv,
     }
@@ -452,7 +453,8 @@ def _planned(
             **constants,
             "d": problem.d,
             "dv": problem.dv,
-            "causal": problem.causal is not None,
+            "causal": problem.right is not None,
+            "windowed": problem.left is not None,
             "threads": threads,
             "shared_bytes": shared_bytes,
         },

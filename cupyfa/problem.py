@@ -12,6 +12,8 @@ import numpy as np
 
 from cupyfa.dtypes import DType, dtype_named
 
+Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
+NO_WINDOW: Window = (None, None)
 CAUSAL = {False: None, None: None, True: "bottom-right"} | {
     word: word for word in ("bottom-right", "top-left")
 }
@@ -24,10 +26,13 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16")  # that float32 inputs m
 class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
-    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M) or "top-left" (j <= i);
-    scores are multiplied with ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs
-    may be rounded to; None leaves it to the kernel. A softmax over rows is a problem without d: its
-    scores are [batch, heads, M, N].
+    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M) or "top-left" (j <= i).
+    ``window`` (left, right) lets query i, whose position among the keys is p = i + N - M (i under
+    a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
+    limit on the right, so a window under it has none of its own. Scores are multiplied with
+    ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to; None
+    leaves it to the kernel. A softmax over rows is a problem without d: its scores are
+    [batch, heads, M, N].
     """
 
     batch: int
@@ -40,11 +45,14 @@ class Problem:
     dtype: DType
     causal: str | None = None
     scale: float = 1.0
+    window: Window = NO_WINDOW
     precision: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
+        left, right = _window(self.window)
+        object.__setattr__(self, "window", (left, None if self.causal else right))
         elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
         if elements >= MOST_ELEMENTS:
             raise ValueError(f"an array would have {elements:,} elements; the most are 2**59")
@@ -72,6 +80,7 @@ class Problem:
         kv_heads: int | None = None,
         dtype: str = "float32",
         causal: bool | str | None = False,
+        window: Window | None = None,
         scale: float | None = None,
         precision: str | None = None,
     ) -> Problem:
@@ -86,6 +95,7 @@ class Problem:
             dv=d if dv is None else dv,
             dtype=dtype_named(dtype),
             causal=_causal(causal),
+            window=NO_WINDOW if window is None else window,
             scale=_scale(scale, _size("d", d)),
             precision=precision,
         )
@@ -98,6 +108,7 @@ class Problem:
         v: Any,
         *,
         causal: bool | str | None = False,
+        window: Window | None = None,
         scale: float | None = None,
         precision: str | None = None,
         layout: str = "bhsd",
@@ -129,6 +140,7 @@ class Problem:
             dv=dv,
             dtype=dtype_named(names[0]),
             causal=_causal(causal),
+            window=NO_WINDOW if window is None else window,
             scale=_scale(scale, d),
             precision=precision,
         )
@@ -151,9 +163,41 @@ class Problem:
         return self.heads // self.kv_heads if self.kv_heads else 1
 
     @property
+    def right(self) -> int | None:
+        """How many keys right of its position a query sees; None if all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def left(self) -> int | None:
+        """How many keys left of its position a query sees; None if all."""
+        return self.window[0]
+
+    @property
+    def window_text(self) -> str | None:
+        """The window as the command line takes it, 128,0 or 128,-; None if there is none."""
+        if self.window == NO_WINDOW:
+            return None
+        return ",".join("-" if side is None else str(side) for side in self.window)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a key may be hidden from a query."""
+        return self.left is not None or self.right is not None
+
+    @property
     def diagonal(self) -> int:
-        """Under a causal mask query i sees keys j <= i + diagonal."""
-        return self.N - self.M if self.causal == "bottom-right" else 0
+        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1."""
+        return 0 if self.right is None else min(self._position + self.right, max(self.N - 1, 0))
+
+    @property
+    def lower(self) -> int:
+        """With a limit on the left query i sees keys j >= i + lower, which is at least -M."""
+        return 0 if self.left is None else max(self._position - self.left, -self.M)
+
+    @property
+    def _position(self) -> int:
+        """Where the first query stands among the keys."""
+        return 0 if self.causal == "top-left" else self.N - self.M
 
     @property
     def itemsize(self) -> int:
@@ -194,11 +238,39 @@ class Problem:
         )
         d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
         mask = f" causal={self.causal}" if self.causal else ""
+        mask += f" window={self.window_text}" if self.window_text else ""
         dtype = self.dtype.name + (f" precision={self.precision}" if self.precision else "")
         return (
             f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {dtype}{mask} "
             f"scale={self.scale:.6g}"
         )
+
+
+def window_of_text(text: str) -> Window:
+    """The window that is written LEFT,RIGHT, with - for no limit."""
+    try:
+        left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
+        ) from None
+    return left, right
+
+
+def _window(window: Any) -> Window:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"window={window!r} is no pair; give the keys to the left and to the right of a "
+            "query's position, None for no limit"
+        )
+    for side in window:
+        if isinstance(side, int | np.integer) and side < 0:
+            raise ValueError(
+                f"window={tuple(window)} has a negative number; give 0 or more keys to the left "
+                "and to the right, or no limit: None (- on the command line)"
+            )
+    left, right = (None if side is None else _size("a window's side", side) for side in window)
+    return left, right
 
 
 def _size(name: str, size: Any) -> int:

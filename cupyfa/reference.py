@@ -41,14 +41,16 @@ def attention(
     *,
     scale: float,
     diagonal: int | None = None,
+    lower: int | None = None,
     precision: str = "float64",
 ) -> tuple[Array, Array]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
-    h // (heads // kv_heads). Query i sees the keys j <= i + diagonal, or all of them if diagonal
-    is None: N - M aligns the mask with the bottom right of the scores, 0 with the top left.
+    h // (heads // kv_heads). Query i sees the keys i + lower <= j <= i + diagonal; None is no
+    limit. A causal mask has the diagonal N - M if it is aligned with the bottom right of the
+    scores, 0 if with the top left; a window adds to that, and subtracts from it for lower.
 
     With precision "float64" every step is taken in float64. With another name of PRECISIONS the
     inputs and the result of every step are rounded to that precision, and sums are accumulated in
@@ -62,7 +64,7 @@ def attention(
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
     flat_out, flat_lse = flat(out), flat(lse)
-    for tile in tiles(q, k, v, diagonal):
+    for tile in tiles(q, k, v, diagonal, lower):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, scale, precision)
     return out, lse
 
@@ -76,6 +78,7 @@ def attention_backward(
     *,
     scale: float,
     diagonal: int | None = None,
+    lower: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, for the gradient `dout` [batch, heads, M, dv] of the output.
 
@@ -84,16 +87,15 @@ def attention_backward(
     """
     grads = tuple(np.zeros(x.shape) for x in (q, k, v))
     dq, dk, dv = (flat(x) for x in grads)
-    for tile in tiles(q, k, v, diagonal):
+    for tile in tiles(q, k, v, diagonal, lower):
         grad = flat(dout)[tile.where].astype(np.float64)
         out, lse, weights = attend(tile, scale)
         unseen = _either(tile.hidden, np.isneginf(lse)[..., None])
         dscores = weights * (grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)) * scale
         np.copyto(dscores, 0.0, where=unseen)
         dq[tile.where] = _sum_visible(dscores, tile.k, unseen)
-        keys = slice(0, tile.k.shape[1])
-        _add(dk, (tile.key_heads, keys), _sum_visible(dscores.mT, tile.q, unseen.mT))
-        _add(dv, (tile.key_heads, keys), _sum_visible(weights.mT, grad, unseen.mT))
+        _add(dk, (tile.key_heads, tile.keys), _sum_visible(dscores.mT, tile.q, unseen.mT))
+        _add(dv, (tile.key_heads, tile.keys), _sum_visible(weights.mT, grad, unseen.mT))
     return grads[0], grads[1], grads[2]
 
 
@@ -112,16 +114,18 @@ def softmax(x: Array, precision: str = "float64") -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of q of some heads, and all the keys that one of them may see; float64.
+    """Some rows of q of some heads, and the keys from the first to the last that one may see.
 
     where: which heads (batch and heads counted as one axis) and which rows.
     key_heads [n]: the head of k and v for each head of the tile (batch and kv_heads as one axis).
-    q [n, rows, d], k [n, keys, d], v [n, keys, dv]: the first `keys` of the N keys.
+    keys: which of the N keys.
+    q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
     hidden [rows, keys]: True where the mask hides the key from the row; None without a mask.
     """
 
     where: tuple[slice, slice]
     key_heads: Array
+    keys: slice
     q: Array
     k: Array
     v: Array
@@ -136,7 +140,9 @@ class Tile:
         return keys - self.hidden.sum(-1, keepdims=True)
 
 
-def tiles(q: Array, k: Array, v: Array, diagonal: int | None = None) -> Iterator[Tile]:
+def tiles(
+    q: Array, k: Array, v: Array, diagonal: int | None = None, lower: int | None = None
+) -> Iterator[Tile]:
     """Cuts an attention problem into tiles; together they hold every row of q once.
 
     The arguments are those of `attention`. A tile holds many heads of a small problem, or some
@@ -155,9 +161,11 @@ def tiles(q: Array, k: Array, v: Array, diagonal: int | None = None) -> Iterator
         keys, values = k[key_heads].astype(np.float64), v[key_heads].astype(np.float64)
         for first in range(0, M, some_rows):
             rows = slice(first, min(first + some_rows, M))
-            seen, hidden = _mask(rows, N, diagonal)
+            seen, hidden = _mask(rows, N, diagonal, lower)
             queries = q[some, rows].astype(np.float64)
-            yield Tile((some, rows), key_heads, queries, keys[:, :seen], values[:, :seen], hidden)
+            yield Tile(
+                (some, rows), key_heads, seen, queries, keys[:, seen], values[:, seen], hidden
+            )
 
 
 @np.errstate(all="ignore")
@@ -237,13 +245,21 @@ def _sum_visible(weights: Array, values: Array, hidden: Array | None) -> Array:
     return result
 
 
-def _mask(rows: slice, N: int, diagonal: int | None) -> tuple[int, Array | None]:
-    """How many of the first keys some row of `rows` may see; which row does not see which key."""
-    if diagonal is None:
-        return N, None
-    seen = min(max(rows.stop + diagonal, 0), N)
-    last = np.arange(rows.start, rows.stop)[:, None] + diagonal
-    return seen, np.arange(seen) > last
+def _mask(
+    rows: slice, N: int, diagonal: int | None, lower: int | None
+) -> tuple[slice, Array | None]:
+    """The keys that some row of `rows` may see; which row does not see which of them."""
+    if diagonal is None and lower is None:
+        return slice(0, N), None
+    stop = N if diagonal is None else min(max(rows.stop + diagonal, 0), N)
+    start = 0 if lower is None else min(max(rows.start + lower, 0), stop)
+    row, key = np.arange(rows.start, rows.stop)[:, None], np.arange(start, stop)
+    hidden = np.zeros((row.size, key.size), bool)
+    if diagonal is not None:
+        hidden |= key > row + diagonal
+    if lower is not None:
+        hidden |= key < row + lower
+    return slice(start, stop), hidden
 
 
 def _rounded_to_tf32(x: Array) -> Array:

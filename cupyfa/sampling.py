@@ -10,33 +10,33 @@ from math import inf, nan
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.operations import OPERATIONS, Arrays, Window
+from cupyfa.operations import OPERATIONS, Arrays, Excerpt
 from cupyfa.planning import Plan
 from cupyfa.problem import Problem
 from cupyfa.tolerance import Expected, Verdict
 
 _WORK = 2e9  # products of scores that the reference makes in about a second
 _LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
-_ROWS = 64  # of a window
+_ROWS = 64  # of an excerpt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What some rows of every output should be: windows, or [None] for all rows."""
+    """What some rows of every output should be: excerpts, or [None] for all rows."""
 
     problem: Problem
-    windows: Sequence[Window | None]
+    excerpts: Sequence[Excerpt | None]
     expected: Sequence[Mapping[str, Expected]]
 
     @property
     def share(self) -> float:
         """The fraction of all rows that are in the sample."""
-        if self.windows == [None]:
+        if self.excerpts == [None]:
             return 1.0
         p = self.problem
         rows = {
             (w.batch, w.head, i)
-            for w in self.windows
+            for w in self.excerpts
             if w is not None
             for i in range(w.rows.start, w.rows.stop)
         }
@@ -51,16 +51,16 @@ class Sample:
 
 
 def sample(
-    plan: Plan, inputs: Arrays, rounding: str | None, windows: Sequence[Window | None]
+    plan: Plan, inputs: Arrays, rounding: str | None, excerpts: Sequence[Excerpt | None]
 ) -> Sample:
-    """What the reference says of these windows, for kernels that round so."""
+    """What the reference says of these excerpts, for kernels that round so."""
     expected = OPERATIONS[plan.kernel.operation].expected
     p = plan.problem
-    return Sample(p, windows, [expected(inputs, p, rounding, window) for window in windows])
+    return Sample(p, excerpts, [expected(inputs, p, rounding, excerpt) for excerpt in excerpts])
 
 
-def windows(p: Problem, seed: int) -> list[Window | None]:
-    """The windows to judge a problem by: [None], all of it, if that is quick.
+def excerpts(p: Problem, seed: int) -> list[Excerpt | None]:
+    """The excerpts to judge a problem by: [None], all of it, if that is quick.
 
     The first and the last rows of the first and the last head, and others by the seed, two or as
     many as are quick.
@@ -78,7 +78,7 @@ def windows(p: Problem, seed: int) -> list[Window | None]:
         for _ in range(others)
     ]
     return [
-        Window(batch, head, slice(row, row + _ROWS)) for batch, head, row in sorted(set(places))
+        Excerpt(batch, head, slice(row, row + _ROWS)) for batch, head, row in sorted(set(places))
     ]
 
 
@@ -89,10 +89,10 @@ def judge(results: Arrays, expected: Sample, *, finite: bool = True) -> list[Ver
 
 def _worst(name: str, array: np.ndarray, expected: Sample, finite: bool) -> Verdict:
     verdicts = []
-    for window, values in zip(expected.windows, expected.expected):
-        (verdict,) = tolerance.compare({name: window.of(array) if window else array}, values)
-        verdicts.append(_placed(verdict, window))
-    if finite and expected.windows != [None]:
+    for excerpt, values in zip(expected.excerpts, expected.expected):
+        (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
+        verdicts.append(_placed(verdict, excerpt))
+    if finite and expected.excerpts != [None]:
         empty = np.isnan(array)
         if empty.any():
             index = np.unravel_index(int(empty.argmax()), array.shape)
@@ -102,9 +102,9 @@ def _worst(name: str, array: np.ndarray, expected: Sample, finite: bool) -> Verd
     return max(verdicts, key=lambda verdict: verdict.ratio)
 
 
-def _placed(verdict: Verdict, window: Window | None) -> Verdict:
+def _placed(verdict: Verdict, excerpt: Excerpt | None) -> Verdict:
     """The verdict with the index that its element has in the whole array."""
-    if window is None or not verdict.index:
+    if excerpt is None or not verdict.index:
         return verdict
-    row = verdict.index[2] + window.rows.start
-    return replace(verdict, index=(window.batch, window.head, row, *verdict.index[3:]))
+    row = verdict.index[2] + excerpt.rows.start
+    return replace(verdict, index=(excerpt.batch, excerpt.head, row, *verdict.index[3:]))

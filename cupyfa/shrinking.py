@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupyfa.cases import Case
-from cupyfa.problem import Problem
+from cupyfa.problem import NO_WINDOW, Problem
 
 
 def shrunk(
@@ -52,6 +52,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
             yield _changed(p, **{name: size})
     if p.causal:
         yield _changed(p, causal=None)
+    yield from _smaller_windows(p)
     if p.scale != _usual_scale(p.d):
         yield _changed(p, scale=_usual_scale(p.d))
     if p.dv == p.d:
@@ -63,6 +64,18 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     for name in ("d", "dv"):
         for size in _sizes(getattr(p, name)):
             yield _changed(p, **{name: size})
+
+
+def _smaller_windows(p: Problem) -> Iterator[Problem]:
+    """No window, no limit on one side, then smaller ones."""
+    if p.window == NO_WINDOW:
+        return
+    yield _changed(p, window=NO_WINDOW)
+    left, right = p.window
+    if left is not None:
+        yield from (_changed(p, window=(x, right)) for x in (None, 0, *_sizes(left)) if x != left)
+    if right is not None:
+        yield from (_changed(p, window=(left, x)) for x in (None, 0, *_sizes(right)) if x != right)
 
 
 def _changed(p: Problem, **changes: Any) -> Problem:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import Kernel
-from cupyfa.problem import CAUSAL, Problem
+from cupyfa.problem import CAUSAL, Problem, window_of_text
 
 # What is measured, tuned and profiled unless other sizes are given, and predicted in records.
 USUAL: dict[str, dict[str, Any]] = {
@@ -17,7 +17,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
 }
 MOST = 10_000  # problems in one go
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", "causal", "scale", "precision")
+AXES = (
+    *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype"),
+    *("causal", "window", "scale", "precision"),
+)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _WORDS = {str(word).lower(): word for word in CAUSAL}
 _OF_SOFTMAX = ("M", "N", "dtype")
@@ -36,12 +39,14 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     """``NAME=VALUES`` as the name and its values; a name is an axis or a kernel's constant.
 
     VALUES are listed, ``64,128``, or run from a first to a last by factors, ``512:16384:*2``, or
-    by steps, ``64:256:+64``.
+    by steps, ``64:256:+64``. Windows are parted by slashes, ``64,0/128,-``.
     """
     name, equals, values = text.partition("=")
     name = _SHORT.get(name.strip(), name.strip())
     if not equals or not name or not values.strip():
         raise ValueError(f"{text!r} is not NAME=VALUES, for example M=512:4096:*2 or d=64,128")
+    if name == "window":
+        return name, [window_of_text(value) for value in values.split("/")]
     if ":" in values:
         several = list(islice(_range(values), MOST + 1))
         if len(several) > MOST:
@@ -54,11 +59,12 @@ def problems(operation: str, sizes: Mapping[str, Any]) -> list[Problem]:
     """The problem of every combination of sizes, each of which is a value or several.
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
-    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A
-    softmax has M rows of N. What is left out is USUAL.
+    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A tuple is several
+    values of any size but the window, which is one; several windows are a list. A softmax has M
+    rows of N. What is left out is USUAL.
     """
     several = {
-        name: value if isinstance(value, list | tuple) else [value]
+        name: value if isinstance(value, list if name == "window" else list | tuple) else [value]
         for name, value in sizes.items()
         if value is not None
     }

@@ -152,18 +152,19 @@ def expected_attention(
     *,
     scale: float,
     diagonal: int | None,
+    lower: int | None = None,
     dtype: str,
     rounding: str | None = None,
 ) -> dict[str, Expected]:
     """The attention "O" and "lse" with the bounds that this module's head describes.
 
-    q, k, v, scale and diagonal are those of `reference.attention`. dtype: that of the inputs and
-    of O. rounding: the precision to which the kernel by design rounds its operands, one of
+    q, k, v, scale, diagonal and lower are those of `reference.attention`. dtype: that of the inputs
+    and of O. rounding: the precision to which the kernel by design rounds its operands, one of
     `reference.PRECISIONS`; None if it takes them as they are. A result may hold anything where
     such rounding overflows in the plain computation: float16 ends at 65504.
     """
     return expected_attention_of_each(
-        q, k, v, scale=scale, diagonal=diagonal, dtype=dtype, roundings=(rounding,)
+        q, k, v, scale=scale, diagonal=diagonal, lower=lower, dtype=dtype, roundings=(rounding,)
     )[rounding]
 
 
@@ -175,6 +176,7 @@ def expected_attention_of_each(
     *,
     scale: float,
     diagonal: int | None,
+    lower: int | None = None,
     dtype: str,
     roundings: Sequence[str | None],
 ) -> dict[str | None, dict[str, Expected]]:
@@ -183,7 +185,7 @@ def expected_attention_of_each(
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
-    for tile in reference.tiles(q, k, v, diagonal):
+    for tile in reference.tiles(q, k, v, diagonal, lower):
         work = _Work.on(tile, scale)
         out, lse, _ = work.attend()
         reference.flat(value["O"])[tile.where] = out

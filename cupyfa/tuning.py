@@ -53,10 +53,10 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """The candidate as one row of a table."""
         row = self.measurement.row()
-        sizes = ["kernel", "batch", "heads", "kv_heads", "M", "N", "d", "dv"]
-        sizes += ["dtype", "precision", "causal"]
+        sizes = ("kernel", "batch", "heads", "kv_heads", "M", "N", "d", "dv")
+        kinds = ("dtype", "precision", "causal", "window")
         return {
-            **{name: row[name] for name in sizes},
+            **{name: row[name] for name in (*sizes, *kinds)},
             **{"constants": row["constants"], "state": self.state},
             **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
             "x_own": self.factor,

@@ -24,7 +24,10 @@ FIRST_TO_COME = """\
   const real order = 1 + real(1e-7) * (first % 4);
 """
 
-LAST_COLUMN_DROPPED = (("visible_keys(row, N, ", "visible_keys(row, N - (N % 16 == 3), "),)
+LAST_COLUMN_DROPPED = (
+    ("visible_keys(row, N, ", "visible_keys(row, N - (N % 16 == 3), "),
+    ("sees_key(row, col, N, ", "sees_key(row, col, N - (N % 16 == 3), "),
+)
 WRITES_OUTSIDE = ((END, f"{END}  if (M % 8 == 5 && threadIdx.x == 0) weights[N] = scalar(1);\n"),)
 DOES_NOT_COMPILE = ((BEGIN, BEGIN.replace("Online", "Offline")),)
 HANGS = ((BEGIN, f"{BEGIN}  while (N % 4 == 3) *const_cast<const volatile scalar*>(scores);\n"),)

@@ -4,7 +4,7 @@ Every array has an allocation of its own, so that its ends are known.
 """
 
 import cupy
-from problems import DTYPES, FORWARD, RAGGED, claimed, inputs_of
+from problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
 from cupyfa import Problem, planning
 from cupyfa.backends import run
@@ -16,7 +16,7 @@ def main():
     cupy.cuda.set_allocator(None)
     backend = backend_named("cuda")
     for kernel, dtype in claimed(FORWARD, DTYPES) + claimed(LADDER["softmax"], DTYPES):
-        for sizes in RAGGED:
+        for sizes in (*RAGGED, *(WINDOWED if "window" in kernel.features else ())):
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
 
 

@@ -15,6 +15,8 @@ RAGGED = (
     {"heads": 1, "M": 67, "N": 131, "d": 64, "scale": -0.3},
     {"heads": 3, "kv_heads": 1, "M": 5, "N": 1, "d": 7, "dv": 40},
 )
+# The same for rungs that know windows.
+WINDOWED = ({"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "window": (20, 3)},)
 
 
 def claimed(kernels=FORWARD, dtypes=DTYPES):

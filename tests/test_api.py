@@ -463,10 +463,11 @@ def test_an_error_leaves_out_untouched(backend):
 def test_no_allocation_survives_a_call(cuda):
     import cupy
 
-    q, k, v = (cupy.asarray(x) for x in arrays(2, 3, 50, 16))
     used = []
-    for kernel in FORWARD:
-        cupyfa.attention(q, k, v, kernel=kernel)
+    for kernel in FORWARD.values():
+        q, k, v = (cupy.asarray(x) for x in arrays_for(kernel, 2, 3, 50, 16))
+        cupyfa.attention(q, k, v, kernel=kernel.name)
+        del q, k, v
         used.append(cupy.get_default_memory_pool().used_bytes())
     assert len(set(used)) == 1
 

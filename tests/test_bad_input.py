@@ -292,7 +292,12 @@ CALLS = {
     "half a worker": (lambda: Simulator(workers=0.5), V, "workers is 0.5", "whole number from 1"),
     "misspelt option": (
         lambda: attention(casual=True),
-        *(V, "no constant 'casual'", "it has Br, Bc", "options of attention are causal, scale"),
+        *(
+            V,
+            "no constant 'casual'",
+            "it has Br, Bc",
+            "options of attention are causal, window, scale",
+        ),
     ),
     "a softmax has no mask": (
         lambda: softmax(a(3), causal=True),

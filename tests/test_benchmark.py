@@ -20,7 +20,7 @@ from cupyfa.benchmark import bench
 from cupyfa.cases import LAYOUTS
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement, Results
-from cupyfa.operations import OPERATIONS, Window
+from cupyfa.operations import OPERATIONS, Excerpt
 from cupyfa.planning import Plan, Unsupported
 
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
@@ -146,23 +146,23 @@ def test_a_window_expects_what_the_whole_does(p):
     inputs = inputs_of(plan)
     expected = OPERATIONS["forward"].expected
     whole = expected(inputs, p, None)
-    for window in (Window(0, 1, slice(0, 5)), Window(p.batch - 1, 0, slice(60, 70))):
-        part = expected(inputs, p, None, window)
+    for excerpt in (Excerpt(0, 1, slice(0, 5)), Excerpt(p.batch - 1, 0, slice(60, 70))):
+        part = expected(inputs, p, None, excerpt)
         for name in part:
-            np.testing.assert_allclose(part[name].value, window.of(whole[name].value), rtol=1e-12)
+            np.testing.assert_allclose(part[name].value, excerpt.of(whole[name].value), rtol=1e-12)
 
 
 def test_large_problems_are_judged_by_their_corners_and_some_other_rows():
     p = Problem.of_sizes(batch=3, heads=5, M=4096, d=128)
-    windows = sampling.windows(p, seed=0)
+    excerpts = sampling.excerpts(p, seed=0)
     for batch, head in ((0, 0), (2, 4)):
-        assert Window(batch, head, slice(0, 64)) in windows
-        assert Window(batch, head, slice(4096 - 64, 4096)) in windows
-    assert len(windows) >= 6
-    assert windows == sampling.windows(p, seed=0) != sampling.windows(p, seed=1)
-    assert sampling.windows(replace(p, M=100, N=100), seed=0) == [None]
-    softmax = sampling.windows(Problem.of_row_sizes(65536, 4096, "float32"), seed=0)
-    assert Window(0, 0, slice(65536 - 64, 65536)) in softmax
+        assert Excerpt(batch, head, slice(0, 64)) in excerpts
+        assert Excerpt(batch, head, slice(4096 - 64, 4096)) in excerpts
+    assert len(excerpts) >= 6
+    assert excerpts == sampling.excerpts(p, seed=0) != sampling.excerpts(p, seed=1)
+    assert sampling.excerpts(replace(p, M=100, N=100), seed=0) == [None]
+    softmax = sampling.excerpts(Problem.of_row_sizes(65536, 4096, "float32"), seed=0)
+    assert Excerpt(0, 0, slice(65536 - 64, 65536)) in softmax
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_sample_finds_errors_in_it_and_what_is_unwritten_anywhere(by_sample, i
     results = {"O": OPERATIONS["forward"].expected(inputs, p, None)["O"].value}
     if index:
         results["O"][index] = value
-    sample = sampling.sample(plan, inputs, None, [Window(0, 0, slice(0, 64)), *_last(p)])
+    sample = sampling.sample(plan, inputs, None, [Excerpt(0, 0, slice(0, 64)), *_last(p)])
     (verdict,) = sampling.judge(results, sample)
     assert verdict.passed != found
     assert not found or verdict.index == index
@@ -196,7 +196,7 @@ def test_a_sample_finds_errors_in_it_and_what_is_unwritten_anywhere(by_sample, i
 
 
 def _last(p):
-    return [Window(p.batch - 1, p.heads - 1, slice(p.M - 64, p.M))]
+    return [Excerpt(p.batch - 1, p.heads - 1, slice(p.M - 64, p.M))]
 
 
 def test_bytes_are_inputs_and_outputs_once():
@@ -533,10 +533,10 @@ def test_a_peer_that_is_farther_from_the_reference_is_named(peer):
 
 
 def test_a_peer_finds_what_the_sample_missed(monkeypatch, peer, by_sample):
-    """One wrong element in a row that is in no window."""
+    """One wrong element in a row that is in no excerpt."""
     sizes = {"batch": 1, "heads": 3, "M": 300, "N": 20, "d": 8}
     p = Problem.of_sizes(**sizes)
-    seen = {(w.head, i) for w in sampling.windows(p, 0) for i in range(300)[w.rows]}
+    seen = {(w.head, i) for w in sampling.excerpts(p, 0) for i in range(300)[w.rows]}
     head, unseen = next((h, i) for h in range(3) for i in range(300) if (h, i) not in seen)
     from cupyfa import benchmark
 

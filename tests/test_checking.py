@@ -90,10 +90,10 @@ def repeat(failure, **options):
 
 def test_kernels_of_the_ladder():
     names = [name for kernels in LADDER.values() for name in kernels]
-    done = check(names, grid="edges", samples=6, dtypes=["float16"])
+    done = check(names, grid="edges", samples=8, dtypes=["float16"])
     assert done.failures == ()
     assert done.right == done.runs > 20
-    assert done.cases == 12
+    assert done.cases == 16
     assert [tally.kernel for tally in done.tallies] == names
     assert all(0 < tally.worst <= 1 for tally in done.tallies if tally.runs)
     assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]

@@ -75,11 +75,25 @@ def test_sizes_of_flash_attentions_tests_are_there(grid, sizes):
 
 def test_long_cases_take_turns_and_short_ones_do_not():
     cases = grids.cases("fa2", "forward", dtypes=["float16", "bfloat16"])
-    of_64 = [sizes_of(case)[1:5] for case in cases if case.problem.d == 64]
+    of_64 = [
+        sizes_of(case)[1:5] for case in cases if case.problem.d == 64 and case.problem.left is None
+    ]
     short = [sizes for sizes in of_64 if sizes[0] == 6 and sizes[2:] == (113, 203)]
     long = [sizes for sizes in of_64 if sizes[0] == 6 and sizes[2:] == (2048, 2048)]
     assert len(short) == 2 * 2 * 3 * 2  # masks, dtypes, shared keys, layouts
     assert len(long) == 2  # masks
+
+
+@pytest.mark.parametrize("grid", ["edges", "fa2", "fa3", "fuzz"])
+def test_windows_are_on_both_sides_on_one_and_under_every_mask(grid):
+    problems = [case.problem for case in grids.cases(grid, "forward")]
+    masks = {(p.causal, p.left is None, p.right is None) for p in problems}
+    everywhere = {(causal, False, False) for causal in (None, "bottom-right", "top-left")}
+    assert {*everywhere, (None, True, False), (None, False, True)} <= masks
+    assert all(max(x or 0 for x in p.window) <= max(p.N, 1000) for p in problems)
+    if grid in ("fa2", "fa3"):
+        small = [p for p in problems if (p.M, p.N) == (113, 203) and p.left is not None]
+        assert 20 < len(small) < 200 and len({p.window for p in small}) > 15
 
 
 def test_head_dimensions_of_v_differ_in_fa3():

@@ -243,7 +243,7 @@ def test_formulas_that_give_no_launch_are_refused_with_what_they_gave(change):
     "change, rule",
     [
         ({"tiles": ()}, "tiles must hold at least one mapping"),
-        ({"features": ("mask",)}, "features are causal, gqa, strides, lse, dv"),
+        ({"features": ("mask",)}, "features are causal, window, gqa, strides, lse, dv"),
         ({"arch": "8.0"}, "arch is one of 75, 80"),
         ({"scratch": {"S": ("batch heads M", "float32")}}, "one of real, scalar, operand"),
     ],

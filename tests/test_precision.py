@@ -146,7 +146,7 @@ def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
 
 
 def test_tiles_that_were_tuned_are_those_of_the_precision():
-    constants = (("Br", 64), ("Bc", 16), ("Wr", 16))
+    constants = (("Br", 64), ("Bc", 16), ("Wr", 16), ("stages", 1))
     tuned = planning.Tuned("mma_async", None, "float32 as float16", 64, 64, constants, 1.0)
     here = replace(H100, tuned=(tuned,))
     assert plan("mma_async", limits=here).constants == dict(constants)
@@ -342,8 +342,9 @@ def test_a_measurement_keeps_the_precision(tmp_path):
 
 def test_tuning_is_told_apart_by_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
+    tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     cupyfa.tune(
-        replace(FORWARD["mma_tf32"], candidates={}, tiles=({"Br": 16, "Bc": 16, "Wr": 16},)),
+        replace(FORWARD["mma_tf32"], candidates={}, tiles=(tiles,)),
         backend=Simulator(),
         **{"batch": 1, "heads": 1, "M": 16, "d": 8, "budget": 0.01},
     )
@@ -357,3 +358,16 @@ def test_sweeps_go_through_precisions():
     assert [x.precision for x in found] == ["float32", "tf32"]
     assert sweeps.usual_dtype(FORWARD["mma_async"]) == "float16"
     assert sweeps.usual_dtype(FORWARD["mma_async"], precision="float16") == "float32"
+
+
+@pytest.mark.parametrize("kernel, precision", [("mma_async", "float16"), ("mma_tf32", "tf32")])
+def test_a_window_and_a_precision_go_together(backend, kernel, precision):
+    p = Problem.of_sizes(
+        M=70, N=131, heads=2, kv_heads=1, d=20, dv=9, window=(30, 5), precision=precision
+    )
+    assert f"precision={precision} window=30,5 " in str(p)
+    options = " ".join(Case("forward", p).options())
+    assert f"--precision {precision}" in options and "--window=30,5" in options
+    made = planning.plan(FORWARD[kernel], p, backend.limits)
+    assert made.problem == p
+    calls.checked(backend, made, Case("forward", p).inputs(), {})

@@ -29,6 +29,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr int d = 8;",
         "constexpr int dv = 8;",
         "constexpr bool causal = true;",
+        "constexpr bool windowed = false;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",
         '#line 1 "kernels/forward/fa2.cu"',

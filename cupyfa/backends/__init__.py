@@ -168,7 +168,7 @@ def arguments(
     p = plan.problem
     numbers = {
         name: np.int32(getattr(p, name))
-        for name in ("M", "N", "heads", "kv_heads", "batch", "group", "diagonal")
+        for name in ("M", "N", "heads", "kv_heads", "batch", "group", "diagonal", "lower")
     }
     scale = {"scale": p.dtype.sums.type(p.scale)}
     values = []

@@ -16,8 +16,11 @@ from cupyfa.commands.options import (
     format_option,
     kernel_names,
     kernels_argument,
+    precision_option,
     progress_bar,
+    window_option,
 )
+from cupyfa.problem import Window
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 
@@ -72,20 +75,24 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @kernels_argument
 @every_option
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, default=("float32",))
+@precision_option
 @click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask, not without one.")
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
+@window_option
 @backend_option
 @format_option
 def warm(
     kernels: tuple[str, ...],
     every: bool,
     dtypes: tuple[str, ...],
+    precision: str | None,
     ds: str,
     dv: int | None,
     causal: bool,
     both: bool,
+    window: Window | None,
     backend: str,
     form: str,
 ) -> None:
@@ -101,5 +108,15 @@ def warm(
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)
     with progress_bar("compiling") as progress, engine.working_on(None):
-        done = caches.warm(engine, chosen, dtypes, sizes, dv=dv, masks=masks, progress=progress)
+        done = caches.warm(
+            engine,
+            chosen,
+            dtypes,
+            sizes,
+            dv=dv,
+            masks=masks,
+            window=window,
+            precision=precision,
+            progress=progress,
+        )
     click.echo(report.render([done.row()], form))

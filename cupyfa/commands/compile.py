@@ -13,9 +13,11 @@ from cupyfa.commands.options import (
     kernels_argument,
     precision_option,
     progress_bar,
+    window_option,
 )
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import ARCHES
+from cupyfa.problem import Window
 
 
 @click.command("compile")
@@ -33,6 +35,7 @@ from cupyfa.kernel import ARCHES
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask.")
+@window_option
 @format_option
 def compile_kernels(
     kernels: tuple[str, ...],
@@ -43,6 +46,7 @@ def compile_kernels(
     d: int,
     dv: int | None,
     causal: bool,
+    window: Window | None,
     form: str,
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
@@ -52,7 +56,14 @@ def compile_kernels(
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
     asked = dtypes or (("float32",) if precision else tuple(DTYPES))
     plans = compiling.plans(
-        chosen, [x.strip() for x in arches.split(",")], asked, d, dv, causal, precision
+        chosen,
+        [x.strip() for x in arches.split(",")],
+        asked,
+        d,
+        dv,
+        causal,
+        window,
+        precision,
     )
     rows = []
     with progress_bar("compiling") as progress:

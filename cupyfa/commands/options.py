@@ -19,7 +19,7 @@ from cupyfa.cases import LAYOUTS, VALUES
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.problem import PRECISIONS, Problem
+from cupyfa.problem import PRECISIONS, Problem, Window, window_of_text
 from cupyfa.sweeps import usual_dtype
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -65,6 +65,31 @@ kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 DTYPE = "float32, or the first that the kernel can do"
 
 
+class _WindowType(click.ParamType):
+    """LEFT,RIGHT as a pair of numbers of keys; - is no limit."""
+
+    name = "LEFT,RIGHT"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Window:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return window_of_text(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+window_option = click.option(
+    "--window",
+    type=_WindowType(),
+    metavar="LEFT,RIGHT",
+    help="Query i sees so many keys to the left and right of key i + N - M (of key i under a "
+    "top-left mask); - is no limit, as in 128,-.",
+)
+
+
 def problem_options(command: Command, dtype: str | None = None) -> Command:
     """The sizes and options of one problem, of this dtype by default or of a usual one."""
     for option in reversed(
@@ -87,6 +112,7 @@ def problem_options(command: Command, dtype: str | None = None) -> Command:
                 help="Query i sees keys j <= i + N - M (bottom-right, the default) or j <= i "
                 "(top-left).",
             ),
+            window_option,
             click.option("--scale", type=float, help="[default: 1/sqrt(d)]"),
             precision_option,
         )

@@ -14,6 +14,7 @@ from cupyfa.commands.options import (
     size,
     tile_options,
     tile_sizes,
+    window_option,
 )
 from cupyfa.problem import Problem
 
@@ -40,6 +41,7 @@ from cupyfa.problem import Problem
 @click.option("--dtype", type=dtype_choice, show_default=DTYPE)
 @precision_option
 @click.option("--causal", is_flag=True, help="With a causal mask.")
+@window_option
 @tile_options
 def show(
     kernel: str,

@@ -17,6 +17,7 @@ from cupyfa.commands.options import (
     precision_option,
     progress_bar,
     size,
+    window_option,
 )
 from cupyfa.problem import Problem
 from cupyfa.tuning import Candidate
@@ -40,6 +41,7 @@ from cupyfa.tuning import Candidate
     type=click.Choice(["bottom-right", "top-left"]),
     help="As for `cupyfa run`.",
 )
+@window_option
 @click.option(
     "--budget",
     type=click.FloatRange(0),

@@ -11,7 +11,8 @@ from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import Problem
 
-EVERYTHING = ("causal", "gqa", "strides", "lse", "dv")
+ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
+EVERYTHING = (*ALL_BUT_WINDOWS, "window")
 SUMS_IN_MEMORY = {
     "O_sum": ("batch heads M dv", "real"),
     "row_max": ("batch heads M", "real"),
@@ -25,6 +26,7 @@ ROW_TILES = tuple(
     if Bc <= Br <= 16 * Bc
 )
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
+Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
 MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
@@ -33,11 +35,30 @@ MMA_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
     256: ({"Br": 64, "Bc": 64, "Wr": 16},),
 }
-TF32_TILES_UP_TO = {
-    128: ({"Br": 128, "Bc": 32, "Wr": 32},),
-    256: ({"Br": 128, "Bc": 32, "Wr": 16}, {"Br": 128, "Bc": 16, "Wr": 16}),
+MMA_ASYNC_TILES = tuple(
+    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 1} for Br in (64, 32, 16) for Bc in (32, 16)
+)
+MMA_ASYNC_TILES_UP_TO = {
+    64: (
+        {"Br": 128, "Bc": 96, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 1},
+    ),
+    128: (
+        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},
+    ),
+    256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
-MMA_CANDIDATES = {"Br": (32, 64, 96, 128, 192, 256), "Bc": (32, 64, 96, 128), "Wr": (16, 32)}
+TF32_TILES_UP_TO = {
+    128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
+    256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
+}
+MMA_CANDIDATES = {
+    "Br": (32, 64, 96, 128, 192, 256),
+    "Bc": (32, 48, 64, 80, 96, 112, 128),
+    "Wr": (16, 32),
+}
+MMA_ASYNC_CANDIDATES = MMA_CANDIDATES | {"stages": (1, 2)}
 MMA_RULES = {
     "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
     "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
@@ -48,6 +69,17 @@ def mma_shared(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
+
+
+def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with `stages` of K and V; O takes the place of Q at the end."""
+    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
+    return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
+
+
+def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same in float32."""
+    return 2 * mma_async_shared(p, c)
 
 
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
@@ -61,10 +93,10 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             Matmul("O", "P", "V"),
             Launch(
                 "mend_rows",
-                args="P V O M N heads group diagonal",
+                args="P V O M N heads group diagonal lower",
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
-                when=lambda p: p.causal is not None,
+                when=lambda p: p.is_masked,
             ),
         ),
         features=EVERYTHING,
@@ -93,32 +125,27 @@ def mma_kernel(
         launches=(
             Launch(
                 name,
-                args="Q K V O lse M N heads group diagonal scale",
+                args="Q K V O lse M N heads group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
             ),
         ),
-        tiles=MMA_TILES,
-        candidates=MMA_CANDIDATES,
         rules=MMA_RULES,
         largest_d=256,
         features=EVERYTHING,
         tflops=tflops,
         predicts=predicts,
         **{
+            "tiles": MMA_TILES,
             "tiles_up_to": MMA_TILES_UP_TO,
+            "candidates": MMA_CANDIDATES,
             "dtypes": ("float16", "bfloat16"),
             "dtype_arch": {"bfloat16": "80"},
             **fields,
         },
     )
     return rounded_first(kernel) if rounds_float32 else kernel
-
-
-def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same tiles in float32."""
-    return 2 * mma_shared(p, c)
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
@@ -201,7 +228,7 @@ KERNELS = (
         tiles=tuple({"Br": size, "Bc": size} for size in (32, 16, 8, 4, 2, 1)),
         candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: short scoreboard",
@@ -233,7 +260,7 @@ KERNELS = (
         ),
         tiles=({"Bc": 4}, {"Bc": 2}, {"Bc": 1}),
         candidates={"Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: barrier",
@@ -263,7 +290,7 @@ KERNELS = (
         ),
         tiles=({"Br": 4, "Bc": 2}, {"Br": 2, "Bc": 2}, {"Br": 2, "Bc": 1}, {"Br": 1, "Bc": 1}),
         candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         predicts={
             "bound by": "latency: long scoreboard",
@@ -301,7 +328,7 @@ KERNELS = (
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
         },
         dtypes=("float16", "bfloat16", "float32"),
-        features=EVERYTHING,
+        features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
@@ -325,7 +352,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -365,7 +392,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2_coalesced",
-                args="Q K V O lse M N heads batch group diagonal scale",
+                args="Q K V O lse M N heads batch group diagonal lower scale",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -465,6 +492,10 @@ KERNELS = (
             "store sectors": "7.6",
             "DRAM": "below 8",
         },
+        shared=mma_async_shared,
+        tiles=MMA_ASYNC_TILES,
+        tiles_up_to=MMA_ASYNC_TILES_UP_TO,
+        candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
     mma_kernel(
@@ -472,21 +503,23 @@ KERNELS = (
         "float32 on tensor cores: operands rounded to tf32 as they are loaded",
         {},
         {
-            "bound by": "issue slots",
-            "duration": "0.45 to 0.6",
-            "tensor cores": "35 to 50",
-            "issue slots": "60 to 75",
+            "bound by": "latency: wait",
+            "duration": "0.5 to 0.7",
+            "tensor cores": "30 to 45",
+            "issue slots": "45 to 60",
             "SMs busy": "above 90",
-            "occupancy": "19",
-            "limited by": "registers, 3 blocks",
-            "shared memory": "45 to 55",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "shared memory": "35 to 50",
             "load conflicts": "below 0.1",
             "load sectors": "16",
-            "store sectors": "7.6",
+            "store sectors": "13",
             "DRAM": "below 12",
         },
         shared=tf32_shared,
+        tiles=MMA_ASYNC_TILES,
         tiles_up_to=TF32_TILES_UP_TO,
+        candidates=MMA_ASYNC_CANDIDATES,
         dtypes=("float32",),
         dtype_arch={},
         arch="80",

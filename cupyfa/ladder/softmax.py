@@ -11,7 +11,7 @@ def softmax_launch(name: str) -> Launch:
     """One block of 256 threads per row; every warp leaves one sum in shared memory."""
     return Launch(
         name,
-        args="S P lse M N heads diagonal",
+        args="S P lse M N heads diagonal lower",
         grid=lambda p, c: p.M * p.heads * p.batch,
         threads=lambda p, c: 256,
         shared=lambda p, c: p.bytes(reals=256 // WARP),

@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
-//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
 #include <mask.cuh>
 #include <padding.cuh>
 #include <shared.cuh>
@@ -33,10 +33,10 @@ constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
 
-// This thread's row of S = Q K^T * scale; returns the maximum of its first `keys` elements.
-__device__ real scores(Shared& shared, int keys, real scale) {
+// This thread's row of S = Q K^T * scale; returns the maximum of elements `hidden` … keys - 1.
+__device__ real scores(Shared& shared, int hidden, int keys, real scale) {
   real largest = -infinity;
-  for (int first = 0; first < keys; first += keys_together) {
+  for (int first = hidden / keys_together * keys_together; first < keys; first += keys_together) {
     real dots[keys_together] = {};
 #pragma unroll 4
     for (int k = 0; k < d; ++k) {
@@ -47,16 +47,16 @@ __device__ real scores(Shared& shared, int keys, real scale) {
 #pragma unroll
     for (int i = 0; i < keys_together; ++i) {
       shared.S[first + i][threadIdx.x] = dots[i] * scale;
-      if (first + i < keys) largest = fmax(largest, dots[i] * scale);
+      if (first + i >= hidden && first + i < keys) largest = fmax(largest, dots[i] * scale);
     }
   }
   return largest;
 }
 
 // This thread's row of P = exp(S - maximum); returns its sum.
-__device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+__device__ real weights(Shared& shared, int hidden, int keys, const OnlineSoftmax& softmax) {
   real sum = 0;
-  for (int key = 0; key < keys; ++key) {
+  for (int key = hidden; key < keys; ++key) {
     const real weight = softmax.weight(shared.S[key][threadIdx.x]);
     shared.S[key][threadIdx.x] = weight;
     sum += weight;
@@ -66,12 +66,12 @@ __device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) 
 
 // So many columns of this thread's row of O = O * factor + P V.
 template <int cols>
-__device__ void accumulate(Shared& shared, int first, int keys, real factor) {
+__device__ void accumulate(Shared& shared, int first, int hidden, int keys, real factor) {
   real sums[cols];
 #pragma unroll
   for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
 #pragma unroll 4
-  for (int key = 0; key < keys; ++key) {
+  for (int key = hidden; key < keys; ++key) {
     const real weight = shared.S[key][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < cols; ++i) sums[i] += weight * real(shared.KV[key][first + i]);
@@ -80,17 +80,18 @@ __device__ void accumulate(Shared& shared, int first, int keys, real factor) {
   for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
 }
 
-__device__ void accumulate_row(Shared& shared, int keys, real factor) {
+__device__ void accumulate_row(Shared& shared, int hidden, int keys, real factor) {
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
-    accumulate<cols_together>(shared, first, keys, factor);
+    accumulate<cols_together>(shared, first, hidden, keys, factor);
   }
   constexpr int rest = dv % cols_together;
-  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, keys, factor);
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, hidden, keys, factor);
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int batches, int group, int diagonal, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int batches, int group, int diagonal, int lower,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
@@ -99,25 +100,28 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     const auto [tile, head, batch] = place(index, tiles, heads);
     const int row = tile * Br + threadIdx.x;
     const int visible = row < M ? visible_keys(row, N, diagonal) : 0;
+    const int hidden = hidden_keys(row, N, lower);
+    const int hidden_from_tile = hidden_keys(tile * Br, N, lower);
     const int visible_to_tile = visible_keys(min((tile + 1) * Br, M) - 1, N, diagonal);
 
     load_tile<Br, d>(shared.Q, Q, batch, head, tile * Br, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     OnlineSoftmax softmax;
 
-    for (int first_key = 0; first_key < visible_to_tile; first_key += Bc) {
+    for (int first_key = hidden_from_tile / Bc * Bc; first_key < visible_to_tile; first_key += Bc) {
       __syncthreads();  // before K overwrites values that a slower thread still reads
       load_tile<Bc, d>(shared.KV, K, batch, head / group, first_key, N);
       __syncthreads();  // K is there
 
+      const int from = hidden_in_tile(hidden, first_key);
       const int keys = max(0, min(Bc, visible - first_key));
-      const real factor = softmax.raise(scores(shared, keys, scale));
-      softmax.sum += weights(shared, keys, softmax);
+      const real factor = softmax.raise(scores(shared, from, keys, scale));
+      softmax.sum += weights(shared, from, keys, softmax);
 
       __syncthreads();  // before V overwrites keys that a slower thread still reads
       load_tile<Bc, dv>(shared.KV, V, batch, head / group, first_key, N);
       __syncthreads();  // V is there
-      accumulate_row(shared, keys, factor);
+      accumulate_row(shared, from, keys, factor);
     }
 
     shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();

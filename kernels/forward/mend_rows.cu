@@ -6,7 +6,7 @@
 //
 //   P [batch, heads, M, N]    V [batch, kv_heads, N, dv]    O [batch, heads, M, dv]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, dv, causal, threads, shared_bytes
+//   the host sets: scalar, real, dv, causal, windowed, threads, shared_bytes
 #include <mask.cuh>
 #include <tensor.cuh>
 
@@ -15,8 +15,8 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void mend_rows(Tensor<const scalar> P,
                                                                 Tensor<const scalar> V,
                                                                 Tensor<scalar> O, int M, int N,
-                                                                int heads, int group,
-                                                                int diagonal) {
+                                                                int heads, int group, int diagonal,
+                                                                int lower) {
   const auto [row, head, batch] = place(blockIdx.x, M, heads);
   const scalar* weights = P.row(batch, head, row);
   scalar* output = O.row(batch, head, row);
@@ -24,7 +24,7 @@ extern "C" __global__ __launch_bounds__(threads) void mend_rows(Tensor<const sca
   for (int col = threadIdx.x; col < dv; col += threads) {
     if (!isnan(real(output[col]))) continue;
     real sum = 0;
-    for (int key = 0; key < visible_keys(row, N, diagonal); ++key) {
+    for (int key = hidden_keys(row, N, lower); key < visible_keys(row, N, diagonal); ++key) {
       sum += real(weights[key]) * real(V.row(batch, head / group, key)[col]);
     }
     output[col] = scalar(sum);

@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
 #include <fragments.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
@@ -140,7 +140,7 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
         const float (&p)[4] = P[i / 2][n];
         const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
         const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
-        if (first_key + key >= rows.visible(i / 2, i % 2)) continue;
+        if (!rows.sees(i / 2, i % 2, first_key + key)) continue;
 #pragma unroll
         for (int j = 0; j < width / 4; ++j) {
           const int col = j / 2 * 8 + 2 * (lane % 4);
@@ -154,7 +154,7 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
@@ -172,31 +172,31 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
     apply_sign(shared, scale);
   }
   Fragments<width> sums = {};
-  Rows rows = {first_row + own_row + lane / 4, N, diagonal};
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    rows.maximum[i / 2][i % 2] = -infinity;
-    rows.sum[i / 2][i % 2] = 0;
-  }
+  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, size);
 
   const int seen_by_all = visible_keys(first_row, N, diagonal);
-  const int seen_by_some = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
-  for (int first_key = 0; first_key < seen_by_some; first_key += Bc) {
+  const int last_row = min(first_row + Br, M) - 1;
+  const int seen_by_some = visible_keys(last_row, N, diagonal);
+  const int hidden_from_some = hidden_keys(last_row, N, lower);
+  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
+  for (int first_key = start; first_key < seen_by_some; first_key += Bc) {
     __syncthreads();  // before keys that a slower warp still reads are overwritten
     load_tile<d>(shared.K, keys, K.row_stride, k_aligned, first_key, N);
     load_tile<dv>(shared.V, values, V.row_stride, v_aligned, first_key, N);
-    const bool masked = first_key + Bc > seen_by_all;
+    const bool masked = first_key + Bc > seen_by_all || first_key < hidden_from_some;
     const bool strange =
-        __syncthreads_or(causal && masked && is_strange(shared));  // they are there
+        __syncthreads_or(has_mask && masked && is_strange(shared));  // they are there
     Fragments<Bc> S = {};
     multiply_scores(shared, S, own_row, lane);
     if (masked)
-      softmax<true>(S, sums, rows, first_key, size * log2e, lane);
+      softmax<true>(S, sums, rows, first_key, lane);
     else
-      softmax<false>(S, sums, rows, first_key, size * log2e, lane);
-    if (causal && strange)
+      softmax<false>(S, sums, rows, first_key, lane);
+    if (has_mask && strange)
       multiply_visible(shared, S, sums, rows, first_key, lane);
     else
       multiply_output(shared, S, sums, lane);
   }
-  store_rows(sums, rows, O, lse, batch, head, M, size, lane);
+  finish_rows(sums, rows, lse, batch, head, M, lane);
+  store_rows(sums, rows, O, batch, head, M, lane);
 }

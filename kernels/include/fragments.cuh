@@ -10,85 +10,152 @@
 constexpr int step = 16;                      // rows, keys and depth of a product
 constexpr int width = cdiv(dv, step) * step;  // of O, filled up with zeros
 constexpr float log2e = 1.44269504f;
+constexpr float largest_float = 3.40282347e38f;
 
 // A warp's part of S or O: products of 16 rows and 8 columns.
 template <int columns>
 using Fragments = float[Wr / step][columns / 8][4];
 
-// What a thread knows of the two rows that it holds in each 16.
+// What a thread knows of the two rows that it holds in each 16. Scores are multiplied by scale2, so
+// that weights are powers of two. A maximum begins with the lowest finite number: -infinity would
+// make NaN of a row whose scores are all masked.
 struct Rows {
-  int first, N, diagonal;
-  float maximum[Wr / step][2], sum[Wr / step][2];
+  int first, N, diagonal, lower;
+  float scale2, maximum[Wr / step][2], sum[Wr / step][2];
+
+  __device__ __forceinline__ Rows(int first, int N, int diagonal, int lower, float scale)
+      : first(first), N(N), diagonal(diagonal), lower(lower), scale2(scale * log2e), sum() {
+    for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
+  }
 
   __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
-  __device__ __forceinline__ int visible(int i, int half) const {
-    return visible_keys(row(i, half), N, diagonal);
+  __device__ __forceinline__ bool sees(int i, int half, int key) const {
+    return sees_key(row(i, half), key, N, diagonal, lower);
+  }
+  __device__ __forceinline__ void add(const float (&more)[Wr / step][2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) sum[i / 2][i % 2] += more[i / 2][i % 2];
   }
 };
 
-// S becomes P = 2^((S - maximum) * scale2); O and the sums are rescaled to the new maximum.
+// The maxima of a tile's scores in each row, for all lanes; masked scores become -infinity.
 template <bool masked>
-__device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
-                                        int first_key, float scale2, int lane) {
+__device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, int first_key,
+                                            int lane, float (&maximum)[Wr / step][2]) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -infinity;
+#pragma unroll
+  for (int n = 0; n < Bc / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = first_key + n * 8 + 2 * (lane % 4) + e % 2;
+        if (masked && !rows.sees(i, e / 2, key)) S[i][n][e] = -infinity;
+        maximum[i][e / 2] = fmax(maximum[i][e / 2], S[i][n][e]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    float& x = maximum[i / 2][i % 2];
+    x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
+    x = fmax(x, __shfl_xor_sync(full_warp, x, 2));
+  }
+}
+
+// Takes a tile of scores into the maxima. Where a row of the warp has a new one, O and the sums are
+// rescaled to it.
+template <bool masked>
+__device__ __forceinline__ void rescale(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
+                                        int first_key, int lane) {
+  float maximum[Wr / step][2], factor[Wr / step][2];
+  find_maxima<masked>(S, rows, first_key, lane, maximum);
+  bool risen = false;
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const float before = rows.maximum[i / 2][i % 2];
+    const float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
+    factor[i / 2][i % 2] = exp2f(before - now);
+    risen |= now != before;
+    rows.maximum[i / 2][i % 2] = now;
+  }
+  if (!__any_sync(full_warp, risen)) return;
 #pragma unroll
   for (int i = 0; i < Wr / step; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest = rows.maximum[i][half];
+    for (int half = 0; half < 2; ++half) rows.sum[i][half] *= factor[i][half];
 #pragma unroll
-      for (int n = 0; n < Bc / 8; ++n) {
+    for (int n = 0; n < width / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = S[i][n][2 * half + e];
-          const int key = first_key + n * 8 + 2 * (lane % 4) + e;
-          if (masked && key >= rows.visible(i, half)) score = -infinity;
-          largest = fmax(largest, score);
-        }
-      }
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
-      // Before any finite score exponents are relative to 0: -infinity - -infinity would be NaN.
-      const float origin = largest == -infinity ? 0.0f : largest * scale2;
-      const float factor = exp2f(rows.maximum[i][half] * scale2 - origin);
-      rows.maximum[i][half] = largest;
-      float sum = rows.sum[i][half] * factor;
-#pragma unroll
-      for (int n = 0; n < Bc / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = S[i][n][2 * half + e];
-          score = exp2f(score * scale2 - origin);
-          sum += score;
-        }
-      }
-      rows.sum[i][half] = sum;
-#pragma unroll
-      for (int n = 0; n < width / 8; ++n) {
-        O[i][n][2 * half] *= factor;
-        O[i][n][2 * half + 1] *= factor;
-      }
+      for (int e = 0; e < 4; ++e) O[i][n][e] *= factor[i][e / 2];
     }
   }
 }
 
+// S becomes P = 2^(S * scale2 - maximum) for the 8 keys in column n of the fragments.
+__device__ __forceinline__ void exponentiate(Fragments<Bc>& S, int n, const Rows& rows,
+                                             float (&sum)[Wr / step][2]) {
+#pragma unroll
+  for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      S[i][n][e] = exp2f(S[i][n][e] * rows.scale2 - rows.maximum[i][e / 2]);
+      sum[i][e / 2] += S[i][n][e];
+    }
+  }
+}
+
+// The same for all keys of the tile. Its sums are added up before they join the others, which
+// keeps more of them where there are millions of keys.
+__device__ __forceinline__ void exponentiate(Fragments<Bc>& S, Rows& rows) {
+  float sum[Wr / step][2] = {};
+#pragma unroll
+  for (int n = 0; n < Bc / 8; ++n) exponentiate(S, n, rows, sum);
+  rows.add(sum);
+}
+
+// A tile of scores becomes P, with all that follows from it.
+template <bool masked>
+__device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
+                                        int first_key, int lane) {
+  rescale<masked>(S, O, rows, first_key, lane);
+  exponentiate(S, rows);
+}
+
 // O / sum, and the logarithms of the sums.
-__device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows& rows,
-                                           Tensor<scalar> out, Tensor<real> lse, int batch,
-                                           int head, int M, float scale, int lane) {
+__device__ __forceinline__ void finish_rows(Fragments<width>& O, const Rows& rows, Tensor<real> lse,
+                                            int batch, int head, int M, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
     float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    if (row >= M) continue;
+    if (lane % 4 == 0 && row < M)
+      *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] / log2e + log(sum);
     const float inverse = sum == 0 ? 0.0f : 1 / sum;
-    if (lane % 4 == 0) *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] * scale + log(sum);
+#pragma unroll
+    for (int n = 0; n < width / 8; ++n) {
+      O[i / 2][n][i % 2 * 2] *= inverse;
+      O[i / 2][n][i % 2 * 2 + 1] *= inverse;
+    }
+  }
+}
+
+// Each lane writes the elements of O that it holds.
+__device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows& rows,
+                                           Tensor<scalar> out, int batch, int head, int M,
+                                           int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = rows.row(i / 2, i % 2);
+    if (row >= M) continue;
     scalar* to = out.row(batch, head, row);
 #pragma unroll
     for (int j = 0; j < width / 4; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      if (col < dv) to[col] = scalar(O[i / 2][j / 2][i % 2 * 2 + j % 2] * inverse);
+      if (col < dv) to[col] = scalar(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
     }
   }
 }

@@ -6,7 +6,7 @@
 //
 //   S, P [batch, heads, M, N]    lse [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, causal, threads, shared_bytes
+//   the host sets: scalar, real, causal, windowed, threads, shared_bytes
 #include <block.cuh>
 #include <mask.cuh>
 #include <shared.cuh>
@@ -21,29 +21,31 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 extern "C" __global__ __launch_bounds__(threads) void softmax_safe(Tensor<const scalar> S,
                                                                    Tensor<scalar> P,
                                                                    Tensor<real> lse, int M, int N,
-                                                                   int heads, int diagonal) {
+                                                                   int heads, int diagonal,
+                                                                   int lower) {
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, M, heads);
   const scalar* scores = S.row(batch, head, row);
   scalar* weights = P.row(batch, head, row);
-  const int visible = visible_keys(row, N, diagonal);
+  const int visible = visible_keys(row, N, diagonal), hidden = hidden_keys(row, N, lower);
 
   OnlineSoftmax softmax;
   real largest = -infinity;
-  for (int col = threadIdx.x; col < visible; col += threads) {
+  for (int col = hidden + threadIdx.x; col < visible; col += threads) {
     largest = fmax(largest, real(scores[col]));
   }
   softmax.maximum = block_max(largest, shared.partial);
 
   real sum = 0;
-  for (int col = threadIdx.x; col < visible; col += threads) {
+  for (int col = hidden + threadIdx.x; col < visible; col += threads) {
     sum += softmax.weight(real(scores[col]));
   }
   softmax.sum = block_sum(sum, shared.partial);
 
   for (int col = threadIdx.x; col < N; col += threads) {
-    weights[col] = col < visible ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
-                                 : scalar(real(0));
+    weights[col] = sees_key(row, col, N, diagonal, lower)
+                       ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
+                       : scalar(real(0));
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
 }
