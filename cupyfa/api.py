@@ -26,6 +26,7 @@ def attention(
     causal: bool | str | None = False,
     window: Window | None = None,
     scale: float | None = None,
+    precision: str | None = None,
     kernel: str | Kernel = "auto",
     backend: str | Backend = "auto",
     layout: str = "bhsd",
@@ -44,7 +45,9 @@ def attention(
     ``causal`` True or "bottom-right" lets query i see keys j <= i + N - M, "top-left" j <= i.
     ``window`` (left, right) lets it see keys p - left <= j <= p + right, where p = i + N - M is its
     position, or i if ``causal`` is "top-left"; None is no limit, and causal is right = 0.
-    ``scale`` is 1/sqrt(d) unless given. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
+    ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
+    "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
+    only another. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
     ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
     fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
     float64 reference, among canaries.
@@ -60,7 +63,9 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale, layout=layout)
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
+    )
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
@@ -126,6 +131,7 @@ def plan(
     causal: bool | str | None = False,
     window: Window | None = None,
     scale: float | None = None,
+    precision: str | None = None,
     **constants: int,
 ) -> Plan:
     """Every number of an attention call of these sizes, without arrays and without launching.
@@ -145,6 +151,7 @@ def plan(
         causal=causal,
         window=window,
         scale=scale,
+        precision=precision,
     )
     limits = limits or backend_named(backend).limits
     record = planning.select(kernel, "forward", problem, limits)

@@ -190,7 +190,8 @@ def _with_dtype(
 ) -> Mapping[str, Any]:
     """The sizes, and a dtype that all kernels of an operation can do if none is given."""
     able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
-    return sizes if sizes.get("dtype") else {**sizes, "dtype": sweeps.usual_dtype(*able)}
+    usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
+    return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
 
 
 def _check(
@@ -243,9 +244,10 @@ def baseline(operation: str) -> Kernel:
 
 
 def before(kernel: Kernel) -> Kernel | None:
-    """The rung before a kernel of the ladder."""
+    """The rung before a kernel of the ladder, of those that have a dtype with it in common."""
     rungs = list(LADDER[kernel.operation].values())
-    return rungs[rungs.index(kernel) - 1] if kernel in rungs[1:] else None
+    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
+    return next((x for x in reversed(earlier) if set(x.dtypes) & set(kernel.dtypes)), None)
 
 
 def _beside(kernel: Kernel) -> list[Kernel]:
@@ -286,7 +288,8 @@ def _check_kernel(
     assert kernel is not None
     try:
         plan = planning.plan(kernel, case.problem, engine.limits, **entry.row.constants)
-        entry.row = replace(entry.row, constants=dict(plan.constants))
+        problem = replace(case.problem, precision=plan.problem.precision)
+        entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
         _check_patience(how, entry.row, earlier)
     except (Unsupported, ValueError) as error:
         return entry.refuse(error)
@@ -300,7 +303,7 @@ def _check_kernel(
         return entry.refuse(error)
     except (WrongResult, SimulatorFault) as error:
         return entry.reject(str(error))
-    expected = shared.expected(plan, kernel.rounding)
+    expected = shared.expected(plan, plan.rounding)
     verdicts = sampling.judge(results, expected, finite=case.values in _FINITE)
     resources = [engine.resources(x) for x in prepared]
     entry.row = replace(
@@ -309,7 +312,7 @@ def _check_kernel(
         passed=True,
         registers=max((x["registers"] for x in resources if x), default=None),
         spilled_bytes=max((x["spilled bytes"] for x in resources if x), default=None),
-        peak=_peak(engine, kernel, case.problem),
+        peak=_peak(engine, plan),
     )
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return entry.reject("; ".join(wrong))
@@ -320,8 +323,8 @@ def _check_kernel(
 
 def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement]) -> None:
     """Refuses what would take too long, by the last problem that this kernel was timed on."""
-    like = (row.kernel, row.constants, row.problem.dtype)
-    alike = [x for x in earlier if (x.kernel, x.constants, x.problem.dtype) == like and x.time]
+    like = (row.kernel, row.constants, row.problem.arithmetic)
+    alike = [x for x in earlier if (x.kernel, x.constants, x.problem.arithmetic) == like and x.time]
     if how.patience is None or not alike:
         return
     seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
@@ -329,11 +332,11 @@ def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement])
         raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
 
 
-def _peak(engine: Backend, kernel: Kernel, problem: Problem) -> float | None:
+def _peak(engine: Backend, plan: Plan) -> float | None:
     """What the device can do at the most of what bounds the kernel."""
-    if kernel.operation == "softmax":
+    if plan.kernel.operation == "softmax":
         return peaks.copy_rate(engine)
-    return peaks.product_rate(engine, kernel.rounding or problem.dtype.name)
+    return peaks.product_rate(engine, plan.rounding or plan.problem.dtype.name)
 
 
 def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
@@ -364,7 +367,7 @@ def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
     """
     plan, p = entry.plan, shared.case.problem
     assert plan is not None and entry.kernel is not None
-    roundings = (entry.kernel.rounding, "tf32" if p.dtype.name == "float32" else None)
+    roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
     allowed = sum(shared.expected(plan, x).largest_bound("O") for x in roundings)
     difference, index = _largest_difference(entry.results["O"], other.output)
     if difference <= allowed:

@@ -131,16 +131,18 @@ def warm(
     dv: int | None = None,
     masks: Sequence[bool] = (False,),
     window: Window | None = None,
+    precision: str | None = None,
     progress: Progress = no_progress,
 ) -> Warmed:
     """Compiles kernels for all these dtypes, head dimensions and masks, for processes to come.
 
-    A mask is whether it is causal; any window stands for all that have limits on the same sides.
+    A mask is whether it is causal; any window stands for all that have limits on the same sides;
+    precision is that of float32 inputs.
     A kernel is a record, a name of the ladder, or "auto": then it is what "auto" takes on this
     device. Lengths do not matter, for they are not compiled in. Raises Unsupported if nothing of
     it can be.
     """
-    launches = _launches(engine, kernels, list(product(dtypes, ds, masks)), dv, window)
+    launches = _launches(engine, kernels, list(product(dtypes, ds, masks)), dv, window, precision)
     start, new = time.perf_counter(), 0
     for done, launch in enumerate(launches):
         progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
@@ -156,13 +158,14 @@ def _launches(
     wanted: Sequence[tuple[str, int, bool]],
     dv: int | None,
     window: Window | None,
+    precision: str | None,
 ) -> list[PlannedLaunch]:
     """Those that differ in what is compiled, of all combinations that kernel and device can do."""
     found: dict[str, PlannedLaunch] = {}
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, (dtype, d, causal) in product(kernels, wanted):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, causal, window)
+        problem = problem_to_compile(operation, dtype, d, dv, causal, window, precision)
         try:
             record = planning.select(kernel, operation, problem, engine.limits)
             plan = planning.plan(record, problem, engine.limits)

@@ -96,7 +96,7 @@ def judge(
     """How far results lie from the reference."""
     operation = OPERATIONS[plan.kernel.operation]
     on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
-    expected = operation.expected(on_host, plan.problem, plan.kernel.rounding)
+    expected = operation.expected(on_host, plan.problem, plan.rounding)
     return tolerance.compare(results, expected)
 
 

@@ -80,7 +80,9 @@ class Case:
             sizes += [f"--window={p.window_text}"] if p.window_text else []
             usual = 1.0 / math.sqrt(p.d) if p.d > 0 else 1.0
             sizes += [f"--scale={p.scale!r}"] if p.scale != usual else []
-        about = ["--dtype", p.dtype.name, "--seed", self.seed]
+        about: list[str | int] = ["--dtype", p.dtype.name]
+        about += ["--precision", p.precision] if p.precision else []
+        about += ["--seed", self.seed]
         about += ["--values", self.values] if self.values != "normal" else []
         about += ["--layout", self.layout] if self.layout != "bhsd" else []
         return [str(option) for option in [*sizes, *about]]

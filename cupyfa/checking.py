@@ -125,6 +125,7 @@ def check(
     samples: int | None = None,
     seed: int = 0,
     dtypes: Sequence[str] | None = None,
+    precision: str | None = None,
     backend: str | Backend = "auto",
     reruns: int = 0,
     jobs: int = 0,
@@ -135,7 +136,8 @@ def check(
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
     kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
-    cases, as for ``grids.cases``. reruns: how often each kernel runs again and must give the
+    cases, as for ``grids.cases``. precision: of the float32 inputs, which then are the only ones
+    unless dtypes are given. reruns: how often each kernel runs again and must give the
     same bits. jobs: how many processes work at a time; 0 works in this one, the only one that can
     run records, which cannot be sent. timeout: seconds after which a process is ended whose kernel
     gives no answer. failures: a folder for the files of failures, which ``replay`` reads; made when
@@ -150,8 +152,10 @@ def check(
             f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
         )
     engine = backend_named(backend)
+    if precision and not dtypes:
+        dtypes = ("float32",)
     tasks = [
-        Task(case, named, reruns=reruns, timeout=timeout)
+        Task(_at(precision, case), named, reruns=reruns, timeout=timeout)
         for operation, named in _by_operation(kernels, jobs).items()
         for case in grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed)
     ]
@@ -216,6 +220,11 @@ def replay(
     if now.kind == NO_MEMORY:
         raise OutOfMemory(now.message)
     return Replayed(stored, now, engine.limits.device)
+
+
+def _at(precision: str | None, case: Case) -> Case:
+    """The case, in a precision if one is asked for."""
+    return replace(case, problem=replace(case.problem, precision=precision)) if precision else case
 
 
 def _by_operation(

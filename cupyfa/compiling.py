@@ -97,6 +97,7 @@ def plans(
     dv: int | None = None,
     causal: bool = False,
     window: Window | None = None,
+    precision: str | None = None,
 ) -> list[tuple[Plan, str]]:
     """(plan, architecture) of all combinations that the kernels claim.
 
@@ -106,7 +107,7 @@ def plans(
     refused: Exception = ValueError("there is nothing to compile")
     for kernel in kernels:
         for dtype in dtypes:
-            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, window)
+            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, window, precision)
             for arch in arches:
                 try:
                     possible.append((plan(kernel, problem, limits_of(arch)), arch))
@@ -118,12 +119,20 @@ def plans(
 
 
 def problem_to_compile(
-    operation: str, dtype: str, d: int, dv: int | None, causal: bool, window: Window | None = None
+    operation: str,
+    dtype: str,
+    d: int,
+    dv: int | None,
+    causal: bool,
+    window: Window | None = None,
+    precision: str | None = None,
 ) -> Problem:
     """The problem to compile for; lengths do not matter, for they are not compiled in."""
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
-    return Problem.of_sizes(M=1, d=d, dv=dv, dtype=dtype, causal=causal, window=window)
+    return Problem.of_sizes(
+        M=1, d=d, dv=dv, dtype=dtype, causal=causal, window=window, precision=precision
+    )
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:

@@ -10,21 +10,25 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cupyfa import reference
 from cupyfa.dtypes import DTYPES
-from cupyfa.problem import Problem
-from cupyfa.reference import PRECISIONS
+from cupyfa.problem import PRECISIONS, Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
+KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
-RESERVED = ("d", "dv", "causal", "windowed", "threads", "shared_bytes", "scalar", "real")
+RESERVED = (
+    *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
+    *("scalar", "operand", "real"),
+)
 FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 
@@ -93,15 +97,19 @@ class Kernel:
     features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
         also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
         contiguous), "lse" (else it is not returned), "dv" (dv other than d).
-    scratch: temporaries, as ``{name: (axes, "real" | "scalar")}``; in place of axes a formula may
-        count the elements, ``lambda p, c: …``.
+    scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand")}``; a problem has those
+        that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8. In
+        place of axes a formula may count the elements, ``lambda p, c: …``.
     arch: the least compute capability.
     dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
     largest_d: of d and dv, if there is a limit beside shared memory.
     rounding: the precision that operands are rounded to by design, where that is not the dtype's.
-    tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, at batch 4, heads 16,
-        M = N = 2048; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it,
-        and never takes a kernel that was not measured.
+    precisions: others that it can round float32 inputs to, whether float32 is among its dtypes or
+        not; its launches tell them by ``p.precision``, which is None for float32 itself.
+    tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
+        and the like for precisions, at batch 4, heads 16, M = N = 2048; a softmax at 16384 rows of
+        4096, under d = 0. ``kernel="auto"`` goes by it, and never takes a kernel that was not
+        measured, unless that is so of all that can do a precision.
     predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
         as ``{counter: value in words}``, and what the kernel's page explains.
     folder: where the files of a kernel from outside the project are.
@@ -122,6 +130,7 @@ class Kernel:
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
     rounding: str | None = None
+    precisions: Sequence[str] = ()
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     predicts: Mapping[str, str] = field(default_factory=dict)
     folder: str | Path | None = None
@@ -138,6 +147,22 @@ class Kernel:
         """The least compute capability for a dtype."""
         return self.dtype_arch.get(dtype, self.arch)
 
+    @property
+    def float32_as(self) -> tuple[str, ...]:
+        """The PRECISIONS in which it computes float32 inputs."""
+        own = self.rounding if self.rounding in PRECISIONS else "float32"
+        return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
+
+    def takes(self, dtype: str) -> bool:
+        """Whether it computes inputs of a dtype, in whatever precision."""
+        return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
+
+    def resolved(self, p: Problem) -> Problem:
+        """The problem, with the kernel's own precision if none is given and that is not float32."""
+        if p.precision or p.dtype.name != "float32" or "float32" in self.float32_as:
+            return p
+        return replace(p, precision=next(iter(self.float32_as), None))
+
     def tiles_for(self, p: Problem) -> tuple[Mapping[str, int], ...]:
         """The constants to try for a problem, in order of preference."""
         d = max(p.d, p.dv)
@@ -146,6 +171,7 @@ class Kernel:
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
+        p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
@@ -185,8 +211,8 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "rules are {in words: c -> bool}": lambda x: all(map(callable, x.rules.values())),
     f"dtypes are {', '.join(DTYPES)}": lambda x: bool(x.dtypes) and set(x.dtypes) <= set(DTYPES),
     f"features are {', '.join(FEATURES)}": lambda x: set(x.features) <= set(FEATURES),
-    "scratch is {name: (axes, 'real' or 'scalar')}": lambda x: all(
-        kind in ("real", "scalar") for _, kind in x.scratch.values()
+    f"scratch is {{name: (axes, one of {', '.join(KINDS)})}}": lambda x: all(
+        kind in KINDS for _, kind in x.scratch.values()
     ),
     f"scratch has axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
@@ -198,8 +224,11 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "largest_d is None or a whole number from 1": lambda x: (
         x.largest_d is None or _is_size(x.largest_d)
     ),
-    f"rounding is None or one of {', '.join(PRECISIONS)}": lambda x: (
-        x.rounding is None or x.rounding in PRECISIONS
+    f"rounding is None or one of {', '.join(reference.PRECISIONS)}": lambda x: (
+        x.rounding is None or x.rounding in reference.PRECISIONS
+    ),
+    f"precisions are {', '.join(PRECISIONS)}": lambda x: (
+        not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)
     ),
     "predicts are {counter: value in words}": lambda x: all(
         isinstance(words, str) for words in x.predicts.values()

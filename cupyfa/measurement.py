@@ -76,6 +76,7 @@ class Measurement:
             "kernel": self.kernel,
             **{x: None if softmax and x not in "MN" else getattr(p, x) for x in _SIZES},
             "dtype": p.dtype.name,
+            "precision": p.precision,
             "causal": p.causal,
             "window": p.window_text,
             "scale": None if softmax else p.scale,

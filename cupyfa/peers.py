@@ -66,6 +66,8 @@ def peer(name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any]) -> P
                 if name in _TORCH
                 else "its windows are not used here"
             )
+        if p.precision not in (None, "float32"):
+            raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DType
+from cupyfa.dtypes import DTYPES, DType
 from cupyfa.kernel import Kernel, Launch, Matmul
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
@@ -43,6 +43,7 @@ class Unsupported(NotImplementedError):
 class Tuned:
     """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.
 
+    ``dtype`` is the problem's ``arithmetic``: it names a precision where that is another.
     ``folder`` tells a kernel from outside from others of its name; it is None for the ladder's.
     """
 
@@ -73,11 +74,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class PlannedLaunch:
-    """One launch with every number decided; its file, constants and dtype make the source text."""
+    """One launch with every number decided; its file, constants and dtypes make the source text.
+
+    ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another.
+    """
 
     launch: Launch
     path: Path
     dtype: DType
+    operand: DType
     constants: Mapping[str, int | bool]
     grid: tuple[int, int, int]
     threads: int
@@ -99,6 +104,11 @@ class Plan:
     steps: tuple[PlannedLaunch | Matmul, ...]
     scratch: Allocations
     outputs: Allocations
+
+    @property
+    def rounding(self) -> str | None:
+        """The precision that operands are rounded to by design; None if they are what they are."""
+        return _rounding(self.kernel, self.problem)
 
     @property
     def launches(self) -> tuple[PlannedLaunch, ...]:
@@ -206,17 +216,21 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     """The kernel that was measured fastest among those that can do the problem on the device.
 
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
-    that were measured on both.
+    that were measured on both. Of a precision that was not measured it is the ladder's last.
     """
-    measured = [k for k in LADDER[operation].values() if problem.dtype.name in k.tflops]
+    problem = _accurate(problem)
+    arithmetic = problem.arithmetic
+    measured = [k for k in LADDER[operation].values() if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
         others = [k.name for k in LADDER[operation].values() if can(k, problem, limits)]
+        if others and arithmetic != problem.dtype.name:
+            return LADDER[operation][others[-1]]
         remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
         raise Unsupported(
             f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
         )
-    recorded = {kernel.name: kernel.tflops[problem.dtype.name] for kernel in measured}
+    recorded = {kernel.name: kernel.tflops[arithmetic] for kernel in measured}
     here = {name: _measured_here(name, problem, limits) for name in recorded}
     both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
     scale = geometric_mean(both) if both else 1.0
@@ -227,7 +241,7 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
     """TFLOP/s of a kernel of the ladder on this device by d: with dv = d, or of this d and dv."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
-    here = {t.d: t.tflops for t in mine if t.dtype == problem.dtype.name and t.d == t.dv}
+    here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     exact = {t.d: t.tflops for t in mine if _is_for(t, problem)}
     return here | exact
 
@@ -240,9 +254,23 @@ def _nearest(speeds: Mapping[int, float], d: int) -> float:
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
     if given and can(kernel, problem, limits):
         return f"leave {', '.join(given)} to the plan"
+    problem = _accurate(problem)
     others = [k for k in LADDER[kernel.operation].values() if k is not kernel]
     able = [k.name for k in others if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
+
+
+def _accurate(problem: Problem) -> Problem:
+    """The problem for a kernel that nobody named: float32 is rounded only if that is asked for."""
+    if problem.dtype.name != "float32" or problem.precision or not problem.d:
+        return problem
+    return replace(problem, precision="float32")
+
+
+def _rounding(kernel: Kernel, problem: Problem) -> str | None:
+    if problem.precision is None:
+        return kernel.rounding
+    return None if problem.precision == "float32" else problem.precision
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
@@ -250,6 +278,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     fits; the last one's refusal if none does.
     """
     _check_able(kernel, problem, limits)
+    problem = kernel.resolved(problem)
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
     for constants in _tuned_for(kernel, problem, limits):
@@ -276,7 +305,7 @@ def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[dic
 
 
 def _is_for(tuned: Tuned, problem: Problem) -> bool:
-    return (tuned.dtype, tuned.d, tuned.dv) == (problem.dtype.name, problem.d, problem.dv)
+    return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
 
 
 def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
@@ -290,8 +319,10 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
-    if problem.dtype.name not in kernel.dtypes:
+    if not kernel.takes(problem.dtype.name):
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
+    elif problem.precision and problem.precision not in kernel.float32_as:
+        reason = f"it computes float32 in {' or '.join(kernel.float32_as)}"
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
     elif limits.arch is not None and int(limits.arch) < int(arch):
@@ -350,18 +381,29 @@ def _with_constants(
     kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
 ) -> Plan:
     _check_rules(kernel, constants)
-    scratch = _scratch(kernel, problem, constants)
+    steps = _evaluated(kernel, "when", kernel.steps, problem)
     return Plan(
         kernel=kernel,
         problem=problem,
         constants=constants,
         steps=tuple(
             step if isinstance(step, Matmul) else _planned(kernel, step, problem, limits, constants)
-            for step in _evaluated(kernel, "when", kernel.steps, problem)
+            for step in steps
         ),
-        scratch=scratch,
+        scratch=_scratch(kernel, problem, steps, constants),
         outputs=_allocations(_outputs(kernel), problem),
     )
+
+
+def _arrays_of(steps: Sequence[Launch | Matmul]) -> set[str]:
+    """The names, of arrays and numbers, that steps take."""
+    taken = (f"{x.a} {x.b} {x.out}" if isinstance(x, Matmul) else x.args for x in steps)
+    return {name.partition(".")[0] for name in " ".join(taken).split()}
+
+
+def _operand(kernel: Kernel, problem: Problem) -> DType:
+    """The dtype of what is multiplied; tf32 is kept in float32."""
+    return DTYPES.get(_rounding(kernel, problem) or "", problem.dtype)
 
 
 def _planned(
@@ -401,6 +443,7 @@ def _planned(
         launch=launch,
         path=source_path(kernel, launch),
         dtype=problem.dtype,
+        operand=_operand(kernel, problem),
         constants={
             **constants,
             "d": problem.d,
@@ -422,10 +465,18 @@ def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
     return {x: outputs[x] for x in outputs if x != "lse" or "lse" in kernel.features}
 
 
-def _scratch(kernel: Kernel, problem: Problem, constants: Mapping[str, int]) -> Allocations:
-    """The kernel's scratch: of the axes that it names, or of as many elements as a formula says."""
+def _scratch(
+    kernel: Kernel,
+    problem: Problem,
+    steps: Sequence[Launch | Matmul],
+    constants: Mapping[str, int],
+) -> Allocations:
+    """The scratch that the steps name: of its axes, or of as many elements as a formula says."""
     c, arrays = SimpleNamespace(**constants), {}
+    dtypes, named = _dtypes(problem, _operand(kernel, problem)), _arrays_of(steps)
     for name, (axes, kind) in kernel.scratch.items():
+        if name not in named:
+            continue
         if isinstance(axes, str):
             shape = problem.shape(axes)
         else:
@@ -439,7 +490,7 @@ def _scratch(kernel: Kernel, problem: Problem, constants: Mapping[str, int]) -> 
             size = f"{prod(shape):,} elements"
             reason = f"its scratch would have {size}, and an array has fewer than 2**59"
             raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
-        arrays[name] = (shape, _dtype(problem, kind))
+        arrays[name] = (shape, dtypes[kind])
     return arrays
 
 
@@ -475,13 +526,15 @@ def _check_formulas(
 
 
 def _allocations(arrays: Mapping[str, tuple[str, str]], problem: Problem) -> Allocations:
-    return {
-        name: (problem.shape(axes), _dtype(problem, kind)) for name, (axes, kind) in arrays.items()
-    }
+    dtypes = _dtypes(problem)
+    return {name: (problem.shape(axes), dtypes[kind]) for name, (axes, kind) in arrays.items()}
 
 
-def _dtype(problem: Problem, kind: str) -> np.dtype:
-    return {"scalar": problem.dtype.numpy, "real": problem.dtype.sums}[kind]
+def _dtypes(problem: Problem, operand: DType | None = None) -> dict[str, np.dtype]:
+    """What kinds of arrays are made of."""
+    scalar = problem.dtype.numpy
+    operand_dtype = operand.numpy if operand else scalar
+    return {"scalar": scalar, "real": problem.dtype.sums, "operand": operand_dtype}
 
 
 def _listed(constants: Mapping[str, int]) -> str:

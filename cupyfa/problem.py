@@ -19,6 +19,7 @@ CAUSAL = {False: None, None: None, True: "bottom-right"} | {
 }
 MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
 LAYOUTS = ("bhsd", "bshd")
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16")  # that float32 inputs may be computed in
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Problem:
     ``window`` (left, right) lets query i, whose position among the keys is p = i + N - M (i under
     a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
     limit on the right, so a window under it has none of its own. Scores are multiplied with
-    ``scale``. A softmax over rows is a problem without d: its scores are [batch, heads, M, N].
+    ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to; None
+    leaves it to the kernel. A softmax over rows is a problem without d: its scores are
+    [batch, heads, M, N].
     """
 
     batch: int
@@ -43,6 +46,7 @@ class Problem:
     causal: str | None = None
     scale: float = 1.0
     window: Window = NO_WINDOW
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
@@ -57,6 +61,7 @@ class Problem:
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
                 "every key head must serve the same number of query heads"
             )
+        _check_precision(self.precision, self.dtype)
         with np.errstate(over="ignore"):
             finite = np.isfinite(self.dtype.sums.type(self.scale))
         if not finite:
@@ -77,6 +82,7 @@ class Problem:
         causal: bool | str | None = False,
         window: Window | None = None,
         scale: float | None = None,
+        precision: str | None = None,
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
         return cls(
@@ -91,6 +97,7 @@ class Problem:
             causal=_causal(causal),
             window=NO_WINDOW if window is None else window,
             scale=_scale(scale, _size("d", d)),
+            precision=precision,
         )
 
     @classmethod
@@ -103,6 +110,7 @@ class Problem:
         causal: bool | str | None = False,
         window: Window | None = None,
         scale: float | None = None,
+        precision: str | None = None,
         layout: str = "bhsd",
     ) -> Problem:
         """The problem that arrays with these shapes and dtypes pose.
@@ -134,6 +142,7 @@ class Problem:
             causal=_causal(causal),
             window=NO_WINDOW if window is None else window,
             scale=_scale(scale, d),
+            precision=precision,
         )
 
     @classmethod
@@ -195,6 +204,22 @@ class Problem:
         """Bytes of one element of the inputs."""
         return self.dtype.itemsize
 
+    @property
+    def d8(self) -> int:
+        """d rounded up: rows of so many 16-bit numbers begin at multiples of 16 bytes."""
+        return _round_up(self.d, 8)
+
+    @property
+    def dv8(self) -> int:
+        """dv rounded up likewise."""
+        return _round_up(self.dv, 8)
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype, and the precision where that is another: what speeds are told for."""
+        as_it_is = self.precision in (None, "float32")
+        return self.dtype.name if as_it_is else f"{self.dtype.name} as {self.precision}"
+
     def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
         """Bytes of a struct of so many sums followed by so many elements, as C++ lays it out."""
         size = self.dtype.sums.itemsize
@@ -214,8 +239,9 @@ class Problem:
         d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
         mask = f" causal={self.causal}" if self.causal else ""
         mask += f" window={self.window_text}" if self.window_text else ""
+        dtype = self.dtype.name + (f" precision={self.precision}" if self.precision else "")
         return (
-            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {self.dtype.name}{mask} "
+            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {dtype}{mask} "
             f"scale={self.scale:.6g}"
         )
 
@@ -282,6 +308,18 @@ def _sizes(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
 def _same(what: str, shapes: str, *values: Any) -> None:
     if len(set(values)) > 1:
         raise ValueError(f"{what} must be equal; the shapes are {shapes}")
+
+
+def _check_precision(precision: str | None, dtype: DType) -> None:
+    if precision is None:
+        return
+    if precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise ValueError(f"precision {precision!r} is unknown; use one of {known}")
+    if dtype.name != "float32":
+        raise ValueError(
+            f"precision={precision!r} is for float32, and the dtype is {dtype.name}; leave it out"
+        )
 
 
 def _causal(causal: bool | str | None) -> str | None:

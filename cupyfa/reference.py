@@ -197,7 +197,7 @@ def attend(
 
 
 def rounded(x: Array, precision: str) -> Array:
-    """x with every element rounded to `precision`, to nearest, ties to even.
+    """x with every element rounded to `precision`, to nearest: ties to even, of tf32 away from 0.
 
     float64 goes to precisions below float32 by way of float32, as it does on a GPU.
     Returns float64 for "float64" and float32 for the others, which float32 holds exactly.
@@ -263,10 +263,13 @@ def _mask(
 
 
 def _rounded_to_tf32(x: Array) -> Array:
-    """float32 with the last 13 of its 23 mantissa bits rounded away; infinity and NaN stay."""
+    """float32 with the last 13 of its 23 mantissa bits rounded away, as cvt.rna does it.
+
+    Adding half of what is left as the last bit carries into the exponent where it should, so that
+    what lies beyond the largest number becomes infinite. Infinity and NaN stay.
+    """
     bits = x.view(np.uint32)
-    even = (bits >> 13) & 1
-    kept = ((bits + (0xFFF + even)) & np.uint32(0xFFFFE000)).view(np.float32)
+    kept = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     np.copyto(kept, x, where=np.isnan(x))
     return kept
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -53,6 +54,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
     """What ``list`` says of a kernel; ``largest_d`` is None if every d fits."""
     inputs = OPERATIONS[kernel.operation].inputs.values()
+    rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = any("d" in axes.split() for axes in inputs)
     return {
         "operation": kernel.operation,
@@ -60,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "adds": kernel.adds,
         "dtypes": list(kernel.dtypes),
         "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
-        "rounds_to": kernel.rounding,
+        "float32_as": list(rounded) if rounded else None,
         "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }
 
@@ -84,6 +86,7 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
         "kernel": result.plan.kernel.name,
         **{name: getattr(problem, name) for name in sizes},
         "dtype": problem.dtype.name,
+        "precision": result.plan.problem.precision,
         "causal": problem.causal,
         "window": problem.window_text,
         "scale": problem.scale,
@@ -118,6 +121,8 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
     """A trial as a person reads it."""
     plan = result.plan
+    problem = replace(case.problem, precision=plan.problem.precision)
+    case = replace(case, problem=problem)  # which says what the kernel rounds to
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
         "problem": str(case),
@@ -144,6 +149,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
         "kernel": plan.kernel.name,
         "entry": compiled.launch.entry,
         "dtype": plan.problem.dtype.name,
+        "precision": plan.problem.precision,
         "d": plan.problem.d,
         "causal": plan.problem.causal,
         "window": plan.problem.window_text,
@@ -269,7 +275,7 @@ def _abilities(row: Row) -> str:
     abilities = [
         " ".join(name.replace("float", "f") for name in row["dtypes"]),
         largest,
-        f"rounds to {row['rounds_to']}" if row["rounds_to"] else "",
+        f"f32 as {text(row['float32_as']).replace('float', 'f')}" if row["float32_as"] else "",
         text(row["tile"]),
     ]
     return ", ".join(filter(None, abilities))

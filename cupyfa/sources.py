@@ -20,7 +20,8 @@ def text(launch: PlannedLaunch) -> str:
     Compiler errors name the file by its own lines. The digest makes the text, and with it every
     cache key, change when a file that it includes does.
     """
-    header = [f"#include <{launch.dtype.header}>"] if launch.dtype.header else []
+    headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
+    header = [f"#include <{name}>" for name in headers]
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
@@ -29,6 +30,7 @@ def text(launch: PlannedLaunch) -> str:
         [
             *header,
             f"using scalar = {launch.dtype.scalar};",
+            f"using operand = {launch.operand.scalar};",
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items()),
             f'#line 1 "{name.as_posix()}"',

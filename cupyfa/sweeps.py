@@ -17,15 +17,20 @@ USUAL: dict[str, dict[str, Any]] = {
     "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
 }
 MOST = 10_000  # problems in one go
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", "causal", "window", "scale")
+AXES = (
+    *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype"),
+    *("causal", "window", "scale", "precision"),
+)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _WORDS = {str(word).lower(): word for word in CAUSAL}
 _OF_SOFTMAX = ("M", "N", "dtype")
 
 
-def usual_dtype(*kernels: Kernel) -> str:
-    """The usual dtype, or the first that all of the kernels can do."""
+def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
+    """The usual dtype, or the first that all of the kernels can do if no precision is asked for."""
     usual = "float32"
+    if precision:
+        return usual
     able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
     return able[0] if able and usual not in able else usual
 
@@ -105,7 +110,7 @@ def _range(text: str) -> Iterator[int]:
 
 
 def _value(name: str, text: str) -> Any:
-    if name == "dtype":
+    if name in ("dtype", "precision"):
         return text
     if name == "causal":
         if text.lower() not in _WORDS:

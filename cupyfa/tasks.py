@@ -92,7 +92,7 @@ def perform(
         yield from (Outcome(name, NO_MEMORY, str(error)) for name in plans)
         return
     for name, plan in plans.items():
-        right = expected[plan.kernel.rounding]
+        right = expected[plan.rounding]
         begun = Outcome(name, RIGHT, constants=plan.constants)
         yield Doing(begun, runs=False)
         try:
@@ -133,7 +133,7 @@ def _expected(plans: Mapping[str, Plan], inputs: Arrays) -> dict[str | None, dic
     if not plans:
         return {}
     plan = next(iter(plans.values()))
-    roundings = dict.fromkeys(plan.kernel.rounding for plan in plans.values())
+    roundings = dict.fromkeys(plan.rounding for plan in plans.values())
     operation = OPERATIONS[plan.kernel.operation]
     return operation.reference(calls.readable(plan, inputs), plan.problem, tuple(roundings))
 

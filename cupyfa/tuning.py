@@ -53,10 +53,10 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """The candidate as one row of a table."""
         row = self.measurement.row()
-        sizes = ("kernel", "batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype")
-        masks = ("causal", "window")
+        sizes = ("kernel", "batch", "heads", "kv_heads", "M", "N", "d", "dv")
+        kinds = ("dtype", "precision", "causal", "window")
         return {
-            **{name: row[name] for name in (*sizes, *masks)},
+            **{name: row[name] for name in (*sizes, *kinds)},
             **{"constants": row["constants"], "state": self.state},
             **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
             "x_own": self.factor,
@@ -97,7 +97,8 @@ def tune(
     record = records.record_named(kernel) if isinstance(kernel, str) else kernel
     if foreign := ", ".join(sweeps.foreign(record.operation, sizes)):
         raise ValueError(f"{record.name} computes {record.operation}, which has no {foreign}")
-    problems = sweeps.problems(record.operation, {"dtype": sweeps.usual_dtype(record), **sizes})
+    usual = sweeps.usual_dtype(record, precision=sizes.get("precision"))
+    problems = sweeps.problems(record.operation, {"dtype": usual, **sizes})
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
@@ -239,7 +240,7 @@ class _Tuning:
         found = Tuned(
             kernel=record.name,
             folder=planning.folder_of(record),
-            dtype=problem.dtype.name,
+            dtype=problem.arithmetic,
             d=problem.d,
             dv=problem.dv,
             constants=tuple(best.constants.items()),

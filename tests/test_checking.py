@@ -95,7 +95,8 @@ def test_kernels_of_the_ladder():
     assert done.right == done.runs > 20
     assert done.cases == 16
     assert [tally.kernel for tally in done.tallies] == names
-    assert all(0 < tally.worst <= 1 for tally in done.tallies)
+    assert all(0 < tally.worst <= 1 for tally in done.tallies if tally.runs)
+    assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]
 
 
 def test_a_right_kernel_of_ones_own(tmp_path):

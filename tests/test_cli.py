@@ -83,11 +83,12 @@ def test_list_as_json_holds_every_record():
         assert row["adds"] == kernel.adds
         assert row["dtypes"] == list(kernel.dtypes)
         assert row["tile"] in (*kernel.tiles, *sum(kernel.tiles_up_to.values(), ()))
-        assert row["rounds_to"] == kernel.rounding
+        rounded = kernel.name in ("v3", "mma_async", "mma_tf32")
+        assert row["float32_as"] == (list(kernel.float32_as) if rounded else None)
         assert (row["largest_d"] is None) == (row["operation"] == "softmax")
 
 
-COLUMNS = ["operation", "kernel", "adds", "dtypes", "tile", "rounds_to", "largest_d"]
+COLUMNS = ["operation", "kernel", "adds", "dtypes", "tile", "float32_as", "largest_d"]
 
 
 def test_list_as_csv():
@@ -101,7 +102,7 @@ def test_list_as_csv():
 
 def test_list_as_markdown():
     head, rule, *rows = cli("list", *SIMULATOR, "--format", "md").stdout.splitlines()
-    assert head == "| operation | kernel | adds | dtypes | tile | rounds to | largest d |"
+    assert head == "| operation | kernel | adds | dtypes | tile | float32 as | largest d |"
     assert rule == "|" + " --- |" * 7
     assert [row.split(" | ")[1] for row in rows] == KERNELS
 

@@ -81,8 +81,11 @@ def test_a_dtype_that_a_kernel_lacks_is_refused_naming_who_can():
 
 
 def test_a_head_dimension_that_fits_nowhere_names_the_kernels_it_fits():
-    with pytest.raises(Unsupported, match=r"kernels that can: .*\bv3\b"):
+    with pytest.raises(Unsupported, match=r"kernels that can: .*\bbaseline\b") as refused:
         plan("fa2", M=4, d=20000)
+    assert "v3" not in str(refused.value), "which would round what nobody wants rounded"
+    with pytest.raises(Unsupported, match=r"kernels that can: .*\bv3\b"):
+        plan("fa2", M=4, d=40000, dtype="float16")
 
 
 def test_missing_matrix_products_are_refused_with_the_remedy():
@@ -243,7 +246,7 @@ def test_formulas_that_give_no_launch_are_refused_with_what_they_gave(change):
         ({"tiles": ()}, "tiles must hold at least one mapping"),
         ({"features": ("mask",)}, "features are causal, window, gqa, strides, lse, dv"),
         ({"arch": "8.0"}, "arch is one of 75, 80"),
-        ({"scratch": {"S": ("batch heads M", "float32")}}, "'real' or 'scalar'"),
+        ({"scratch": {"S": ("batch heads M", "float32")}}, "one of real, scalar, operand"),
     ],
 )
 def test_records_that_make_no_sense_are_refused(change, rule):

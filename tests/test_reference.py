@@ -176,11 +176,26 @@ def test_rounding_is_that_of_the_dtype(precision):
         np.testing.assert_array_equal(reference.rounded(x, precision), expected)
 
 
-def test_tf32_keeps_ten_bits():
+def test_tf32_keeps_ten_bits_and_rounds_ties_away_from_zero():
     ulp = 2.0**-10
-    x = np.array([1, 1 + ulp, 1 + 0.49 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.51 * ulp])
-    expected = np.array([1, 1 + ulp, 1, 1, 1 + 2 * ulp, -1 - ulp])
+    x = np.array([1, 1 + ulp, 1 + 0.49 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.5 * ulp])
+    expected = np.array([1, 1 + ulp, 1, 1 + ulp, 1 + 2 * ulp, -1 - ulp])
     np.testing.assert_array_equal(reference.rounded(x, "tf32"), expected)
+
+
+def test_tf32_is_the_nearest_number_with_so_many_bits():
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint32)
+    ties = bits & np.uint32(0xFFFFE000) | np.uint32(0x1000)
+    edges = np.array([0, 1, 0x1000, 0x7F7FEFFF, 0x7F7FF000, 0x7F7FFFFF, 0x7F800000], np.uint32)
+    x = np.concatenate([bits, ties, ties - 1, ties + 1, edges, edges | 2**31]).view(np.float32)
+    x = x[~np.isnan(x)]
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    digits = np.where(np.abs(x) < 2.0**-126, exponent + 136, 11)  # subnormal ones have fewer
+    whole = np.ldexp(np.abs(mantissa), digits)
+    expected = np.copysign(np.ldexp(np.floor(whole + 0.5), exponent - digits), x)
+    expected[np.abs(expected) >= 2.0**128] *= np.inf
+    np.testing.assert_array_equal(reference.rounded(x, "tf32"), expected)
+    assert np.isnan(reference.rounded(np.array([NAN, -NAN], np.float32), "tf32")).all()
 
 
 def test_an_unknown_precision_is_named():

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from test_simulator import INCLUDE, fault, launch, source
 
+from cupyfa import reference
+
 MMA = "#include <mma.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <cp_async.cuh>"
 TYPES = pytest.mark.parametrize(
@@ -196,6 +198,118 @@ def test_matrices_take_a_whole_warp():
     assert "32 threads" in fault(body, head=MMA, threads=16).what
     late = "if (threadIdx.x < 9) return;\n" + body
     assert "wait in multiply_add" in fault(late, head=MMA).what
+
+
+# tf32
+
+
+def tf32_fragments(A, B, D):
+    """What the lanes hold of the matrices of a tf32 product, by the header's comment."""
+    parts_a = [A[:8, :4], A[8:, :4], A[:8, 4:], A[8:, 4:]]
+    parts_b = [B.T[:, :4], B.T[:, 4:]]
+    parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
+    return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
+
+
+def multiply_tf32(run, A, B, D):
+    """D + A B of one instruction, on numbers as they are."""
+    a, b, d = tf32_fragments(A, B, D)
+    body = """
+        int lane = threadIdx.x;
+        unsigned a[4], b[2];
+        float d[4];
+        for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(A[i * 32 + lane]);
+        for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(B[i * 32 + lane]);
+        for (int i = 0; i < 4; ++i) d[i] = C[i * 32 + lane];
+        multiply_add_tf32(d, a, b[0], b[1]);
+        for (int i = 0; i < 4; ++i) C[i * 32 + lane] = d[i];
+    """
+    run(body, a, b, d, head=MMA)
+    got = np.empty((16, 8), np.float32)
+    for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
+        got[rows : rows + 8, first::2] = part.reshape(8, 4)
+    return got
+
+
+def cut(x):
+    """What a product takes of a float: the bits that it does not look at are 0."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
+
+
+def test_products_of_tf32_do_not_look_at_the_last_bits(run):
+    A, B, D = (random(x, np.float32, i) for i, x in enumerate([(16, 8), (8, 8), (16, 8)]))
+    got = multiply_tf32(run, A, B, D)
+    np.testing.assert_allclose(got, D + cut(A) @ cut(B), rtol=1e-5, atol=1e-5)
+    assert np.abs(got - (D + A.astype(float) @ B)).max() > 1e-4
+
+
+def test_infinities_and_nan_in_products_of_tf32(run):
+    A, B, D = (np.ones(x, np.float32) for x in [(16, 8), (8, 8), (16, 8)])
+    A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
+    with np.errstate(invalid="ignore"):
+        want = D + (A[:, :, None] * B).sum(1)
+    assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
+    np.testing.assert_array_equal(multiply_tf32(run, A, B, D), want)
+
+
+def test_tf32_is_rounded_as_the_reference_rounds(run):
+    bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
+    ties = bits & np.uint32(0xFFFFE000) | np.uint32(0x1000)
+    numbers = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
+    got = np.zeros(numbers.size, np.uint32)
+    body = "for (int i = threadIdx.x; i < s0; i += 32) B[i] = round_to_tf32(A[i]);"
+    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    nan = np.isnan(numbers)
+    want = reference.rounded(numbers[~nan], "tf32")
+    normal = np.abs(want) >= 2.0**-126  # a device may flush the others to zero
+    assert (got[~nan][normal] == want.view(np.uint32)[normal]).all()
+    assert np.isnan(got.view(np.float32)[nan]).all()
+
+
+def test_matrices_of_floats_are_operands_of_tf32(run):
+    """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
+    A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
+    tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
+    body = """
+        __shared__ __align__(16) float tiles[32][8];
+        int lane = threadIdx.x;
+        for (int i = 0; i < 8; ++i) tiles[lane][i] = A[lane * 8 + i];
+        __syncthreads();
+        unsigned a[4], b[4];
+        load_matrices(a, &tiles[lane % 16][lane / 16 * 4]);
+        load_matrices(b, &tiles[16 + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 4]);
+        for (int half = 0; half < 2; ++half) {
+          float d[4] = {};
+          multiply_add_tf32(d, a, b[2 * half], b[2 * half + 1]);
+          for (int i = 0; i < 4; ++i) {
+            B[(lane / 4 + i / 2 * 8) * 16 + half * 8 + 2 * (lane % 4) + i % 2] = d[i];
+          }
+        }
+    """
+    run(body, tiles, out, head=MMA)
+    np.testing.assert_allclose(out, cut(A) @ cut(B).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
+def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
+    """Eight rows' chunks of a column, which ldmatrix reads, and of every second row two chunks."""
+    places = np.zeros((16, chunks), np.int32)
+    body = f"""
+        for (int i = threadIdx.x; i < 16 * {chunks}; i += 32) {{
+          int row = paired<{chunks}>(i / {chunks});
+          A[i] = row * {chunks} + swizzled<{chunks}>(row, i % {chunks});
+        }}
+    """
+    launch(body, places, head="#include <swizzle.cuh>")
+    assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
+    groups = places % 8  # of 4 banks
+    for first in (0, 8):
+        for chunk in range(chunks):
+            assert len(set(groups[first : first + 8, chunk])) == 8
+        for second in (0, 1):
+            for chunk in range(0, chunks, 2):
+                rows = groups[first + second : first + 8 : 2, chunk : chunk + 2]
+                assert len(set(rows.ravel())) == 8
 
 
 # cp_async.cuh

@@ -201,6 +201,7 @@ LOOPS = {
     "mma_split_q": "first_key < seen_by_some; first_key += Bc) {\n",
     "mma_swizzled": "first_key < seen_by_some; first_key += Bc) {\n",
     "mma_async": "first_key < end; first_key += Bc) {\n",
+    "mma_tf32": "first_key < end; first_key += Bc) {\n",
 }
 TRAP = """
   if (first_key + Bc <= {first} || first_key >= {end}) *lse.row(batch, head, 1 << 20) = 0;

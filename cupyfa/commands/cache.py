@@ -16,6 +16,7 @@ from cupyfa.commands.options import (
     format_option,
     kernel_names,
     kernels_argument,
+    precision_option,
     progress_bar,
     window_option,
 )
@@ -74,6 +75,7 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @kernels_argument
 @every_option
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, default=("float32",))
+@precision_option
 @click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask, not without one.")
@@ -85,6 +87,7 @@ def warm(
     kernels: tuple[str, ...],
     every: bool,
     dtypes: tuple[str, ...],
+    precision: str | None,
     ds: str,
     dv: int | None,
     causal: bool,
@@ -106,6 +109,14 @@ def warm(
     engine = backend_named(backend)
     with progress_bar("compiling") as progress, engine.working_on(None):
         done = caches.warm(
-            engine, chosen, dtypes, sizes, dv=dv, masks=masks, window=window, progress=progress
+            engine,
+            chosen,
+            dtypes,
+            sizes,
+            dv=dv,
+            masks=masks,
+            window=window,
+            precision=precision,
+            progress=progress,
         )
     click.echo(report.render([done.row()], form))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from cupyfa import checking, report
+from cupyfa import checking, records, report
 from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG
 from cupyfa.commands.options import (
     backend_option,
@@ -18,6 +19,7 @@ from cupyfa.commands.options import (
     format_option,
     kernel_names,
     kernels_argument,
+    precision_option,
     progress_bar,
     reruns_option,
     schedule_option,
@@ -56,6 +58,7 @@ _MESSAGE_LINES = 8
 @click.option(
     "--dtype", "dtypes", multiple=True, type=dtype_choice, help="In place of the grid's own."
 )
+@precision_option
 @reruns_option
 @click.option(
     "--jobs",
@@ -87,6 +90,7 @@ def check(
     samples: int | None,
     seed: int,
     dtypes: tuple[str, ...],
+    precision: str | None,
     reruns: int,
     jobs: int | None,
     timeout: float,
@@ -101,16 +105,20 @@ def check(
     `cupyfa replay` reads; one of fuzz is made small first. Exit code 1 if there is one.
     """
     engine = engine_named(backend, schedule)
+    names = kernel_names(kernels, every)
+    if not precision and "float32" in (dtypes or ("float32",)):
+        _say_what_is_rounded(names)
     cores = len(os.sched_getaffinity(0))
     take_time()  # to tell what was found, should a signal come
     try:
         with progress_bar("checking") as progress:
             done = checking.check(
-                kernel_names(kernels, every),
+                names,
                 grid=grid,
                 samples=samples,
                 seed=seed,
                 dtypes=dtypes or None,
+                precision=precision,
                 backend=engine,
                 reruns=reruns,
                 jobs=min(cores, _MOST_JOBS) if jobs is None else jobs,
@@ -136,6 +144,13 @@ def check(
         click.echo(report.render(rows, form))
         click.echo(f"note: {done}", err=True)
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
+
+
+def _say_what_is_rounded(names: Sequence[str]) -> None:
+    """Which kernels have another precision than float32, and so are held to that."""
+    for record in map(records.record_named, names):
+        if record.float32_as and "float32" not in record.float32_as:
+            click.echo(f"note: {record.name} computes float32 in {record.float32_as[0]}", err=True)
 
 
 def _show(done: checking.Checked, *, err: bool = False) -> None:

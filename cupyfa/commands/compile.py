@@ -11,6 +11,7 @@ from cupyfa.commands.options import (
     format_option,
     kernel_names,
     kernels_argument,
+    precision_option,
     progress_bar,
     window_option,
 )
@@ -30,6 +31,7 @@ from cupyfa.problem import Window
     help="Compute capabilities; those that a kernel does not claim are passed over.",
 )
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, help="[default: all]")
+@precision_option
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--causal", is_flag=True, help="With a causal mask.")
@@ -40,6 +42,7 @@ def compile_kernels(
     every: bool,
     arches: str,
     dtypes: tuple[str, ...],
+    precision: str | None,
     d: int,
     dv: int | None,
     causal: bool,
@@ -51,14 +54,16 @@ def compile_kernels(
     KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory.
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
+    asked = dtypes or (("float32",) if precision else tuple(DTYPES))
     plans = compiling.plans(
         chosen,
         [x.strip() for x in arches.split(",")],
-        dtypes or tuple(DTYPES),
+        asked,
         d,
         dv,
         causal,
         window,
+        precision,
     )
     rows = []
     with progress_bar("compiling") as progress:

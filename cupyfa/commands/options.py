@@ -19,13 +19,18 @@ from cupyfa.cases import LAYOUTS, VALUES
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.problem import Problem, Window, window_of_text
+from cupyfa.problem import PRECISIONS, Problem, Window, window_of_text
 from cupyfa.sweeps import usual_dtype
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 size = click.IntRange(0)
 dtype_choice = click.Choice(list(DTYPES))
+precision_option = click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="What float32 inputs may be computed in.  [default: float32, if the kernel can]",
+)
 format_option = click.option(
     "--format",
     "form",
@@ -109,6 +114,7 @@ def problem_options(command: Command, dtype: str | None = None) -> Command:
             ),
             window_option,
             click.option("--scale", type=float, help="[default: 1/sqrt(d)]"),
+            precision_option,
         )
     ):
         command = option(command)
@@ -161,7 +167,8 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
     if record is not None and "gqa" not in record.features:
         drawn["kv_heads"] = drawn["heads"]
     given = {name: value for name, value in sizes.items() if value is not None}
-    given = {"dtype": usual_dtype(*([record] if record else [])), **given}
+    usual = usual_dtype(*([record] if record else []), precision=given.get("precision"))
+    given = {"dtype": usual, **given}
     if operation == "softmax":
         if foreign := ", ".join(sorted(given.keys() - {"M", "N", "dtype"})):
             raise ValueError(f"a softmax is M rows of N scores and has no {foreign}; leave it out")

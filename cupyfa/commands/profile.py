@@ -88,7 +88,7 @@ def profile(
 def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[str, Any]) -> Case:
     """The case of the sizes given, and the standard ones for the others."""
     given = {name: value for name, value in sizes.items() if value is not None}
-    dtype = sweeps.usual_dtype(record)
+    dtype = sweeps.usual_dtype(record, precision=given.get("precision"))
     sizes = {**sweeps.USUAL[record.operation], "dtype": dtype, **given}
     problem = problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})
     return Case(record.operation, problem, seed, values, layout)

@@ -10,6 +10,7 @@ from cupyfa import compiling, planning, records, report, sources, sweeps
 from cupyfa.commands.options import (
     DTYPE,
     dtype_choice,
+    precision_option,
     size,
     tile_options,
     tile_sizes,
@@ -38,6 +39,7 @@ from cupyfa.problem import Problem
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--dtype", type=dtype_choice, show_default=DTYPE)
+@precision_option
 @click.option("--causal", is_flag=True, help="With a causal mask.")
 @window_option
 @tile_options
@@ -55,7 +57,7 @@ def show(
     KERNEL is as for `cupyfa run`. Needs no GPU.
     """
     record = records.record_named(kernel)
-    sizes["dtype"] = sizes["dtype"] or sweeps.usual_dtype(record)
+    sizes["dtype"] = sizes["dtype"] or sweeps.usual_dtype(record, precision=sizes["precision"])
     if record.operation == "softmax":
         M, N = sizes["M"], sizes["N"]
         problem = Problem.of_row_sizes(M, M if N is None else N, sizes["dtype"])

@@ -14,6 +14,7 @@ from cupyfa.commands.options import (
     backend_option,
     dtype_choice,
     format_option,
+    precision_option,
     progress_bar,
     size,
     window_option,
@@ -32,6 +33,7 @@ from cupyfa.tuning import Candidate
 @click.option("-d", multiple=True, type=size, help="Head dimension, one or more.  [default: 64]")
 @click.option("--dv", type=size, help="Value dimension.  [default: d]")
 @click.option("--dtype", multiple=True, type=dtype_choice, help="One or more.  [default: float32]")
+@precision_option
 @click.option(
     "--causal",
     is_flag=False,
@@ -79,7 +81,7 @@ def tune(kernel: str, budget: float, fresh: bool, backend: str, form: str, **siz
     for x in best.values():
         if x.state == tuning.RIGHT:
             p, constants = x.measurement.problem, report.text(x.measurement.constants) or "it"
-            click.echo(f"note: fastest for {p.dtype.name}, d={p.d}: {constants}", err=True)
+            click.echo(f"note: fastest for {p.arithmetic}, d={p.d}: {constants}", err=True)
     sys.exit(0 if all(x.state == tuning.RIGHT for x in best.values()) else WRONG)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
@@ -47,11 +49,16 @@ MMA_ASYNC_TILES_UP_TO = {
     ),
     256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
+TF32_TILES_UP_TO = {
+    128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
+    256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
+}
 MMA_CANDIDATES = {
     "Br": (32, 64, 96, 128, 192, 256),
     "Bc": (32, 48, 64, 80, 96, 112, 128),
     "Wr": (16, 32),
 }
+MMA_ASYNC_CANDIDATES = MMA_CANDIDATES | {"stages": (1, 2)}
 MMA_RULES = {
     "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
     "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
@@ -68,6 +75,11 @@ def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same with `stages` of K and V; O takes the place of Q at the end."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
+
+
+def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same in float32."""
+    return 2 * mma_async_shared(p, c)
 
 
 SLICED_TILES = tuple(
@@ -136,13 +148,13 @@ def mma_kernel(
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
     predicts: Mapping[str, str],
+    *,
     shared: Formula = mma_shared,
-    tiles: Tiles = MMA_TILES,
-    tiles_up_to: Mapping[int, Tiles] = MMA_TILES_UP_TO,
-    candidates: Mapping[str, tuple[int, ...]] = MMA_CANDIDATES,
+    rounds_float32: bool = False,
+    **fields: Any,
 ) -> Kernel:
     """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
-    return Kernel(
+    kernel = Kernel(
         name=name,
         adds=adds,
         launches=(
@@ -154,16 +166,52 @@ def mma_kernel(
                 shared=shared,
             ),
         ),
-        tiles=tiles,
-        tiles_up_to=tiles_up_to,
-        candidates=candidates,
         rules=MMA_RULES,
-        dtypes=("float16", "bfloat16"),
-        dtype_arch={"bfloat16": "80"},
         largest_d=256,
         features=EVERYTHING,
         tflops=tflops,
         predicts=predicts,
+        **{
+            "tiles": MMA_TILES,
+            "tiles_up_to": MMA_TILES_UP_TO,
+            "candidates": MMA_CANDIDATES,
+            "dtypes": ("float16", "bfloat16"),
+            "dtype_arch": {"bfloat16": "80"},
+            **fields,
+        },
+    )
+    return rounded_first(kernel) if rounds_float32 else kernel
+
+
+def rounded_first(kernel: Kernel) -> Kernel:
+    """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
+    (launch,) = kernel.launches
+    assert isinstance(launch, Launch)
+    return replace(
+        kernel,
+        launches=(
+            replace(launch, when=lambda p: p.precision is None),
+            Launch(
+                "round_operands",
+                args="Q K V Q16 K16 V16 M N heads kv_heads batch",
+                grid=lambda p, c: (
+                    (cdiv(p.M, c.Br) * p.heads + cdiv(p.N, c.Br) * p.kv_heads) * p.batch
+                ),
+                threads=lambda p, c: 256,
+                when=lambda p: p.precision == "float16",
+            ),
+            replace(
+                launch,
+                args=launch.args.replace("Q K V", "Q16 K16 V16"),
+                when=lambda p: p.precision == "float16",
+            ),
+        ),
+        scratch={
+            "Q16": ("batch heads M d8", "operand"),
+            "K16": ("batch kv_heads N d8", "operand"),
+            "V16": ("batch kv_heads N dv8", "operand"),
+        },
+        precisions=("float16",),
     )
 
 
@@ -482,7 +530,8 @@ KERNELS = (
         shared=mma_async_shared,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
-        candidates=MMA_CANDIDATES | {"stages": (1, 2)},
+        candidates=MMA_ASYNC_CANDIDATES,
+        rounds_float32=True,
     ),
     Kernel(
         name="mma_slices",
@@ -523,5 +572,32 @@ KERNELS = (
             "load conflicts": "below 0.1",
             "DRAM": "below 20",
         },
+    ),
+    mma_kernel(
+        "mma_tf32",
+        "float32 on tensor cores: operands rounded to tf32 as they are loaded",
+        {},
+        {
+            "bound by": "latency: wait",
+            "duration": "0.5 to 0.7",
+            "tensor cores": "30 to 45",
+            "issue slots": "45 to 60",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "shared memory": "35 to 50",
+            "load conflicts": "below 0.1",
+            "load sectors": "16",
+            "store sectors": "13",
+            "DRAM": "below 12",
+        },
+        shared=tf32_shared,
+        tiles=MMA_ASYNC_TILES,
+        tiles_up_to=TF32_TILES_UP_TO,
+        candidates=MMA_ASYNC_CANDIDATES,
+        dtypes=("float32",),
+        dtype_arch={},
+        arch="80",
+        rounding="tf32",
     ),
 )

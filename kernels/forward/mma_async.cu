@@ -6,7 +6,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
+//   shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <mask.cuh>
@@ -21,28 +22,28 @@ constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 constexpr int in_chunk = 8;                  // elements in 16 bytes
 
 struct Shared {
-  scalar Q[Br][depth < width ? width : depth];  // at the end O takes its place
-  scalar K[stages][Bc][depth];
-  scalar V[stages][Bc][width];
+  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand K[stages][Bc][depth];
+  operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
 template <int height, int columns>
-__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
 // The rows of one head in global memory.
 struct Head {
-  const scalar* data;
+  const operand* data;
   long long stride;
   int rows;
   bool aligned;
 
-  __device__ Head(Tensor<const scalar> tensor, int batch, int head, int rows)
+  __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
       : data(tensor.row(batch, head, 0)),
         stride(tensor.row_stride),
         rows(rows),
@@ -52,11 +53,11 @@ struct Head {
 // Begins to copy rows of a head with `cols` columns, 16 bytes at a time; zeros outside it. Where
 // rows do not lie so, elements are copied at once.
 template <int cols, int height, int columns>
-__device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const Head& head,
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {
   constexpr int chunks = cdiv(cols, step) * step / in_chunk;
   if (head.aligned) {
-    const scalar* from = nullptr;
+    const operand* from = nullptr;
     share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
       const int count =
           cols % step == 0 ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
@@ -65,16 +66,16 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
       else
         from += rows_in_turn<chunks> * head.stride;
       copy_async(at(tile, row, chunk), from,
-                 first_row + row < head.rows ? count * int(sizeof(scalar)) : 0);
+                 first_row + row < head.rows ? count * int(sizeof(operand)) : 0);
     });
   } else {
     share_out_rows<height, chunks>([&](int row, int chunk, int) {
-      const scalar* from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
-      scalar* to = at(tile, row, chunk);
+      const operand* from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
+      operand* to = at(tile, row, chunk);
 #pragma unroll 1
       for (int j = 0; j < in_chunk; ++j) {
         const bool inside = first_row + row < head.rows && chunk * in_chunk + j < cols;
-        to[j] = inside ? from[j] : scalar(0.0f);
+        to[j] = inside ? from[j] : operand(0.0f);
       }
     });
   }
@@ -83,15 +84,15 @@ __device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
 __device__ void apply_sign(Shared& shared, float scale) {
   share_out_rows<Br, depth / in_chunk>([&](int row, int chunk, int) {
-    scalar* q = at(shared.Q, row, chunk);
-    for (int j = 0; j < in_chunk; ++j) q[j] = scalar(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
+    operand* q = at(shared.Q, row, chunk);
+    for (int j = 0; j < in_chunk; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
   });
 }
 
 // Whether one of the chunks of V that this thread has copied holds an infinity or NaN: numbers
 // whose exponent is all ones, so that one more in its last place carries into the sign's.
-__device__ __forceinline__ bool is_strange(scalar (&V)[Bc][width]) {
-  constexpr unsigned last_place = is_half<scalar> ? 0x04000400 : 0x00800080;
+__device__ __forceinline__ bool is_strange(operand (&V)[Bc][width]) {
+  constexpr unsigned last_place = is_half<operand> ? 0x04000400 : 0x00800080;
   unsigned carries = 0;
   const auto look_at = [&](unsigned pair) { carries |= (pair & 0x7fff7fff) + last_place; };
   share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ bool is_strange(scalar (&V)[Bc][width]) {
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
-__device__ __forceinline__ void multiply_scores(Shared& shared, scalar (&K)[Bc][depth],
+__device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc][depth],
                                                 Fragments<Bc>& S, int first_row, int lane) {
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -117,8 +118,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, scalar (&K)[Bc][
       load_matrices(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -126,7 +127,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, scalar (&K)[Bc][
 
 // P of 16 keys, two products of S side by side, is an operand of O += P V. It is computed right
 // before, so that exponentials of some keys and products of others go on together.
-__device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], Fragments<Bc>& S,
+__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
                                                 Fragments<width>& O, Rows& rows, int lane) {
   float sum[Wr / step][2] = {};
 #pragma unroll
@@ -139,7 +140,7 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], Fragment
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float (&p)[4] = S[i][2 * k + j / 2];
-        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
+        a[i][j] = pack<operand>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
       }
     }
 #pragma unroll
@@ -148,8 +149,8 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], Fragment
       load_matrices_transposed(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -158,7 +159,7 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], Fragment
 
 // The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
 // row takes the keys that it sees alone.
-__device__ void multiply_visible(scalar (&V)[Bc][width], Fragments<Bc>& P, Fragments<width>& O,
+__device__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P, Fragments<width>& O,
                                  Rows& rows, int first_key, int lane) {
   exponentiate(P, rows);
 #pragma unroll
@@ -175,7 +176,7 @@ __device__ void multiply_visible(scalar (&V)[Bc][width], Fragments<Bc>& P, Fragm
 #pragma unroll
         for (int j = 0; j < width / 4; ++j) {
           const int col = j / 2 * 8 + 2 * (lane % 4);
-          const scalar* v = at(V, key, j / 2) + col % in_chunk;
+          const operand* v = at(V, key, j / 2) + col % in_chunk;
           O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
         }
       }
@@ -225,7 +226,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   __syncthreads();  // the next K is there, and this tile is no longer read
 }
 
-// Writes the warp's rows of O, by way of shared memory, so that lanes store 16 bytes side by side.
+// Writes the warp's rows of O, if it has the operands' type, by way of shared memory, so that lanes
+// store 16 bytes side by side.
 __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<scalar> out,
                              int batch, int head, int first_row, int M, int own_row, int lane) {
   constexpr int chunks = width / in_chunk;
@@ -233,9 +235,9 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
   for (int i = 0; i < 2 * (Wr / step); ++i) {
 #pragma unroll
     for (int n = 0; n < chunks; ++n) {
-      scalar* to = at(shared.Q, own_row + i * 8 + lane / 4, n) + 2 * (lane % 4);
+      operand* to = at(shared.Q, own_row + i * 8 + lane / 4, n) + 2 * (lane % 4);
       *reinterpret_cast<unsigned*>(to) =
-          pack<scalar>(O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]);
+          pack<operand>(O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]);
     }
   }
   __syncwarp();
@@ -244,7 +246,7 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
   for (int i = lane; i < Wr * chunks; i += warp_size) {
     const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
     if (first_row + own_row + row >= M) continue;
-    const scalar* from = at(shared.Q, own_row + row, chunk);
+    const operand* from = at(shared.Q, own_row + row, chunk);
     scalar* to = out.row(batch, head, first_row + own_row + row) + chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
@@ -255,7 +257,7 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
@@ -293,5 +295,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     buffer = stages - 1 - buffer;
   }
   finish_rows(sums, rows, lse, batch, head, M, lane);
-  store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
+  if constexpr (sizeof(scalar) == sizeof(operand))
+    store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
+  else
+    store_rows(sums, rows, O, batch, head, M, lane);
 }

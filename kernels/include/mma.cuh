@@ -1,5 +1,5 @@
 #pragma once
-// 16x8x16 tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
+// Tensor-core products of one warp: 16-bit numbers or tf32 in, float out. All 32 lanes call each
 // function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
 // c = 2 * (l % 4):
 //
@@ -8,6 +8,11 @@
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
 // So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
+//
+// A tf32 is a float whose last 13 bits do not count. Its products are 16x8x8, with c = l % 4:
+//
+//   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
+//   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 #include <cuda_fp16.h>
 
 template <class T>
@@ -35,7 +40,8 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 
 // Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
 // matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
-// each.  ldmatrix.sync.aligned.m8n8.x4.shared.b16
+// each; or of 8x4 matrices of floats, and gets element l % 4.
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -81,4 +87,22 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[
           : "r"(a[2]), "r"(a[3]), "r"(b1));
     }
   }
+}
+
+// x rounded to tf32, to nearest, ties away from zero. Products would only cut off its last bits,
+// which errs twice as much and always towards zero.  cvt.rna.tf32.f32
+__device__ __forceinline__ unsigned round_to_tf32(float x) {
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
+// D += A B, operands of tf32.  mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32, from sm_80 on
+__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4],
+                                                  unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

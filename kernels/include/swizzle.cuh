@@ -9,3 +9,12 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int reach = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
   return chunk ^ (row / (8 / reach) & (reach - 1));
 }
+
+// The place of a row, in tiles that are read by every second row too, two chunks of four rows
+// together. Where the width is an odd multiple of 4 chunks, such rows would all lie in the same
+// half of the banks; there the third and the fourth of four rows change places.
+template <int chunks>
+__device__ __forceinline__ int paired(int row) {
+  static_assert(chunks % 4 == 0, "rows are made of 64 bytes");
+  return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
+}

@@ -1,0 +1,305 @@
+// mma_tf32: `mma_async` on float32: its operands are rounded to tf32, 8 bits of exponent and 10 of
+// mantissa, its sums are float.
+//
+// Q and K are read as 16-bit numbers are, for a float is a pair of them: the fragments come out
+// right. P's are not the accumulators of S as they lie, but the keys of a product may come in any
+// order: index c is key 2c and c + 4 is key 2c + 1, and rows of V are taken so.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
+//   shared_bytes
+#include <cp_async.cuh>
+#include <fragments.cuh>
+#include <mask.cuh>
+#include <mma.cuh>
+#include <shared.cuh>
+#include <swizzle.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+#include <warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int in_chunk = 4;                  // elements in 16 bytes
+constexpr int rank = 8;                      // of a product: its columns of A, its rows of B
+
+struct Shared {
+  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand K[stages][Bc][depth];
+  operand V[stages][Bc][width];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
+static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+template <int height, int columns>
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
+  const int place = paired<columns / in_chunk>(row);
+  return &tile[place][swizzled<columns / in_chunk>(place, chunk) * in_chunk];
+}
+
+// The rows of one head in global memory.
+struct Head {
+  const operand* data;
+  long long stride;
+  int rows;
+  bool aligned;
+
+  __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
+      : data(tensor.row(batch, head, 0)),
+        stride(tensor.row_stride),
+        rows(rows),
+        aligned(is_aligned(tensor)) {}
+};
+
+// Begins to copy rows of a head with `cols` columns, 16 bytes at a time; zeros outside it. Where
+// rows do not lie so, elements are copied at once.
+template <int cols, int height, int columns>
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
+                                          int first_row) {
+  constexpr int chunks = cdiv(cols, step) * step / in_chunk;
+  if (head.aligned) {
+    const operand* from = nullptr;
+    share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
+      const int count =
+          cols % step == 0 ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
+      if (turn == 0)
+        from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
+      else
+        from += rows_in_turn<chunks> * head.stride;
+      copy_async(at(tile, row, chunk), from,
+                 first_row + row < head.rows ? count * int(sizeof(operand)) : 0);
+    });
+  } else {
+    share_out_rows<height, chunks>([&](int row, int chunk, int) {
+      const operand* from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
+      operand* to = at(tile, row, chunk);
+#pragma unroll 1
+      for (int j = 0; j < in_chunk; ++j) {
+        const bool inside = first_row + row < head.rows && chunk * in_chunk + j < cols;
+        to[j] = inside ? from[j] : operand(0.0f);
+      }
+    });
+  }
+}
+
+// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
+__device__ void apply_sign(Shared& shared, float scale) {
+  share_out_rows<Br, depth / in_chunk>([&](int row, int chunk, int) {
+    operand* q = at(shared.Q, row, chunk);
+    for (int j = 0; j < in_chunk; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
+  });
+}
+
+// Whether one of the chunks of V that this thread has copied holds an infinity or NaN, or what is
+// infinite in tf32: numbers whose exponent is all ones when half of tf32's last place is added, so
+// that one more in its last place carries into the sign's.
+__device__ __forceinline__ bool is_strange(operand (&V)[Bc][width]) {
+  constexpr unsigned last_place = 0x00800000 + 0x1000;
+  unsigned carries = 0;
+  const auto look_at = [&](unsigned x) { carries |= (x & 0x7fffffff) + last_place; };
+  share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at(V, row, chunk));
+    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
+  });
+  return carries & 0x80000000;
+}
+
+// Four matrices as `load_matrices` brings them, rounded.
+__device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
+  load_matrices(r, row);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) r[j] = round_to_tf32(__uint_as_float(r[j]));
+}
+
+// S = Q K^T for the warp's rows and the tile's keys.
+__device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc][depth],
+                                                Fragments<Bc>& S, int first_row, int lane) {
+#pragma unroll
+  for (int k = 0; k < depth / rank; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      load_rounded(a[i], at(shared.Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < Bc / step; ++n) {
+      unsigned b[4];
+      load_rounded(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add_tf32(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add_tf32(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// P of 8 keys, a product of S, is an operand of O += P V, its columns 2c and 2c + 1 in the places
+// of c and c + 4. It is computed right before, so that exponentials of some keys and products of
+// others go on together.
+__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
+                                                Fragments<width>& O, Rows& rows, int lane) {
+  float sum[Wr / step][2] = {};
+#pragma unroll
+  for (int k = 0; k < Bc / rank; ++k) {
+    exponentiate(S, k, rows, sum);
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[i][j] = round_to_tf32(S[i][k][j % 2 * 2 + j / 2]);
+    }
+    const int key = k * rank + 2 * (lane % 4), col = lane / 4;
+#pragma unroll
+    for (int n = 0; n < width / 8; ++n) {
+      const int chunk = 2 * n + col / in_chunk;
+      const unsigned b0 = round_to_tf32(at(V, key, chunk)[col % in_chunk]);
+      const unsigned b1 = round_to_tf32(at(V, key + 1, chunk)[col % in_chunk]);
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) multiply_add_tf32(O[i][n], a[i], b0, b1);
+    }
+  }
+  rows.add(sum);
+}
+
+// The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
+// row takes the keys that it sees alone.
+__device__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P, Fragments<width>& O,
+                                 Rows& rows, int first_key, int lane) {
+  exponentiate(P, rows);
+#pragma unroll
+  for (int n = 0; n < Bc / 8; ++n) {
+#pragma unroll 1
+    for (int k = 0; k < 8; ++k) {
+      const int key = n * 8 + k;
+#pragma unroll
+      for (int i = 0; i < 2 * (Wr / step); ++i) {
+        const float (&p)[4] = P[i / 2][n];
+        const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
+        const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
+        if (!rows.sees(i / 2, i % 2, first_key + key)) continue;
+#pragma unroll
+        for (int j = 0; j < width / 4; ++j) {
+          const int col = j / 2 * 8 + 2 * (lane % 4);
+          const operand* v = at(V, key, col / in_chunk) + col % in_chunk;
+          O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * v[j % 2];
+        }
+      }
+    }
+  }
+}
+
+// What a warp has to do with each tile of keys.
+struct Task {
+  Shared& shared;
+  Head keys, values;
+  int own_row, lane;
+  int end, seen;  // keys that some row of the block sees, of the warp
+};
+
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
+// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
+// of its keys.
+template <bool masked>
+__device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
+                                       Fragments<width>& O, Rows& rows) {
+  Shared& shared = task.shared;
+  const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
+  if (stages == 1) copy_tile<dv>(shared.V[0], task.values, first_key);
+  if (stages == 2 && more) {
+    copy_tile<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
+    copy_tile<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+  }
+  commit_copies();
+  Fragments<Bc> S = {};
+  if (seen) multiply_scores(shared, shared.K[buffer], S, task.own_row, task.lane);
+  if (stages == 1) {
+    wait_for_copies<0>();
+    __syncthreads();  // V is there, and K is no longer read
+    if (more) copy_tile<d>(shared.K[0], task.keys, first_key + Bc);
+    commit_copies();
+  }
+  const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  if (seen) {
+    rescale<masked>(S, O, rows, first_key, task.lane);
+    if (strange)
+      multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
+    else
+      multiply_output(shared.V[buffer], S, O, rows, task.lane);
+  }
+  wait_for_copies<0>();
+  __syncthreads();  // the next K is there, and this tile is no longer read
+}
+
+// Writes the warp's rows of O, by way of shared memory, so that lanes store 16 bytes side by side.
+__device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<scalar> out,
+                             int batch, int head, int first_row, int M, int own_row, int lane) {
+  constexpr int chunks = width / in_chunk;
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+#pragma unroll
+    for (int n = 0; n < width / 8; ++n) {
+      const int col = n * 8 + 2 * (lane % 4);
+      operand* to = at(shared.Q, own_row + i * 8 + lane / 4, col / in_chunk) + col % in_chunk;
+      *reinterpret_cast<float2*>(to) = {O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]};
+    }
+  }
+  __syncwarp();
+  const bool aligned = is_aligned(out);
+#pragma unroll 4
+  for (int i = lane; i < Wr * chunks; i += warp_size) {
+    const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
+    if (first_row + own_row + row >= M) continue;
+    const operand* from = at(shared.Q, own_row + row, chunk);
+    scalar* to = out.row(batch, head, first_row + own_row + row) + chunk * in_chunk;
+    if (aligned && count == in_chunk) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int j = 0; j < count; ++j) to[j] = from[j];
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(M, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const Head queries(Q, batch, head, M);
+  const Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
+  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
+
+  copy_tile<d>(shared.Q, queries, first_row);
+  copy_tile<d>(shared.K[0], keys, start);
+  if (stages == 2) copy_tile<dv>(shared.V[0], values, start);
+  commit_copies();
+  wait_for_copies<0>();
+  __syncthreads();
+  if (scale <= 0) {
+    apply_sign(shared, scale);
+    __syncthreads();
+  }
+  Fragments<width> sums = {};
+  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  const int seen_by_all = visible_keys(first_row, N, diagonal);
+  const int last_row = min(first_row + Br, M) - 1;
+  const int end = visible_keys(last_row, N, diagonal);
+  const int hidden_from_some = hidden_keys(last_row, N, lower);
+  const int seen = visible_keys(first_row + own_row + Wr - 1, N, diagonal);
+  const Task task = {shared, keys, values, own_row, lane, end, seen};
+  int buffer = 0;
+  for (int first_key = start; first_key < end; first_key += Bc) {
+    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
+      attend<false>(task, first_key, buffer, sums, rows);
+    else
+      attend<true>(task, first_key, buffer, sums, rows);
+    buffer = stages - 1 - buffer;
+  }
+  finish_rows(sums, rows, lse, batch, head, M, lane);
+  store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
+}
