@@ -23,6 +23,7 @@ Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
+_MUCH = 0.05  # of a problem's tiles to be empty
 KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
 RESERVED = (
@@ -91,6 +92,8 @@ class Kernel:
     tiles: the constants it is compiled with, in order of preference; a plan takes the first that
         fits the device and what the caller fixed.
     tiles_up_to: those to take before them for head dimensions up to a number, as ``{64: tiles}``.
+    tiles_on: those to take before these on an architecture, as ``{"90": {64: tiles}}``; of both,
+        tiles that would leave much of their last keys empty come last.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
@@ -121,6 +124,7 @@ class Kernel:
     operation: str = "forward"
     tiles: Sequence[Mapping[str, int]] = ({},)
     tiles_up_to: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
+    tiles_on: Mapping[str, Mapping[int, Sequence[Mapping[str, int]]]] = field(default_factory=dict)
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
@@ -163,16 +167,24 @@ class Kernel:
             return p
         return replace(p, precision=next(iter(self.float32_as), None))
 
-    def tiles_for(self, p: Problem) -> tuple[Mapping[str, int], ...]:
-        """The constants to try for a problem, in order of preference."""
+    def tiles_for(self, p: Problem, arch: str | None = None) -> tuple[Mapping[str, int], ...]:
+        """The constants to try for a problem on an architecture, in order of preference."""
         d = max(p.d, p.dv)
-        nearest = min((most for most in self.tiles_up_to if d <= most), default=None)
-        return (*(self.tiles_up_to[nearest] if nearest else ()), *self.tiles)
+        by_d: list[Mapping[str, int]] = []
+        for sizes in (self.tiles_on.get(arch or "", {}), self.tiles_up_to):
+            by_d += sizes.get(min((most for most in sizes if d <= most), default=0), ())
+        by_d.sort(key=lambda tile: _empty_share(p.N, tile.get("Bc", 1)) > _MUCH)
+        return (*by_d, *self.tiles)
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
+
+
+def _empty_share(N: int, Bc: int) -> float:
+    """The share of keys in tiles of Bc that are none of N."""
+    return 1 - N / (cdiv(N, Bc) * Bc) if N else 0
 
 
 # What records must be, in words, and whether one is.
@@ -196,10 +208,11 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
         name.isidentifier() and name not in RESERVED for name in x.tiles[0]
     ),
-    "tiles_up_to are {head dimension: tiles}, which name what the tiles do": lambda x: all(
-        _is_size(most) and set(tile) == set(x.tiles[0]) and all(map(_is_size, tile.values()))
-        for most, tiles in x.tiles_up_to.items()
-        for tile in tiles
+    "tiles_up_to are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
+        x.tiles_up_to, x.tiles[0]
+    ),
+    "tiles_on are {architecture: {head dimension: tiles}}, named as the tiles are": lambda x: all(
+        _are_sizes(sizes, x.tiles[0]) for sizes in x.tiles_on.values()
     ),
     "candidates are some whole numbers for each constant of the tiles": lambda x: (
         not x.candidates
@@ -248,6 +261,14 @@ def _check(record: Any, rules: Mapping[str, Callable[[Any], bool]]) -> None:
             first, field = next(iter(vars(record).values())), rule.split()[0]
             value = reprlib.repr(getattr(record, field))
             raise ValueError(f"{type(record).__name__} {first!r}: {rule}, but here {value}")
+
+
+def _are_sizes(tiles_up_to: Any, names: Any) -> bool:
+    return all(
+        _is_size(most) and set(tile) == set(names) and all(map(_is_size, tile.values()))
+        for most, tiles in tiles_up_to.items()
+        for tile in tiles
+    )
 
 
 def _is_size(value: Any) -> bool:

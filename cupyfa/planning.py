@@ -178,7 +178,9 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
     own = plan(kernel, problem, replace(limits, tuned=()))
     combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
     plans = []
-    for constants in combined if kernel.candidates else map(dict, kernel.tiles_for(own.problem)):
+    for constants in (
+        combined if kernel.candidates else map(dict, kernel.tiles_for(own.problem, limits.arch))
+    ):
         with suppress(Unsupported, ValueError):
             plans.append(_with_constants(kernel, own.problem, limits, constants))
 
@@ -285,7 +287,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
         with suppress(Exception):  # the record, and what it can take, may have changed since
             return _with_constants(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
-    for tile in kernel.tiles_for(problem):
+    for tile in kernel.tiles_for(problem, limits.arch):
         try:
             return _with_constants(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:

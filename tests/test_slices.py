@@ -80,7 +80,7 @@ def test_sums_take_memory_only_beyond_a_span():
 
 @pytest.mark.parametrize("size", [-1, 0.5])
 def test_a_formula_of_scratch_must_give_a_size(size):
-    launch = Launch("mine", args="Q.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
+    launch = Launch("mine", args="Q.data T.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
     kernel = Kernel("mine", "", (launch,), scratch={"T": (lambda p, c: size, "real")})
     with pytest.raises(ValueError, match=f"formula for scratch T gives {size}"):
         planning.plan(kernel, Problem.of_sizes(M=8, d=8), limits_of("90"))

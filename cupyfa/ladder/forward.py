@@ -40,15 +40,18 @@ MMA_ASYNC_TILES = tuple(
 )
 MMA_ASYNC_TILES_UP_TO = {
     64: (
-        {"Br": 128, "Bc": 96, "Wr": 32, "stages": 2},
+        {"Br": 128, "Bc": 80, "Wr": 32, "stages": 2},
         {"Br": 128, "Bc": 64, "Wr": 32, "stages": 1},
     ),
-    128: (
-        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},
-        {"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},
-    ),
+    128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
+# Where ptxas finds registers for larger ones.
+MMA_ASYNC_TILES_ON = {
+    arch: {64: tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))}
+    for arch in ("80", "86", "89", "90")
+}
+MMA_ASYNC_TILES_ON["90"][128] = ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
@@ -530,6 +533,7 @@ KERNELS = (
         shared=mma_async_shared,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
+        tiles_on=MMA_ASYNC_TILES_ON,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),

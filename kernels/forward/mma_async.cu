@@ -1,8 +1,9 @@
 // mma_async: `mma_swizzled`, with copies that go on while the tensor cores work.
 //
 // cp.async brings chunks from global to shared memory past the registers, and nobody waits for it
-// before the data is needed: V comes while S = Q K^T is computed, the next K while softmax and
-// O += P V are. Each has one buffer, so two barriers a step are enough.
+// before the data is needed. With two stages K and V have two buffers, and the next tile comes while
+// this one is multiplied: one barrier a step. With one, V comes while S = Q K^T is computed, and the
+// next K while softmax and O += P V are: two barriers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
@@ -10,6 +11,7 @@
 //   shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
+#include <fresh.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
 #include <shared.cuh>
@@ -189,7 +191,7 @@ struct Task {
   Shared& shared;
   Head keys, values;
   int own_row, lane;
-  int end, seen;  // keys that some row of the block sees, of the warp
+  int end;  // keys that some row of the block sees
 };
 
 // One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
@@ -199,7 +201,9 @@ template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<width>& O, Rows& rows) {
   Shared& shared = task.shared;
-  const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
+  const bool more = first_key + Bc < task.end;
+  const bool seen =
+      !masked || first_key < visible_keys(rows.row(Wr / step - 1, 1) | 7, rows.N, rows.diagonal);
   if (stages == 1) copy_tile<dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
     copy_tile<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
@@ -265,7 +269,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Head queries(Q, batch, head, M);
-  const Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
+  Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
   const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
 
   copy_tile<d>(shared.Q, queries, first_row);
@@ -284,8 +288,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int last_row = min(first_row + Br, M) - 1;
   const int end = visible_keys(last_row, N, diagonal);
   const int hidden_from_some = hidden_keys(last_row, N, lower);
-  const int seen = visible_keys(first_row + own_row + Wr - 1, N, diagonal);
-  const Task task = {shared, keys, values, own_row, lane, end, seen};
+  keys.aligned = values.aligned = keys.aligned && values.aligned;
+  const Task task = {shared, keys, values, own_row, lane, end};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
@@ -294,9 +298,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
       attend<true>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  finish_rows(sums, rows, lse, batch, head, M, lane);
+  // Registers do not keep the place through the loop: it is found once more.
+  const Place same = place(fresh(int(blockIdx.x)), tiles, heads);
+  const int row = (tiles - 1 - same.tile) * Br;
+  finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
+    store_output(shared, sums, O, same.batch, same.head, row, M, own_row, lane);
   else
-    store_rows(sums, rows, O, batch, head, M, lane);
+    store_rows(sums, rows, O, same.batch, same.head, M, lane);
 }

@@ -2,6 +2,7 @@
 // The rows of S and O that a warp owns, in the fragments of mma.cuh, and their softmax. A lane
 // holds a quarter of two rows in each 16, so two shuffles reach all of a row.
 
+#include <fresh.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
 #include <tensor.cuh>
@@ -28,7 +29,7 @@ struct Rows {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
   }
 
-  __device__ __forceinline__ int row(int i, int half) const { return first + i * step + half * 8; }
+  __device__ __forceinline__ int row(int i, int half) const { return fresh(first) + i * step + half * 8; }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
     return sees_key(row(i, half), key, N, diagonal, lower);
   }
