@@ -1,9 +1,9 @@
 // mma_async: `mma_swizzled`, with copies that go on while the tensor cores work.
 //
 // cp.async brings chunks from global to shared memory past the registers, and nobody waits for it
-// before the data is needed. With two stages K and V have two buffers, and the next tile comes while
-// this one is multiplied: one barrier a step. With one, V comes while S = Q K^T is computed, and the
-// next K while softmax and O += P V are: two barriers.
+// before the data is needed. With two stages K and V have two buffers, and the next tile comes
+// while this one is multiplied: one barrier a step. With one, V comes while S = Q K^T is computed,
+// and the next K while softmax and O += P V are: two barriers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows

@@ -29,7 +29,9 @@ struct Rows {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
   }
 
-  __device__ __forceinline__ int row(int i, int half) const { return fresh(first) + i * step + half * 8; }
+  __device__ __forceinline__ int row(int i, int half) const {
+    return fresh(first) + i * step + half * 8;
+  }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
     return sees_key(row(i, half), key, N, diagonal, lower);
   }
