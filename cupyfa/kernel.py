@@ -58,8 +58,8 @@ class Launch:
     - ``scale``, as float (as double for float64).
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
-    ``shared`` the bytes of dynamic shared memory of one block. ``when`` says which problems need
-    this launch at all.
+    ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,
+    as ``{"name": lambda p, c: …}``. ``when`` says which problems need this launch at all.
     """
 
     entry: str
@@ -67,6 +67,7 @@ class Launch:
     grid: Grid
     threads: Formula
     shared: Formula = lambda p, c: 0
+    constants: Mapping[str, Formula] = field(default_factory=dict)
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
 

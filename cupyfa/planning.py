@@ -448,6 +448,10 @@ def _planned(
         operand=_operand(kernel, problem),
         constants={
             **constants,
+            **{
+                name: _evaluated(kernel, f"{name} of {launch.entry}", formula, problem, c)
+                for name, formula in launch.constants.items()
+            },
             "d": problem.d,
             "dv": problem.dv,
             "causal": problem.right is not None,

@@ -68,6 +68,11 @@ MMA_RULES = {
 }
 
 
+def packed(p: Problem, c: SimpleNamespace) -> int:
+    """Query heads of a group whose rows share tiles: all, where one's would not half fill one."""
+    return p.group if 2 * p.M <= c.Br else 1
+
+
 def mma_shared(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
@@ -153,6 +158,7 @@ def mma_kernel(
     predicts: Mapping[str, str],
     *,
     shared: Formula = mma_shared,
+    pack: Formula = lambda p, c: 1,
     rounds_float32: bool = False,
     **fields: Any,
 ) -> Kernel:
@@ -164,9 +170,10 @@ def mma_kernel(
             Launch(
                 name,
                 args="Q K V O lse M N heads group diagonal lower scale",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                grid=lambda p, c: cdiv(p.M * pack(p, c), c.Br) * (p.heads // pack(p, c)) * p.batch,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
+                constants={"packed": pack},
             ),
         ),
         rules=MMA_RULES,
@@ -531,6 +538,7 @@ KERNELS = (
             "DRAM": "below 8",
         },
         shared=mma_async_shared,
+        pack=packed,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
         tiles_on=MMA_ASYNC_TILES_ON,
@@ -547,6 +555,7 @@ KERNELS = (
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                 shared=sliced_shared,
+                constants={"packed": lambda p, c: 1},
             ),
         ),
         tiles=SLICED_TILES,
@@ -596,6 +605,7 @@ KERNELS = (
             "DRAM": "below 12",
         },
         shared=tf32_shared,
+        pack=packed,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=TF32_TILES_UP_TO,
         candidates=MMA_ASYNC_CANDIDATES,

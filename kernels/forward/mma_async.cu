@@ -6,9 +6,9 @@
 // and the next K while softmax and O += P V are: two barriers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
-//   shared_bytes
+//   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   threads, shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <fresh.cuh>
@@ -41,20 +41,27 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
 // The rows of one head in global memory.
 struct Head {
   const operand* data;
-  long long stride;
+  long long stride, head_stride;
   int rows;
   bool aligned;
 
   __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
       : data(tensor.row(batch, head, 0)),
         stride(tensor.row_stride),
+        head_stride(tensor.head_stride),
         rows(rows),
         aligned(is_aligned(tensor)) {}
+
+  // Of rows that so many heads share, in turn.
+  template <int heads>
+  __device__ __forceinline__ const operand* row(int row) const {
+    return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
+  }
 };
 
 // Begins to copy rows of a head with `cols` columns, 16 bytes at a time; zeros outside it. Where
 // rows do not lie so, elements are copied at once.
-template <int cols, int height, int columns>
+template <int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {
   constexpr int chunks = cdiv(cols, step) * step / in_chunk;
@@ -63,8 +70,8 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
     share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
       const int count =
           cols % step == 0 ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      if (turn == 0)
-        from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
+      if (turn == 0 || heads > 1)
+        from = head.row<heads>(first_row + row) + chunk * in_chunk;
       else
         from += rows_in_turn<chunks> * head.stride;
       copy_async(at(tile, row, chunk), from,
@@ -72,7 +79,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
     });
   } else {
     share_out_rows<height, chunks>([&](int row, int chunk, int) {
-      const operand* from = head.data + (first_row + row) * head.stride + chunk * in_chunk;
+      const operand* from = head.row<heads>(first_row + row) + chunk * in_chunk;
       operand* to = at(tile, row, chunk);
 #pragma unroll 1
       for (int j = 0; j < in_chunk; ++j) {
@@ -202,8 +209,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<width>& O, Rows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end;
-  const bool seen =
-      !masked || first_key < visible_keys(rows.row(Wr / step - 1, 1) | 7, rows.N, rows.diagonal);
+  const bool seen = !masked || first_key < visible_keys((rows.row(Wr / step - 1, 1) | 7) / packed,
+                                                        rows.N, rows.diagonal);
   if (stages == 1) copy_tile<dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
     copy_tile<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
@@ -249,9 +256,11 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
 #pragma unroll 4
   for (int i = lane; i < Wr * chunks; i += warp_size) {
     const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
-    if (first_row + own_row + row >= M) continue;
+    const int packed_row = first_row + own_row + row;
+    if (packed_row >= M * packed) continue;
     const operand* from = at(shared.Q, own_row + row, chunk);
-    scalar* to = out.row(batch, head, first_row + own_row + row) + chunk * in_chunk;
+    scalar* to =
+        out.row(batch, head * packed + packed_row % packed, packed_row / packed) + chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else {
@@ -264,15 +273,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const int tiles = cdiv(M * packed, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / packed);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head, M);
-  Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
-  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
+  const Head queries(Q, batch, head * packed, M * packed);
+  Head keys(K, batch, head * packed / group, N), values(V, batch, head * packed / group, N);
+  const int start =
+      hidden_keys(first_row / packed, N, lower) / Bc * Bc;  // the first tile that is seen
 
-  copy_tile<d>(shared.Q, queries, first_row);
+  copy_tile<d, packed>(shared.Q, queries, first_row);
   copy_tile<d>(shared.K[0], keys, start);
   if (stages == 2) copy_tile<dv>(shared.V[0], values, start);
   commit_copies();
@@ -284,8 +294,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   }
   Fragments<width> sums = {};
   Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
-  const int seen_by_all = visible_keys(first_row, N, diagonal);
-  const int last_row = min(first_row + Br, M) - 1;
+  const int seen_by_all = visible_keys(first_row / packed, N, diagonal);
+  const int last_row = (min(first_row + Br, M * packed) - 1) / packed;
   const int end = visible_keys(last_row, N, diagonal);
   const int hidden_from_some = hidden_keys(last_row, N, lower);
   keys.aligned = values.aligned = keys.aligned && values.aligned;
@@ -299,7 +309,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     buffer = stages - 1 - buffer;
   }
   // Registers do not keep the place through the loop: it is found once more.
-  const Place same = place(fresh(int(blockIdx.x)), tiles, heads);
+  const Place same = place(fresh(int(blockIdx.x)), tiles, heads / packed);
   const int row = (tiles - 1 - same.tile) * Br;
   finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))

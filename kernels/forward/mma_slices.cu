@@ -9,7 +9,7 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, d, dv, causal, windowed,
+//   the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <cp_async.cuh>
 #include <fragments.cuh>

@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, packed, d, dv, causal, windowed, threads, shared_bytes
 #include <fragments.cuh>
 #include <mask.cuh>
 #include <mma.cuh>

@@ -17,9 +17,10 @@ constexpr float largest_float = 3.40282347e38f;
 template <int columns>
 using Fragments = float[Wr / step][columns / 8][4];
 
-// What a thread knows of the two rows that it holds in each 16. Scores are multiplied by scale2, so
-// that weights are powers of two. A maximum begins with the lowest finite number: -infinity would
-// make NaN of a row whose scores are all masked.
+// What a thread knows of the two rows that it holds in each 16. Rows are those of `packed` query
+// heads, which share a head of K and V: row r is query r / packed of head r % packed. Scores are
+// multiplied by scale2, so that weights are powers of two. A maximum begins with the lowest finite
+// number: -infinity would make NaN of a row whose scores are all masked.
 struct Rows {
   int first, N, diagonal, lower;
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
@@ -33,7 +34,7 @@ struct Rows {
     return fresh(first) + i * step + half * 8;
   }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
-    return sees_key(row(i, half), key, N, diagonal, lower);
+    return sees_key(row(i, half) / packed, key, N, diagonal, lower);
   }
   __device__ __forceinline__ void add(const float (&more)[Wr / step][2]) {
 #pragma unroll
@@ -135,8 +136,9 @@ __device__ __forceinline__ void finish_rows(Fragments<width>& O, const Rows& row
     float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    if (lane % 4 == 0 && row < M)
-      *lse.row(batch, head, row) = rows.maximum[i / 2][i % 2] / log2e + log(sum);
+    if (lane % 4 == 0 && row < M * packed)
+      *lse.row(batch, head * packed + row % packed, row / packed) =
+          rows.maximum[i / 2][i % 2] / log2e + log(sum);
     const float inverse = sum == 0 ? 0.0f : 1 / sum;
 #pragma unroll
     for (int n = 0; n < width / 8; ++n) {
@@ -153,8 +155,8 @@ __device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
-    if (row >= M) continue;
-    scalar* to = out.row(batch, head, row);
+    if (row >= M * packed) continue;
+    scalar* to = out.row(batch, head * packed + row % packed, row / packed);
 #pragma unroll
     for (int j = 0; j < width / 4; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
