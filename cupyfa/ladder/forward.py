@@ -70,7 +70,7 @@ MMA_RULES = {
 
 def packed(p: Problem, c: SimpleNamespace) -> int:
     """Query heads of a group whose rows share tiles: all, where one's would not half fill one."""
-    return p.group if 2 * p.M <= c.Br else 1
+    return p.group if c.Br >= 2 * p.M else 1
 
 
 def mma_shared(p: Problem, c: SimpleNamespace) -> int:
