@@ -111,8 +111,8 @@ class Kernel:
     precisions: others that it can round float32 inputs to, whether float32 is among its dtypes or
         not; its launches tell them by ``p.precision``, which is None for float32 itself.
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
-        and the like for precisions, at batch 4, heads 16, M = N = 2048; a softmax at 16384 rows of
-        4096, under d = 0. ``kernel="auto"`` goes by it, and never takes a kernel that was not
+        and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
+        it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never takes a kernel that was not
         measured, unless that is so of all that can do a precision.
     predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
         as ``{counter: value in words}``, and what the kernel's page explains.

@@ -47,11 +47,11 @@ MMA_ASYNC_TILES_UP_TO = {
     256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
 # Where ptxas finds registers for larger ones.
+_LARGER = {64: tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))}
 MMA_ASYNC_TILES_ON = {
-    arch: {64: tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))}
-    for arch in ("80", "86", "89", "90")
+    **dict.fromkeys(("80", "86", "89"), _LARGER),
+    "90": {**_LARGER, 128: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)},
 }
-MMA_ASYNC_TILES_ON["90"][128] = ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),

@@ -209,6 +209,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<width>& O, Rows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end;
+  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
   const bool seen = !masked || first_key < visible_keys((rows.row(Wr / step - 1, 1) | 7) / packed,
                                                         rows.N, rows.diagonal);
   if (stages == 1) copy_tile<dv>(shared.V[0], task.values, first_key);
@@ -298,7 +299,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int last_row = (min(first_row + Br, M * packed) - 1) / packed;
   const int end = visible_keys(last_row, N, diagonal);
   const int hidden_from_some = hidden_keys(last_row, N, lower);
-  keys.aligned = values.aligned = keys.aligned && values.aligned;
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
   const Task task = {shared, keys, values, own_row, lane, end};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {
