@@ -112,8 +112,8 @@ class Kernel:
         not; its launches tell them by ``p.precision``, which is None for float32 itself.
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
         and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
-        it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never takes a kernel that was not
-        measured, unless that is so of all that can do a precision.
+        it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never
+        takes a kernel that was not measured, unless that is so of all that can do a precision.
     predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
         as ``{counter: value in words}``, and what the kernel's page explains.
     folder: where the files of a kernel from outside the project are.
