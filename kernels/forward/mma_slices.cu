@@ -9,8 +9,9 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, real, Br, Bc, Wr, Wc, Bd, span, stages, packed, d, dv, causal, windowed,
-//   threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, packed, d, dv, causal,
+//   windowed, threads, shared_bytes
+#include <async_tile.cuh>
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <fresh.cuh>
@@ -18,12 +19,10 @@
 #include <mma.cuh>
 #include <quads.cuh>
 #include <shared.cuh>
-#include <swizzle.cuh>
 #include <tensor.cuh>
 #include <tile.cuh>
 #include <warp.cuh>
 
-constexpr int in_chunk = 8;          // elements in 16 bytes
 constexpr int col_warps = Bc / Wc;   // that share a row
 constexpr int slices = cdiv(d, Bd);  // of Q and K
 // A warp owns Wr x Wv of a tile of O. As many such tiles as Bc columns would make are equally wide.
@@ -40,95 +39,45 @@ constexpr int fragments = Wr / step * (Wv / 8);  // of O that a thread holds, 4 
 
 union Slice {
   struct {
-    scalar Q[Br][Bd];
-    scalar K[Bc][Bd];
+    operand Q[Br][Bd];
+    operand K[Bc][Bd];
   } scores;
-  scalar V[Bv][Bo];
+  operand V[Bv][Bo];
 };
 
 struct Shared {
-  scalar P[Br][span];
+  operand P[Br][span];
   Slice ring[stages];
   float factors[span / Bc][Br];  // for O, at each tile of keys
   float shares[col_warps][Br];   // of the row's maximum or sum, by warp
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover S");
 static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are whole products");
 static_assert(span % Bc == 0, "a span is made of whole tiles of keys");
 static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
-template <int height, int columns>
-__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
-  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
-}
-
-// The rows of a head.
-struct Head {
-  const scalar* rows;
-  long long stride;
-  bool aligned;
-
-  __device__ Head(Tensor<const scalar> tensor, int batch, int head, int first_row)
-      : rows(tensor.row(batch, head, first_row)),
-        stride(tensor.row_stride),
-        aligned(is_aligned(tensor)) {}
-};
-
-// Begins to copy a tile from a row and column of a head, 16 bytes at a time; zeros where so many
-// rows and columns end. Where rows do not lie so, elements are copied at once.
-template <bool whole, int height, int columns>
-__device__ __forceinline__ void copy_tile(scalar (&tile)[height][columns], const Head& head,
-                                          int first_row, int first_col, int rows, int cols) {
-  const scalar* first = head.rows + first_row * head.stride + first_col;
-  if (head.aligned) {
-    constexpr int rows_down = rows_in_turn<columns / in_chunk>;
-    const scalar* from = nullptr;
-    scalar* to = nullptr;
-    share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int turn) {
-      const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      if (turn == 0) {
-        from = first + row * head.stride + chunk * in_chunk;
-        to = at(tile, row, chunk);
-      } else {
-        from += rows_down * head.stride;
-        // Eight rows down a chunk has the same place again.
-        to = rows_down % 8 == 0 ? to + rows_down * columns : at(tile, row, chunk);
-      }
-      copy_async(to, from, row < rows ? count * int(sizeof(scalar)) : 0);
-    });
-  } else {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < height * columns; i += threads) {
-      const int row = i / columns, col = i % columns;
-      const bool inside = row < rows && col < cols;
-      at(tile, row, col / in_chunk)[col % in_chunk] =
-          inside ? first[row * head.stride + col] : scalar(0.0f);
-    }
-  }
-}
-
 // All slices that a block multiplies, one after the other: in each span of keys those of Q and K
 // for each tile of S, then those of V for each tile of O.
 struct Stream {
-  Head Q, K, V;
-  int rows, seen;  // rows of Q, and keys that some of them see
+  Head Q, K, V;  // of K and V, the keys that some row sees
+  int first_row;
   bool late;
   int first_key, tile = 0, slice = 0, stage = 0;
 
   // Begins to copy the next slice, if there is one, into a stage.
   __device__ __forceinline__ void begin(Slice& to) {
-    const int keys = min(span, seen - first_key), score_tiles = cdiv(keys, Bc);
+    const int keys = min(span, K.rows - first_key), score_tiles = cdiv(keys, Bc);
     if (keys > 0) {
       int end = slices;
       if (tile < score_tiles) {
         const int key = first_key + tile * Bc, col = slice * Bd;
-        copy_tile<d % Bd == 0>(to.scores.Q, Q, 0, col, rows, d - col);
-        copy_tile<d % Bd == 0>(to.scores.K, K, key, col, seen - key, d - col);
+        copy_tile<Bd, d % Bd == 0>(to.scores.Q, Q, first_row, col, d - col);
+        copy_tile<Bd, d % Bd == 0>(to.scores.K, K, key, col, d - col);
       } else {
         const int key = first_key + slice * Bv, col = (tile - score_tiles) * Bo;
-        copy_tile<dv % Bo == 0>(to.V, V, key, col, seen - key, dv - col);
+        copy_tile<Bo, dv % Bo == 0>(to.V, V, key, col, dv - col);
         end = cdiv(keys, Bv);
       }
       if (++slice == end) {
@@ -187,8 +136,8 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wc>& S, 
       load_matrices(b, at(slice.scores.K, key, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -213,24 +162,11 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
       load_matrices_transposed(b, at(slice.V, k * step + lane % 16, chunk));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
       }
     }
   }
-}
-
-// Whether one of the chunks of V that fall to this thread holds an infinity or NaN: numbers whose
-// exponent is all ones, so that one more in its last place carries into the sign's.
-__device__ __forceinline__ bool is_strange(Slice& slice) {
-  constexpr unsigned last_place = is_half<scalar> ? 0x04000400 : 0x00800080;
-  unsigned carries = 0;
-  const auto look_at = [&](unsigned pair) { carries |= (pair & 0x7fff7fff) + last_place; };
-  share_out_rows<Bv, Bo / in_chunk>([&](int row, int chunk, int) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at(slice.V, row, chunk));
-    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
-  });
-  return carries & 0x80008000;
 }
 
 // The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
@@ -249,7 +185,7 @@ __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O,
           float(at(shared.P, tile_row, (key + k) / in_chunk)[(key + k) % in_chunk]);
 #pragma unroll
       for (int j = 0; j < Wv / 4; ++j) {
-        const scalar* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
+        const operand* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
         O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[2 * (own.lane % 4) + j % 2]);
       }
     }
@@ -303,8 +239,8 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& 
         const float p1 = exp2f(S[i][n][2 * half + 1] * rows.scale2 - now);
         sum += p0;
         sum += p1;
-        scalar* to = at(shared.P, row, own_key / in_chunk + n) + 2 * (own.lane % 4);
-        *reinterpret_cast<unsigned*>(to) = pack<scalar>(p0, p1);
+        operand* to = at(shared.P, row, own_key / in_chunk + n) + 2 * (own.lane % 4);
+        *reinterpret_cast<unsigned*>(to) = pack<operand>(p0, p1);
       }
       rows.sum[i][half] = rows.sum[i][half] * factor + sum;
     }
@@ -374,7 +310,7 @@ __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows&
 #pragma unroll
     for (int n = 0; n < Wv / 8; ++n) {
       const float (&x)[4] = O[i / 2][n];
-      pairs[n] = pack<scalar>(x[i % 2 * 2] * inverse, x[i % 2 * 2 + 1] * inverse);
+      pairs[n] = pack<operand>(x[i % 2 * 2] * inverse, x[i % 2 * 2 + 1] * inverse);
     }
     const bool inside = first_row + i * 8 < M;
     store_row<dv>(to, pairs, first_col, aligned, inside, own.lane);
@@ -383,7 +319,7 @@ __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows&
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int diagonal, int lower,
     real scale) {
   Shared& shared = shared_memory<Shared>();
@@ -402,11 +338,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int hidden_from_some = hidden_keys(last_row, N, lower);
   const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
 
-  Stream stream = {Head(Q, batch, head, first_row),
-                   Head(K, batch, head / group, 0),
-                   Head(V, batch, head / group, 0),
-                   M - first_row,
-                   seen_by_some,
+  Stream stream = {Head(Q, batch, head, M),
+                   Head(K, batch, head / group, seen_by_some),
+                   Head(V, batch, head / group, seen_by_some),
+                   first_row,
                    warp / 4 % 2 == 1,
                    start};
 #pragma unroll 1
@@ -448,7 +383,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         if (key % Bc == 0 && first_key + key > start) rescale(sums, shared.factors[key / Bc], own);
         const bool masked =
             first_key + key + Bv > seen_by_all || first_key + key < hidden_from_some;
-        if (has_mask && masked && __syncthreads_or(is_strange(current)))
+        if (has_mask && masked && __syncthreads_or(is_strange(current.V)))
           multiply_visible(shared, current, sums, rows, first_key, key, own);
         else if (own.used)
           multiply_output(shared, current, sums, key, own);

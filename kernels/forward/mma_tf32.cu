@@ -9,18 +9,17 @@
 //   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
+#include <async_tile.cuh>
 #include <cp_async.cuh>
 #include <fragments.cuh>
 #include <mask.cuh>
 #include <mma.cuh>
 #include <shared.cuh>
-#include <swizzle.cuh>
 #include <tensor.cuh>
 #include <tile.cuh>
 #include <warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
-constexpr int in_chunk = 4;                  // elements in 16 bytes
 constexpr int rank = 8;                      // of a product: its columns of A, its rows of B
 
 struct Shared {
@@ -33,84 +32,12 @@ static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-template <int height, int columns>
-__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
-  const int place = paired<columns / in_chunk>(row);
-  return &tile[place][swizzled<columns / in_chunk>(place, chunk) * in_chunk];
-}
-
-// The rows of one head in global memory.
-struct Head {
-  const operand* data;
-  long long stride, head_stride;
-  int rows;
-  bool aligned;
-
-  __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
-      : data(tensor.row(batch, head, 0)),
-        stride(tensor.row_stride),
-        head_stride(tensor.head_stride),
-        rows(rows),
-        aligned(is_aligned(tensor)) {}
-
-  // Of rows that so many heads share, in turn.
-  template <int heads>
-  __device__ __forceinline__ const scalar* row(int row) const {
-    return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
-  }
-};
-
-// Begins to copy rows of a head with `cols` columns, 16 bytes at a time; zeros outside it. Where
-// rows do not lie so, elements are copied at once.
-template <int cols, int heads = 1, int height, int columns>
-__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
-                                          int first_row) {
-  constexpr int chunks = cdiv(cols, step) * step / in_chunk;
-  if (head.aligned) {
-    const operand* from = nullptr;
-    share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
-      const int count =
-          cols % step == 0 ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      if (turn == 0 || heads > 1)
-        from = head.row<heads>(first_row + row) + chunk * in_chunk;
-      else
-        from += rows_in_turn<chunks> * head.stride;
-      copy_async(at(tile, row, chunk), from,
-                 first_row + row < head.rows ? count * int(sizeof(operand)) : 0);
-    });
-  } else {
-    share_out_rows<height, chunks>([&](int row, int chunk, int) {
-      const operand* from = head.row<heads>(first_row + row) + chunk * in_chunk;
-      operand* to = at(tile, row, chunk);
-#pragma unroll 1
-      for (int j = 0; j < in_chunk; ++j) {
-        const bool inside = first_row + row < head.rows && chunk * in_chunk + j < cols;
-        to[j] = inside ? from[j] : operand(0.0f);
-      }
-    });
-  }
-}
-
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
 __device__ void apply_sign(Shared& shared, float scale) {
   share_out_rows<Br, depth / in_chunk>([&](int row, int chunk, int) {
     operand* q = at(shared.Q, row, chunk);
     for (int j = 0; j < in_chunk; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
   });
-}
-
-// Whether one of the chunks of V that this thread has copied holds an infinity or NaN, or what is
-// infinite in tf32: numbers whose exponent is all ones when half of tf32's last place is added, so
-// that one more in its last place carries into the sign's.
-__device__ __forceinline__ bool is_strange(operand (&V)[Bc][width]) {
-  constexpr unsigned last_place = 0x00800000 + 0x1000;
-  unsigned carries = 0;
-  const auto look_at = [&](unsigned x) { carries |= (x & 0x7fffffff) + last_place; };
-  share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at(V, row, chunk));
-    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
-  });
-  return carries & 0x80000000;
 }
 
 // Four matrices as `load_matrices` brings them, rounded.
@@ -214,10 +141,10 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<width>& O, Rows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
-  if (stages == 1) copy_tile<dv>(shared.V[0], task.values, first_key);
+  if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
-    copy_tile<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
-    copy_tile<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+    copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
+    copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
   commit_copies();
   Fragments<Bc> S = {};
@@ -225,7 +152,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (stages == 1) {
     wait_for_copies<0>();
     __syncthreads();  // V is there, and K is no longer read
-    if (more) copy_tile<d>(shared.K[0], task.keys, first_key + Bc);
+    if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
     commit_copies();
   }
   const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
@@ -284,9 +211,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const int start =
       hidden_keys(first_row / packed, N, lower) / Bc * Bc;  // the first tile that is seen
 
-  copy_tile<d, packed>(shared.Q, queries, first_row);
-  copy_tile<d>(shared.K[0], keys, start);
-  if (stages == 2) copy_tile<dv>(shared.V[0], values, start);
+  copy_rows<d, packed>(shared.Q, queries, first_row);
+  copy_rows<d>(shared.K[0], keys, start);
+  if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
   commit_copies();
   wait_for_copies<0>();
   __syncthreads();

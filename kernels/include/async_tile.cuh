@@ -1,0 +1,97 @@
+#pragma once
+// Tiles of whole chunks of 16 bytes, which trade places as in swizzle.cuh, and copies of a head's
+// rows into them that go on while the thread does other things.
+
+#include <cp_async.cuh>
+#include <fragments.cuh>
+#include <mma.cuh>
+#include <swizzle.cuh>
+#include <tensor.cuh>
+#include <tile.cuh>
+
+constexpr int in_chunk = 16 / sizeof(operand);  // elements
+
+// A chunk of a tile. Rows of float32 are also read by twos.
+template <int height, int columns>
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
+  if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
+  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+}
+
+// The rows of one head in global memory.
+struct Head {
+  const operand* data;
+  long long stride, head_stride;
+  int rows;
+  bool aligned;
+
+  __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
+      : data(tensor.row(batch, head, 0)),
+        stride(tensor.row_stride),
+        head_stride(tensor.head_stride),
+        rows(rows),
+        aligned(is_aligned(tensor)) {}
+
+  // Of rows that so many heads share, in turn.
+  template <int heads>
+  __device__ __forceinline__ const operand* row(int row) const {
+    return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
+  }
+};
+
+// Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros where its rows, or
+// `cols` columns, end. Where rows do not lie so, elements are copied at once.
+template <int width, bool whole, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
+                                          int first_row, int first_col, int cols) {
+  constexpr int chunks = width / in_chunk;
+  if (head.aligned) {
+    const operand* from = nullptr;
+    share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
+      const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
+      if (turn == 0 || heads > 1)
+        from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
+      else
+        from += rows_in_turn<chunks> * head.stride;
+      copy_async(at(tile, row, chunk), from,
+                 first_row + row < head.rows ? count * int(sizeof(operand)) : 0);
+    });
+  } else {
+    share_out_rows<height, chunks>([&](int row, int chunk, int) {
+      const operand* from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
+      operand* to = at(tile, row, chunk);
+#pragma unroll 1
+      for (int j = 0; j < in_chunk; ++j) {
+        const bool inside = first_row + row < head.rows && chunk * in_chunk + j < cols;
+        to[j] = inside ? from[j] : operand(0.0f);
+      }
+    });
+  }
+}
+
+// Begins to copy all `cols` columns of rows of a head, filled up with zeros to whole products.
+template <int cols, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
+                                          int first_row) {
+  constexpr int width = cdiv(cols, step) * step;
+  copy_tile<width, cols == width, heads>(tile, head, first_row, 0, cols);
+}
+
+// Whether one of the chunks of V that this thread has copied holds an infinity or NaN: numbers
+// whose exponent is all ones, so that one more in its last place carries into the sign's. Of
+// float32 those count too that are infinite in tf32, to which half of its last place is added.
+template <int height, int columns>
+__device__ __forceinline__ bool is_strange(operand (&V)[height][columns]) {
+  constexpr bool pairs = sizeof(operand) == 2;
+  constexpr unsigned signs = pairs ? 0x80008000 : 0x80000000;
+  constexpr unsigned last_place = !pairs             ? 0x00800000 + 0x1000
+                                  : is_half<operand> ? 0x04000400
+                                                     : 0x00800080;
+  unsigned carries = 0;
+  const auto look_at = [&](unsigned bits) { carries |= (bits & ~signs) + last_place; };
+  share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at(V, row, chunk));
+    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
+  });
+  return carries & signs;
+}
