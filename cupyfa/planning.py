@@ -151,8 +151,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
     Unsupported if the kernel or the device cannot do the problem.
     """
     _check_arrays(kernel)
-    if any("d" in axes.split() for axes in OPERATIONS[kernel.operation].inputs.values()):
-        problem = replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
+    problem = _with_columns(kernel, problem)
     try:
         return _first_fit(kernel, problem, limits, given)
     except Unsupported as refused:
@@ -163,7 +162,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """Whether the kernel can do the problem on the device with constants of its own choice."""
     try:
-        _first_fit(kernel, problem, limits, {})
+        _first_fit(kernel, _with_columns(kernel, problem), limits, {})
     except Unsupported:
         return False
     return True
@@ -218,17 +217,19 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     """The kernel that was measured fastest among those that can do the problem on the device.
 
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
-    that were measured on both. Of a precision that was not measured it is the ladder's last.
+    that were measured on both. Of a precision that was not measured it is the one that was
+    measured fastest for inputs of that dtype, or else the ladder's last.
     """
     problem = _accurate(problem)
     arithmetic = problem.arithmetic
     measured = [k for k in LADDER[operation].values() if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
-        others = [k.name for k in LADDER[operation].values() if can(k, problem, limits)]
+        others = [k for k in LADDER[operation].values() if can(k, problem, limits)]
         if others and arithmetic != problem.dtype.name:
-            return LADDER[operation][others[-1]]
-        remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
+            return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
+        names = ", ".join(k.name for k in others)
+        remedy = f"name one that can: {names}" if others else "no other kernel can"
         raise Unsupported(
             f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
         )
@@ -238,6 +239,12 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     scale = geometric_mean(both) if both else 1.0
     scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
     return max(able, key=lambda k: _nearest(scaled[k.name] | here[k.name], problem.d))
+
+
+def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
+    """TFLOP/s for inputs that need no rounding to the problem's precision; 0 if not measured."""
+    speeds = kernel.tflops.get(problem.precision or "")
+    return _nearest(speeds, problem.d) if speeds else 0.0
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
@@ -273,6 +280,13 @@ def _rounding(kernel: Kernel, problem: Problem) -> str | None:
     if problem.precision is None:
         return kernel.rounding
     return None if problem.precision == "float32" else problem.precision
+
+
+def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
+    """The problem with one column where it has none; softmax has neither d nor dv."""
+    if any("d" in axes.split() for axes in OPERATIONS[kernel.operation].inputs.values()):
+        return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
+    return problem
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:

@@ -154,6 +154,7 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
     [
         ("float32", 128, "fa2_coalesced"),
         ("float64", 64, "fa2_coalesced"),
+        ("float16", 0, "mma_async"),
         ("float16", 256, "mma_async"),
         ("float16", 257, "mma_slices"),
         ("float16", 1024, "mma_slices"),

@@ -31,7 +31,10 @@ from cupyfa.cases import Case
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
 SMALL = {"heads": 2, "M": 9, "N": 7, "d": 8}
-ROUNDING = [("mma_tf32", "tf32"), ("mma_async", "float16"), ("v3", "float16")]
+ROUNDING = [
+    *(("mma_tf32", "tf32"), ("mma_async", "float16")),
+    *(("mma_slices", "float16"), ("v3", "float16")),
+]
 
 
 def problem(precision=None, dtype="float32", **sizes):
@@ -93,7 +96,7 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
     message = "it computes float32 in float32; kernels that can: mma_tf32$"
     with pytest.raises(Unsupported, match=message):
         plan("fa2", "tf32")
-    with pytest.raises(Unsupported, match="kernels that can: v3, mma_async$"):
+    with pytest.raises(Unsupported, match="kernels that can: v3, mma_async, mma_slices$"):
         plan("fa2", "float16")
     with pytest.raises(Unsupported, match="no other kernel can either"):
         plan("fa2", "bfloat16")
@@ -119,7 +122,7 @@ def test_tf32_needs_tensor_cores_that_have_it():
         ("float32", 64, H100, "fa2_coalesced"),
         ("tf32", 256, H100, "mma_tf32"),
         ("float16", 64, TURING, "mma_async"),
-        ("float16", 257, H100, "v3"),
+        ("float16", 257, H100, "mma_slices"),
     ],
 )
 def test_auto_takes_one_that_has_the_precision(precision, d, limits, chosen):

@@ -217,6 +217,7 @@ def rounded_first(kernel: Kernel) -> Kernel:
             ),
         ),
         scratch={
+            **kernel.scratch,
             "Q16": ("batch heads M d8", "operand"),
             "K16": ("batch kv_heads N d8", "operand"),
             "V16": ("batch kv_heads N dv8", "operand"),
@@ -545,46 +546,50 @@ KERNELS = (
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
-    Kernel(
-        name="mma_slices",
-        adds="Q, K and V pass by in slices of d and of keys: any head dimension",
-        launches=(
-            Launch(
-                "mma_slices",
-                args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-                threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-                shared=sliced_shared,
-                constants={"packed": lambda p, c: 1},
+    rounded_first(
+        Kernel(
+            name="mma_slices",
+            adds="Q, K and V pass by in slices of d and of keys: any head dimension",
+            launches=(
+                Launch(
+                    "mma_slices",
+                    args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
+                    grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                    threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
+                    shared=sliced_shared,
+                    constants={"packed": lambda p, c: 1},
+                ),
             ),
-        ),
-        tiles=SLICED_TILES,
-        candidates=SLICED_CANDIDATES,
-        rules={
-            "Wr, Wc and Bd are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == c.Bd % 16 == 0,
-            "Br is a multiple of Wr, Bc of Wc and span of Bc": lambda c: (
-                c.Br % c.Wr == c.Bc % c.Wc == c.span % c.Bc == 0
-            ),
-            "stages is 2 or more": lambda c: c.stages >= 2,
-        },
-        dtypes=("float16", "bfloat16"),
-        dtype_arch={"bfloat16": "80"},
-        features=EVERYTHING,
-        scratch={"O_sum": (sliced_sums, "real")},
-        tflops={
-            "float16": {64: 151},
-            "bfloat16": {320: 211, 512: 252, 1024: 261},
-        },
-        predicts={
-            "bound by": "latency: barrier",
-            "duration": "0.46",
-            "tensor cores": "20 to 26",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 1 blocks",
-            "load conflicts": "below 0.1",
-            "DRAM": "below 20",
-        },
+            tiles=SLICED_TILES,
+            candidates=SLICED_CANDIDATES,
+            rules={
+                "Wr, Wc and Bd are multiples of 16": lambda c: (
+                    c.Wr % 16 == c.Wc % 16 == c.Bd % 16 == 0
+                ),
+                "Br is a multiple of Wr, Bc of Wc and span of Bc": lambda c: (
+                    c.Br % c.Wr == c.Bc % c.Wc == c.span % c.Bc == 0
+                ),
+                "stages is 2 or more": lambda c: c.stages >= 2,
+            },
+            dtypes=("float16", "bfloat16"),
+            dtype_arch={"bfloat16": "80"},
+            features=EVERYTHING,
+            scratch={"O_sum": (sliced_sums, "real")},
+            tflops={
+                "float16": {64: 151},
+                "bfloat16": {320: 211, 512: 252, 1024: 261},
+            },
+            predicts={
+                "bound by": "latency: barrier",
+                "duration": "0.46",
+                "tensor cores": "20 to 26",
+                "SMs busy": "above 90",
+                "occupancy": "12",
+                "limited by": "registers, 1 blocks",
+                "load conflicts": "below 0.1",
+                "DRAM": "below 20",
+            },
+        )
     ),
     mma_kernel(
         "mma_tf32",

@@ -306,14 +306,22 @@ __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows&
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const float sum = rows.sum[i / 2][i % 2], inverse = sum == 0 ? 0.0f : 1 / sum;
-    unsigned pairs[Wv / 8];
-#pragma unroll
-    for (int n = 0; n < Wv / 8; ++n) {
-      const float (&x)[4] = O[i / 2][n];
-      pairs[n] = pack<operand>(x[i % 2 * 2] * inverse, x[i % 2 * 2 + 1] * inverse);
-    }
     const bool inside = first_row + i * 8 < M;
-    store_row<dv>(to, pairs, first_col, aligned, inside, own.lane);
+    if constexpr (sizeof(scalar) == sizeof(operand)) {
+      unsigned pairs[Wv / 8];
+#pragma unroll
+      for (int n = 0; n < Wv / 8; ++n) {
+        const float (&x)[4] = O[i / 2][n];
+        pairs[n] = pack<operand>(x[i % 2 * 2] * inverse, x[i % 2 * 2 + 1] * inverse);
+      }
+      store_row<dv>(to, pairs, first_col, aligned, inside, own.lane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < Wv / 4; ++j) {
+        const int col = first_col + j / 2 * 8 + 2 * (own.lane % 4) + j % 2;
+        if (inside && col < dv) to[col] = O[i / 2][j / 2][i % 2 * 2 + j % 2] * inverse;
+      }
+    }
     to += 8 * stride;
   }
 }
