@@ -7,6 +7,7 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 
 from __future__ import annotations
 
+import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
 _MUCH = 0.05  # of a problem's tiles to be empty
+_FEW = 4  # tiles of keys, of which a mask hides much of one
 KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
 RESERVED = (
@@ -95,6 +97,9 @@ class Kernel:
     tiles_up_to: those to take before them for head dimensions up to a number, as ``{64: tiles}``.
     tiles_on: those to take before these on an architecture, as ``{"90": {64: tiles}}``; of both,
         tiles that would leave much of their last keys empty come last.
+    tiles_short: those to take before all of these, likewise up to a head dimension, where the first
+        of these would make no more blocks than the device has multiprocessors; under a mask those
+        come first that hold few of a short row's keys.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
@@ -126,6 +131,7 @@ class Kernel:
     tiles: Sequence[Mapping[str, int]] = ({},)
     tiles_up_to: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
     tiles_on: Mapping[str, Mapping[int, Sequence[Mapping[str, int]]]] = field(default_factory=dict)
+    tiles_short: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
@@ -168,14 +174,35 @@ class Kernel:
             return p
         return replace(p, precision=next(iter(self.float32_as), None))
 
-    def tiles_for(self, p: Problem, arch: str | None = None) -> tuple[Mapping[str, int], ...]:
-        """The constants to try for a problem on an architecture, in order of preference."""
-        d = max(p.d, p.dv)
-        by_d: list[Mapping[str, int]] = []
-        for sizes in (self.tiles_on.get(arch or "", {}), self.tiles_up_to):
-            by_d += sizes.get(min((most for most in sizes if d <= most), default=0), ())
-        by_d.sort(key=lambda tile: _empty_share(p.N, tile.get("Bc", 1)) > _MUCH)
-        return (*by_d, *self.tiles)
+    def tiles_for(
+        self, p: Problem, arch: str | None = None, multiprocessors: int | None = None
+    ) -> tuple[Mapping[str, int], ...]:
+        """The constants to try for a problem on an architecture, in order of preference; those for
+        few blocks only if it is known how many are few.
+        """
+
+        def of_d(sizes: Mapping[int, Sequence[Mapping[str, int]]]) -> list[Mapping[str, int]]:
+            d = max(p.d, p.dv)
+            return list(sizes.get(min((most for most in sizes if d <= most), default=0), ()))
+
+        def is_much_empty(tile: Mapping[str, int]) -> bool:
+            return _empty_share(p.N, tile.get("Bc", 1)) > _MUCH
+
+        def few_keys(tile: Mapping[str, int]) -> int:
+            return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
+
+        by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
+        tiles = (*sorted(by_d, key=is_much_empty), *self.tiles)
+        short = of_d(self.tiles_short)
+        if not short or multiprocessors is None or self._blocks(p, tiles[0]) > multiprocessors:
+            return tiles
+        return (*sorted(short, key=lambda x: (is_much_empty(x), few_keys(x))), *tiles)
+
+    def _blocks(self, p: Problem, tile: Mapping[str, int]) -> int:
+        """The blocks of its last launch."""
+        launch = [x for x in self.steps(p) if isinstance(x, Launch)][-1]
+        grid = launch.grid(p, SimpleNamespace(**tile))
+        return math.prod(grid) if isinstance(grid, tuple) else grid
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
@@ -211,6 +238,9 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     ),
     "tiles_up_to are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
         x.tiles_up_to, x.tiles[0]
+    ),
+    "tiles_short are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
+        x.tiles_short, x.tiles[0]
     ),
     "tiles_on are {architecture: {head dimension: tiles}}, named as the tiles are": lambda x: all(
         _are_sizes(sizes, x.tiles[0]) for sizes in x.tiles_on.values()

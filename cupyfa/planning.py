@@ -60,14 +60,15 @@ class Tuned:
 class Limits:
     """What a device grants one block, how it is named in messages, and what was tuned on it.
 
-    ``arch`` None runs anything, as the simulator does. ``no_matmul`` says why there are no matrix
-    products here, if that is so.
+    ``arch`` None runs anything, as the simulator does. ``multiprocessors`` None plans as for more
+    blocks than there are. ``no_matmul`` says why there are no matrix products here, if that is so.
     """
 
     device: str
     shared_bytes: int
     threads: int = 1024
     arch: str | None = None
+    multiprocessors: int | None = None
     no_matmul: str | None = None
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
@@ -178,7 +179,9 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
     combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
     plans = []
     for constants in (
-        combined if kernel.candidates else map(dict, kernel.tiles_for(own.problem, limits.arch))
+        combined
+        if kernel.candidates
+        else map(dict, kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors))
     ):
         with suppress(Unsupported, ValueError):
             plans.append(_with_constants(kernel, own.problem, limits, constants))
@@ -301,7 +304,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
         with suppress(Exception):  # the record, and what it can take, may have changed since
             return _with_constants(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
-    for tile in kernel.tiles_for(problem, limits.arch):
+    for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _with_constants(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:

@@ -119,6 +119,31 @@ def test_tiles_go_by_the_head_dimension():
         replace(kernel, tiles_up_to={64: ({"Br": 16},)})
 
 
+@pytest.mark.parametrize(
+    "sizes, Br, Bc",
+    [
+        ({"M": 128, "d": 64}, 64, 128),
+        ({"M": 128, "d": 64, "causal": True}, 64, 64),
+        ({"M": 512, "d": 64, "causal": True}, 64, 128),
+        ({"M": 128, "d": 128, "causal": True}, 64, 32),
+        ({"M": 256, "d": 128, "causal": True}, 64, 64),
+        ({"M": 1152, "d": 128}, 64, 64),
+        ({"M": 1216, "d": 128}, 128, 64),
+        ({"M": 4096, "kv_heads": 2, "d": 64, "batch": 2}, 128, 96),
+        ({"M": 1, "N": 4096, "kv_heads": 2, "d": 64, "batch": 33}, 64, 128),
+        ({"M": 128, "d": 256}, 64, 64),
+    ],
+    ids=str,
+)
+def test_few_blocks_have_tiles_of_their_own(sizes, Br, Bc):
+    problem = Problem.of_sizes(heads=16, dtype="float16", **{"batch": 1, **sizes})
+    here = replace(H100, multiprocessors=144)
+    chosen = planning.plan(FORWARD["mma_async"], problem, here).constants
+    assert (chosen["Br"], chosen["Bc"]) == (Br, Bc)
+    unknown = planning.plan(FORWARD["mma_async"], problem, H100).constants
+    assert unknown["stages"] == 1 or unknown["Br"] == 128
+
+
 def test_limits_of_dtypes_and_head_dimensions_are_said():
     kernel = FORWARD["mma_async"]
     with pytest.raises(Unsupported, match="needs sm_80 for bfloat16, a T4 is sm_75"):

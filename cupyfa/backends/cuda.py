@@ -257,6 +257,7 @@ def _limits(device: int) -> Limits:
         shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
+        multiprocessors=attributes["MultiProcessorCount"],
         no_matmul=_no_cublas(),
         tuned=tuned.on(name),
     )

@@ -52,6 +52,11 @@ MMA_ASYNC_TILES_ON = {
     **dict.fromkeys(("80", "86", "89"), _LARGER),
     "90": {**_LARGER, 128: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)},
 }
+# Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
+MMA_ASYNC_TILES_SHORT = {
+    64: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (128, 64)),
+    128: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (64, 32)),
+}
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
@@ -543,6 +548,7 @@ KERNELS = (
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
         tiles_on=MMA_ASYNC_TILES_ON,
+        tiles_short=MMA_ASYNC_TILES_SHORT,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
