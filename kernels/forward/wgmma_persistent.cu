@@ -27,10 +27,10 @@ constexpr int warpgroup_rows = 64;
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups
 
 struct Shared {
-  Boxes<operand, Br, d> Q;  // 
+  Boxes<operand, Br, d> Q[Q_stages];
   Boxes<operand, Bc, d> K[stages];
   Boxes<operand, Bc, dv> V[stages];
-  Barrier Q_full, Q_empty, K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
+  Barrier Q_full[Q_stages], Q_empty[Q_stages], K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
 };
 using Weights = unsigned[Bc / step][4];
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -42,18 +42,16 @@ struct Task {
   int row, head, batch, start, end;
 };
 
-// The tasks of a block. Tasks are dealt out round by round. With a causal mask, whose tasks differ,
-// heads go together, so many that the cache holds their K and V, the longest rows of all first;
-// every second round is dealt from the last block to the first, and the next heads' first round
-// begins where the last one ended, so that all blocks have nearly the same to do.
+// The tasks of a block, dealt out in rounds. With a causal mask, whose tasks differ, as many heads go
+// together as make two rounds, the longest rows of all of them first; the second round is dealt from
+// the last block to the first, which makes up for that. So all blocks have about the same to do, and
+// heads whose K and V are in the cache are done with before others come.
 struct Schedule {
   int M, N, heads, all_heads, diagonal, lower, first = 0, round = 0, seat = blockIdx.x;
 
   __device__ __forceinline__ bool next(Task& task) {
     const int tiles = cdiv(M, Br), blocks = gridDim.x;
-    const int fitting = cached / max(1, N * (d + dv) * int(sizeof(operand)));
-    const int groups = causal ? max(1, all_heads / max(fitting, cdiv(2 * blocks, tiles))) : 1;
-    const int together = cdiv(all_heads, groups);
+    const int together = causal ? max(1, 2 * blocks / tiles) : all_heads;
     for (; first < all_heads; first += together, round = 0) {
       const int size = min(together, all_heads - first), count = size * tiles;
       const int index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
@@ -65,6 +63,7 @@ struct Schedule {
                 visible_keys(min(row + Br, M) - 1, N, diagonal)};
         return true;
       }
+      // Those who had one task less begin with the next heads.
       const int left = count % blocks;
       seat = (seat + (cdiv(count, blocks) % 2 ? blocks - left : left)) % blocks;
     }
@@ -72,20 +71,23 @@ struct Schedule {
   }
 };
 
-// Which of the buffers comes next, and in which phase its barriers are.
+// Which of so many buffers comes next, and in which phase its barriers are.
+template <int count>
 struct Turn {
   int stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage < stages) return;
+    if (++stage < count) return;
     stage = 0;
     phase ^= 1;
   }
 };
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.Q_full, 1);
-  make_barrier(shared.Q_empty, consumers);
+  for (int i = 0; i < Q_stages; ++i) {
+    make_barrier(shared.Q_full[i], 1);
+    make_barrier(shared.Q_empty[i], consumers);
+  }
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.K_full[i], 1);
     make_barrier(shared.V_full[i], 1);
@@ -98,11 +100,11 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
 // What the producer's one thread does: the tiles of one task after those of another.
 __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int group) {
-  Turn turn;
-  Task task;
-  for (int phase = 0; schedule.next(task); phase ^= 1) {
-    wait(shared.Q_empty, phase ^ 1);
-    load_boxes(shared.Q, Q, shared.Q_full, task.row, task.head, task.batch);
+  Turn<Q_stages> own;
+  Turn<stages> turn;
+  for (Task task; schedule.next(task); own.advance()) {
+    wait(shared.Q_empty[own.stage], own.phase ^ 1);
+    load_boxes(shared.Q[own.stage], Q, shared.Q_full[own.stage], task.row, task.head, task.batch);
     for (int first_key = task.start; first_key < task.end; first_key += Bc) {
       const int i = turn.stage;
       wait(shared.K_empty[i], turn.phase ^ 1);
@@ -115,10 +117,10 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
 }
 
 // Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q.
-__device__ void apply_sign(Shared& shared, float scale, int warpgroup) {
-  constexpr int chunks = decltype(shared.Q)::count * box_columns / 8;
+__device__ void apply_sign(Boxes<operand, Br, d>& Q, float scale, int warpgroup) {
+  constexpr int chunks = Boxes<operand, Br, d>::count * box_columns / 8;
   for (int i = threadIdx.x % warpgroup_size; i < warpgroup_rows * chunks; i += warpgroup_size) {
-    operand* q = shared.Q.at(warpgroup * warpgroup_rows + i / chunks, i % chunks);
+    operand* q = Q.at(warpgroup * warpgroup_rows + i / chunks, i % chunks);
     for (int j = 0; j < 8; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
   }
   publish_to_copies();
@@ -126,12 +128,12 @@ __device__ void apply_sign(Shared& shared, float scale, int warpgroup) {
 }
 
 // Begins S = Q K^T for the warpgroup's rows and the tile's keys.
-__device__ __forceinline__ void begin_scores(Shared& shared, int stage, int warpgroup,
+__device__ __forceinline__ void begin_scores(Shared& shared, int own, int stage, int warpgroup,
                                              Fragments<Bc>& S) {
   begin_products();
 #pragma unroll
   for (int k = 0; k < cdiv(d, step); ++k) {
-    const Matrix rows = by_rows(shared.Q.box[k / 4][warpgroup * warpgroup_rows]);
+    const Matrix rows = by_rows(shared.Q[own].box[k / 4][warpgroup * warpgroup_rows]);
     const Matrix keys = by_rows(shared.K[stage].box[k / 4]);
     multiply<operand>(flat(S), rows + k % 4 * 32, keys + k % 4 * 32, k > 0);
   }
@@ -180,8 +182,9 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
 // What a warpgroup of consumers does for a task. While it computes the weights of a tile, the tensor
 // cores work on O += P V of the tile before, and on the scores of other warpgroups.
 __device__ __forceinline__ void consume(Shared& shared, const Task& work, int warpgroup, Rows& rows,
-                                        Fragments<width>& O, int M, Turn& next) {
-  Turn turn = {uniform(next.stage), uniform(next.phase)};
+                                        Fragments<width>& O, int M, int own,
+                                        Turn<stages>& next) {
+  Turn<stages> turn = {uniform(next.stage), uniform(next.phase)};
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
   const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
@@ -190,24 +193,24 @@ __device__ __forceinline__ void consume(Shared& shared, const Task& work, int wa
     return first_key + Bc > seen_by_all || first_key < hidden_from_some;
   };
   if (work.start >= work.end) {
-    if (leads) arrive(shared.Q_empty);
+    if (leads) arrive(shared.Q_empty[own]);
     return;
   }
   Fragments<Bc> S;
   Weights P;
   float factor[1][2];
   wait(shared.K_full[turn.stage], turn.phase);
-  begin_scores(shared, turn.stage, warpgroup, S);
+  begin_scores(shared, own, turn.stage, warpgroup, S);
   wait_for_products<0>(flat(S));
   if (leads) arrive(shared.K_empty[turn.stage]);
   weigh(S, rows, work.start, lane, masked(work.start), factor);
   pack_weights(S, P);
-  Turn before = turn;
+  Turn<stages> before = turn;
   turn.advance();
   for (int first_key = work.start + Bc; first_key < work.end; first_key += Bc) {
     wait(shared.K_full[turn.stage], turn.phase);
     if (turns) await_turn(warpgroup);
-    begin_scores(shared, turn.stage, warpgroup, S);
+    begin_scores(shared, own, turn.stage, warpgroup, S);
     wait(shared.V_full[before.stage], before.phase);
     begin_output(shared, before.stage, P, O);
     if (turns) pass_turn(warpgroup);
@@ -221,7 +224,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Task& work, int wa
     before = turn;
     turn.advance();
   }
-  if (leads) arrive(shared.Q_empty);
+  if (leads) arrive(shared.Q_empty[own]);
   wait(shared.V_full[before.stage], before.phase);
   begin_output(shared, before.stage, P, O);
   wait_for_products<0>(flat(O));
@@ -264,14 +267,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   const int lane = threadIdx.x % warp_size;
   const int own_row = warpgroup * warpgroup_rows + threadIdx.x % warpgroup_size / warp_size * step;
   if (turns && warpgroup == 0) pass_turn(warpgroup - 1);
-  Turn turn;
-  Task task;
-  for (int phase = 0; schedule.next(task); phase ^= 1) {
+  Turn<Q_stages> own;
+  Turn<stages> turn;
+  for (Task task; schedule.next(task); own.advance()) {
     Rows rows(task.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
     Fragments<width> sums = {};
-    wait(shared.Q_full, phase);
-    if (scale <= 0) apply_sign(shared, scale, warpgroup);
-    consume(shared, task, warpgroup, rows, sums, M, turn);
+    wait(shared.Q_full[own.stage], own.phase);
+    if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
+    consume(shared, task, warpgroup, rows, sums, M, uniform(own.stage), turn);
     finish_rows(sums, rows, lse, task.batch, task.head, M, lane);
     if (has_mask && is_strange(sums))
       recompute_rows(Q, K, V, O, rows, task.batch, task.head, task.head / group, M, scale);
