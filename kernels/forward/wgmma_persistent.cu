@@ -59,8 +59,9 @@ struct Schedule {
       if (index < count) {
         const int tile = causal ? tiles - 1 - index / size : index % tiles;
         const int head = first + (causal ? index % size : index / tiles), row = tile * Br;
-        task = {row, head % heads, head / heads, hidden_keys(row, N, lower) / Bc * Bc,
-                visible_keys(min(row + Br, M) - 1, N, diagonal)};
+        const int start = hidden_keys(row, N, lower) / Bc * Bc;
+        const int end = visible_keys(min(row + Br, M) - 1, N, diagonal);
+        task = {row, head % heads, head / heads, start, max(end, start + 1)};
         return true;
       }
       // Those who had one task less begin with the next heads.
@@ -140,13 +141,13 @@ __device__ __forceinline__ void begin_scores(Shared& shared, int own, int stage,
   commit_products();
 }
 
-// Begins O += P V.
+// Begins O += P V, or O = P V unless it is to be `added`.
 __device__ __forceinline__ void begin_output(Shared& shared, int stage, const Weights& P,
-                                             Fragments<width>& O) {
+                                             Fragments<width>& O, bool added) {
   begin_products();
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k)
-    multiply<operand>(flat(O), P[k], by_columns(shared.V[stage].box, Bc) + k * 2048, true);
+    multiply<operand>(flat(O), P[k], by_columns(shared.V[stage].box, Bc) + k * 2048, added || k > 0);
   commit_products();
 }
 
@@ -179,59 +180,6 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
   barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
 }
 
-// What a warpgroup of consumers does for a task. While it computes the weights of a tile, the tensor
-// cores work on O += P V of the tile before, and on the scores of other warpgroups.
-__device__ __forceinline__ void consume(Shared& shared, const Task& work, int warpgroup, Rows& rows,
-                                        Fragments<width>& O, int M, int own,
-                                        Turn<stages>& next) {
-  Turn<stages> turn = {uniform(next.stage), uniform(next.phase)};
-  const int lane = threadIdx.x % warp_size;
-  const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
-  const int hidden_from_some = hidden_keys(min(work.row + Br, M) - 1, rows.N, rows.lower);
-  const auto masked = [&](int first_key) {
-    return first_key + Bc > seen_by_all || first_key < hidden_from_some;
-  };
-  if (work.start >= work.end) {
-    if (leads) arrive(shared.Q_empty[own]);
-    return;
-  }
-  Fragments<Bc> S;
-  Weights P;
-  float factor[1][2];
-  wait(shared.K_full[turn.stage], turn.phase);
-  begin_scores(shared, own, turn.stage, warpgroup, S);
-  wait_for_products<0>(flat(S));
-  if (leads) arrive(shared.K_empty[turn.stage]);
-  weigh(S, rows, work.start, lane, masked(work.start), factor);
-  pack_weights(S, P);
-  Turn<stages> before = turn;
-  turn.advance();
-  for (int first_key = work.start + Bc; first_key < work.end; first_key += Bc) {
-    wait(shared.K_full[turn.stage], turn.phase);
-    if (turns) await_turn(warpgroup);
-    begin_scores(shared, own, turn.stage, warpgroup, S);
-    wait(shared.V_full[before.stage], before.phase);
-    begin_output(shared, before.stage, P, O);
-    if (turns) pass_turn(warpgroup);
-    wait_for_products<1>(flat(S));
-    if (leads) arrive(shared.K_empty[turn.stage]);
-    const bool risen = weigh(S, rows, first_key, lane, masked(first_key), factor);
-    wait_for_products<0>(flat(O));
-    if (leads) arrive(shared.V_empty[before.stage]);
-    pack_weights(S, P);
-    if (risen) scale_rows(O, factor);
-    before = turn;
-    turn.advance();
-  }
-  if (leads) arrive(shared.Q_empty[own]);
-  wait(shared.V_full[before.stage], before.phase);
-  begin_output(shared, before.stage, P, O);
-  wait_for_products<0>(flat(O));
-  if (leads) arrive(shared.V_empty[before.stage]);
-  next = turn;
-}
-
 // Writes the warp's rows of O.
 __device__ __forceinline__ void store_output(const Fragments<width>& O, const Rows& rows,
                                              Tensor<scalar> out, const Task& work, int M,
@@ -248,6 +196,107 @@ __device__ __forceinline__ void store_output(const Fragments<width>& O, const Ro
   }
 }
 
+// What a warpgroup of consumers goes through: the tiles of all its tasks, one after the other.
+struct Consumer {
+  Shared& shared;
+  Schedule schedule;
+  int warpgroup, lane, own_row, M;
+  float scale;
+  Rows rows;
+  Fragments<width> O;
+  Fragments<Bc> S;
+  Weights P;
+  Turn<Q_stages> own;
+  Turn<stages> keys, values;
+  bool added = false;
+
+  __device__ __forceinline__ Consumer(Shared& shared, const Schedule& schedule, int warpgroup,
+                                      int M, float scale)
+      : shared(shared),
+        schedule(schedule),
+        warpgroup(warpgroup),
+        lane(threadIdx.x % warp_size),
+        own_row(warpgroup * warpgroup_rows + threadIdx.x % warpgroup_size / warp_size * step),
+        M(M),
+        scale(scale),
+        rows(0, 0, 0, 0, 0) {}
+
+  __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
+  __device__ __forceinline__ Rows rows_of(const Task& task) const {
+    return Rows(task.row + own_row + lane / 4, schedule.N, schedule.diagonal, schedule.lower,
+                scale == 0 ? 1.0f : fabs(scale));
+  }
+  // Whether some row of the task does not see all keys of a tile.
+  __device__ __forceinline__ bool is_masked(const Task& task, int first_key) const {
+    return first_key + Bc > visible_keys(task.row, schedule.N, schedule.diagonal) ||
+           first_key < hidden_keys(min(task.row + Br, M) - 1, schedule.N, schedule.lower);
+  }
+  __device__ __forceinline__ void await_queries(Turn<Q_stages> own) const {
+    wait(shared.Q_full[own.stage], own.phase);
+    if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
+  }
+
+  // Begins the scores of a tile, which may be the first of another task, and O += P V of the tile
+  // before. While this warpgroup computes weights, the tensor cores work on that, and for others.
+  template <bool first, class Finish>
+  __device__ __forceinline__ void advance(const Task& before, const Task& task, int first_key,
+                                       Finish finish) {
+    float factor[1][2];
+    wait(shared.K_full[keys.stage], keys.phase);
+    if (turns) await_turn(warpgroup);
+    begin_scores(shared, own.stage, keys.stage, warpgroup, S);
+    wait(shared.V_full[values.stage], values.phase);
+    begin_output(shared, values.stage, P, O, added);
+    if (turns) pass_turn(warpgroup);
+    wait_for_products<1>(flat(S));
+    if (leads()) arrive(shared.K_empty[keys.stage]);
+    const Rows ended = rows;
+    if (first) rows = rows_of(task);
+    const bool risen = weigh(S, rows, first_key, lane, is_masked(task, first_key), factor);
+    wait_for_products<0>(flat(O));
+    if (leads()) arrive(shared.V_empty[values.stage]);
+    pack_weights(S, P);
+    if (first)
+      finish(O, ended, before);
+    else if (risen)
+      scale_rows(O, factor);
+    added = !first;
+    values = keys;
+    keys.advance();
+  }
+
+  template <class Finish>
+  __device__ __forceinline__ void run(Finish finish) {
+    Task task, next;
+    if (!schedule.next(task)) return;
+    float factor[1][2];
+    rows = rows_of(task);
+    await_queries(own);
+    wait(shared.K_full[0], 0);
+    begin_scores(shared, 0, 0, warpgroup, S);
+    wait_for_products<0>(flat(S));
+    if (leads()) arrive(shared.K_empty[0]);
+    if (turns && warpgroup == 0) pass_turn(warpgroup - 1);
+    weigh(S, rows, task.start, lane, is_masked(task, task.start), factor);
+    pack_weights(S, P);
+    keys.advance();
+    for (;;) {
+      for (int first_key = task.start + Bc; first_key < task.end; first_key += Bc)
+        advance<false>(task, task, first_key, finish);
+      if (leads()) arrive(shared.Q_empty[own.stage]);
+      if (!schedule.next(next)) break;
+      own.advance();
+      await_queries(own);
+      advance<true>(task, next, next.start, finish);
+      task = next;
+    }
+    wait(shared.V_full[values.stage], values.phase);
+    begin_output(shared, values.stage, P, O, added);
+    wait_for_products<0>(flat(O));
+    finish(O, rows, task);
+  }
+};
+
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
@@ -256,7 +305,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  Schedule schedule = {M, N, heads, heads * batch, diagonal, lower};
+  const Schedule schedule = {M, N, heads, heads * batch, diagonal, lower};
   const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_registers<consumers == 3 ? 32 : 24>();
@@ -265,20 +314,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   }
   take_registers<consumers == 3 ? 160 : 240>();
   const int lane = threadIdx.x % warp_size;
-  const int own_row = warpgroup * warpgroup_rows + threadIdx.x % warpgroup_size / warp_size * step;
-  if (turns && warpgroup == 0) pass_turn(warpgroup - 1);
-  Turn<Q_stages> own;
-  Turn<stages> turn;
-  for (Task task; schedule.next(task); own.advance()) {
-    Rows rows(task.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
-    Fragments<width> sums = {};
-    wait(shared.Q_full[own.stage], own.phase);
-    if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
-    consume(shared, task, warpgroup, rows, sums, M, uniform(own.stage), turn);
+  Consumer consumer(shared, schedule, warpgroup, M, scale);
+  consumer.run([&](Fragments<width>& sums, const Rows& rows, const Task& task) {
     finish_rows(sums, rows, lse, task.batch, task.head, M, lane);
     if (has_mask && is_strange(sums))
       recompute_rows(Q, K, V, O, rows, task.batch, task.head, task.head / group, M, scale);
     else
       store_output(sums, rows, O, task, M, lane);
-  }
+  });
 }
