@@ -160,17 +160,6 @@ __device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P)
   }
 }
 
-// S becomes P, and the sums of its rows are taken into those before. Returns whether O has to be
-// multiplied by the factors.
-__device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
-                                      bool masked, float (&factor)[1][2]) {
-  const bool risen = masked ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
-                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
-  rows.scale(factor);
-  exponentiate(S, rows);
-  return risen;
-}
-
 // Warpgroups begin their products in turn, so that the exponentials of one and the products of
 // another go on together. The first has a turn to begin with.
 __device__ __forceinline__ void await_turn(int warpgroup) {
@@ -236,33 +225,68 @@ struct Consumer {
     if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
   }
 
-  // Begins the scores of a tile, which may be the first of another task, and O += P V of the tile
-  // before. While this warpgroup computes weights, the tensor cores work on that, and for others.
-  template <bool first, class Finish>
-  __device__ __forceinline__ void advance(const Task& before, const Task& task, int first_key,
-                                       Finish finish) {
-    float factor[1][2];
+  // S becomes P, an operand of O += P V. Returns whether O has to be multiplied by the factors.
+  __device__ __forceinline__ bool weigh(const Task& task, int first_key, float (&factor)[1][2]) {
+    const bool risen = is_masked(task, first_key)
+                           ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
+                           : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
+    rows.scale(factor);
+    exponentiate(S, rows);
+    return risen;
+  }
+  __device__ __forceinline__ void release_keys() {
+    if (leads()) arrive(shared.K_empty[keys.stage]);
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    if (leads()) arrive(shared.V_empty[values.stage]);
+    values.advance();
+  }
+  __device__ __forceinline__ void begin_scores() {
     wait(shared.K_full[keys.stage], keys.phase);
     if (turns) await_turn(warpgroup);
-    begin_scores(shared, own.stage, keys.stage, warpgroup, S);
+    ::begin_scores(shared, own.stage, keys.stage, warpgroup, S);
+  }
+  __device__ __forceinline__ void begin_output() {
     wait(shared.V_full[values.stage], values.phase);
-    begin_output(shared, values.stage, P, O, added);
+    ::begin_output(shared, values.stage, P, O, added);
+  }
+
+  // The scores of the next tile and O += P V of the tile before. While the warpgroup computes
+  // weights, the tensor cores work on that, and for others.
+  __device__ __forceinline__ void advance(const Task& task, int first_key) {
+    float factor[1][2];
+    begin_scores();
+    begin_output();
     if (turns) pass_turn(warpgroup);
     wait_for_products<1>(flat(S));
-    if (leads()) arrive(shared.K_empty[keys.stage]);
-    const Rows ended = rows;
-    if (first) rows = rows_of(task);
-    const bool risen = weigh(S, rows, first_key, lane, is_masked(task, first_key), factor);
+    release_keys();
+    const bool risen = weigh(task, first_key, factor);
     wait_for_products<0>(flat(O));
-    if (leads()) arrive(shared.V_empty[values.stage]);
+    release_values();
     pack_weights(S, P);
-    if (first)
-      finish(O, ended, before);
-    else if (risen)
-      scale_rows(O, factor);
-    added = !first;
-    values = keys;
-    keys.advance();
+    if (risen) scale_rows(O, factor);
+    added = true;
+  }
+
+  // The same from one task to the next, whose first scores are computed while O is stored.
+  template <class Finish>
+  __device__ __forceinline__ void advance(const Task& task, const Task& next, Finish finish) {
+    float factor[1][2];
+    begin_output();
+    own.advance();
+    await_queries(own);
+    begin_scores();
+    if (turns) pass_turn(warpgroup);
+    wait_for_products<1>(flat(O));
+    release_values();
+    finish(O, rows, task);
+    rows = rows_of(next);
+    wait_for_products<0>(flat(S));
+    release_keys();
+    weigh(next, next.start, factor);
+    pack_weights(S, P);
+    added = false;
   }
 
   template <class Finish>
@@ -272,26 +296,22 @@ struct Consumer {
     float factor[1][2];
     rows = rows_of(task);
     await_queries(own);
-    wait(shared.K_full[0], 0);
-    begin_scores(shared, 0, 0, warpgroup, S);
-    wait_for_products<0>(flat(S));
-    if (leads()) arrive(shared.K_empty[0]);
     if (turns && warpgroup == 0) pass_turn(warpgroup - 1);
-    weigh(S, rows, task.start, lane, is_masked(task, task.start), factor);
+    begin_scores();
+    if (turns) pass_turn(warpgroup);
+    wait_for_products<0>(flat(S));
+    release_keys();
+    weigh(task, task.start, factor);
     pack_weights(S, P);
-    keys.advance();
     for (;;) {
       for (int first_key = task.start + Bc; first_key < task.end; first_key += Bc)
-        advance<false>(task, task, first_key, finish);
+        advance(task, first_key);
       if (leads()) arrive(shared.Q_empty[own.stage]);
       if (!schedule.next(next)) break;
-      own.advance();
-      await_queries(own);
-      advance<true>(task, next, next.start, finish);
+      advance(task, next, finish);
       task = next;
     }
-    wait(shared.V_full[values.stage], values.phase);
-    begin_output(shared, values.stage, P, O, added);
+    begin_output();
     wait_for_products<0>(flat(O));
     finish(O, rows, task);
   }
