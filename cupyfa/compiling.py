@@ -64,7 +64,8 @@ class Compiled:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the compiler found amiss: products in turn, registers that cannot be given, …"""
-        return tuple(dict.fromkeys(found.strip() for found in _SLOW.findall(self.log)))
+        found = (re.sub(r" in around line \d+", "", x.strip()) for x in _SLOW.findall(self.log))
+        return tuple(dict.fromkeys(found))
 
     @property
     def occupancy(self) -> tuple[int, str]:

@@ -35,6 +35,7 @@ FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
 MOST_BOX_ROWS = 256
+_BOXES_SINCE = 90
 
 
 def cdiv(count: int, size: int) -> int:
@@ -263,6 +264,10 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     ),
     f"arch is one of {', '.join((*ARCHES, *WITH_THEIR_OWN))}": lambda x: (
         x.arch in (*ARCHES, *WITH_THEIR_OWN)
+    ),
+    f"arch is at least {_BOXES_SINCE} if launches have boxes": lambda x: (
+        int(x.arch.removesuffix("a")) >= _BOXES_SINCE
+        or not any(isinstance(step, Launch) and step.boxes for step in x.launches)
     ),
     "dtype_arch are {dtype: compute capability}, beside an arch that is one": lambda x: (
         set(x.dtype_arch) <= set(x.dtypes)
