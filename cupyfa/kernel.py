@@ -35,6 +35,7 @@ FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
 MOST_BOX_ROWS = 256
+_FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
 
 
@@ -219,6 +220,9 @@ def _empty_share(N: int, Bc: int) -> float:
 _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string, names with blanks between": lambda x: isinstance(x.args, str),
+    f"args name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
+        {form for _, form in x.arrays} <= set(_FORMS)
+    ),
     "grid is a formula, lambda p, c: …": lambda x: callable(x.grid),
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),

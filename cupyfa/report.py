@@ -238,6 +238,7 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
             "shared memory": f"{launch.shared_bytes:,} bytes",
             "scratch": f"{plan.scratch_bytes:,} bytes",
             "arguments": launch.launch.args,
+            "rows of boxes": launch.boxes,
         }
     )
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import boxed_kernel
 import numpy as np
@@ -73,6 +74,14 @@ def test_every_map_has_a_box(change):
         launch(**change)
 
 
+def test_arrays_are_passed_in_three_ways():
+    assert launch().arrays == (("Q", "map"), ("K", ""))
+    with pytest.raises(
+        ValueError, match="args name arrays as Q, Q.data, Q.map, but here 'Q.tma K'"
+    ):
+        launch(args="Q.tma K", boxes={})
+
+
 def test_boxes_are_of_sm_90():
     for arch in ("90", "90a", "100"):
         Kernel("own", "", (launch(),), arch=arch)
@@ -140,6 +149,26 @@ def test_it_is_compiled_for_its_own_architecture(kernel):
     assert (arch, compiled.arch) == ("90", "90a")
     assert compiled.warnings == ()
     assert ".target sm_90a" in compiling.ptx(plan.launches[0], arch)
+
+
+def test_cupy_is_told_the_architecture(kernel, monkeypatch):
+    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    asked = []
+
+    class Module:
+        def __init__(self, code, options):
+            asked.append(options)
+
+        def get_function(self, name):
+            return SimpleNamespace(max_threads_per_block=1024)
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    problem = Problem.of_sizes(M=64, d=64, dtype="float16")
+    for record in (kernel, LADDER["forward"]["fa2"]):
+        (step,) = planning.plan(record, problem, compiling.limits_of("90")).launches
+        cuda.Cuda()._build("", step)
+    assert "-arch=sm_90a" in asked[0]
+    assert not any(option.startswith("-arch") for option in asked[1])
 
 
 # Products whose registers are written between them: ptxas makes them wait for each other.
