@@ -336,13 +336,28 @@ def test_rows_become_aligned(kernel, simulator, sizes, make):
         assert (array.view(np.uint16) == inputs[name].view(np.uint16)).all()
 
 
+def skip_unless_it_runs(kernel, backend):
+    if not planning.can(kernel, Problem.of_sizes(M=1, d=8, dtype="float16"), backend.limits):
+        pytest.skip(f"{backend.limits.device} is not of sm_90")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_boxes_come_and_go_unchanged(kernel, backend, dtype):
+    """Of one key, every row of O is V: each bit has been copied into a box and out of another."""
+    skip_unless_it_runs(kernel, backend)
+    plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
+    inputs = inputs_of(plan)
+    O = calls.checked(backend, plan, inputs, {})["O"]  # noqa: E741
+    V = np.broadcast_to(inputs["V"].repeat(plan.problem.group, axis=1), O.shape)
+    assert (O.view(np.uint16) == V.view(np.uint16)).all()
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
     "sizes", [SIZES, ODD, {"M": 1, "N": 1, "d": 1}, {"M": 5, "N": 0, "d": 8}, {"M": 0, "d": 12}]
 )
 def test_it_is_right(kernel, backend, sizes, layout):
-    if not planning.can(kernel, Problem.of_sizes(M=1, d=8, dtype="float16"), backend.limits):
-        pytest.skip(f"{backend.limits.device} is not of sm_90")
+    skip_unless_it_runs(kernel, backend)
     for dtype in kernel.dtypes:
         plan = planned(kernel, backend, sizes, dtype)
         inputs = calls.readable(plan, inputs_of(plan, layout=layout))
@@ -352,8 +367,7 @@ def test_it_is_right(kernel, backend, sizes, layout):
 @pytest.mark.parametrize("check", [False, True], ids=["run", "check"])
 @pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["even", "odd"])
 def test_a_call_takes_and_fills_any_arrays(kernel, backend, sizes, check):
-    if not planning.can(kernel, Problem.of_sizes(M=1, d=8, dtype="float16"), backend.limits):
-        pytest.skip(f"{backend.limits.device} is not of sm_90")
+    skip_unless_it_runs(kernel, backend)
     problem = Problem.of_sizes(**sizes, dtype="float16")
     arrays = views(*q_k_v(problem).values())
     arrays = dict(zip("qkv", arrays.values()))
@@ -381,8 +395,7 @@ def test_a_trial_and_a_benchmark_place_arrays_so_too(kernel, simulator):
 
 @pytest.mark.gpu
 def test_maps_are_frozen_in_a_graph_and_serve_again(kernel, cuda):
-    if not planning.can(kernel, Problem.of_sizes(M=1, d=8, dtype="float16"), cuda.limits):
-        pytest.skip(f"{cuda.limits.device} is not of sm_90")
+    skip_unless_it_runs(kernel, cuda)
     plan = planned(kernel, cuda, ODD, "float16")
     prepared = [cuda.prepare(step) for step in plan.launches]
     arrays = timing.arrays_of(cuda, plan, calls.readable(plan, inputs_of(plan)), {})

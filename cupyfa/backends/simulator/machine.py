@@ -391,7 +391,9 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
     headers = includes.digest(source, folders)
-    key = _digest(_identity(), source, headers, *_kernel_flags(), *(part.read_bytes() for part in _PARTS))
+    key = _digest(
+        _identity(), source, headers, *_kernel_flags(), *(part.read_bytes() for part in _PARTS)
+    )
     memo_key = (key, *map(str, folders))
     with _lock:
         if memo_key in _memo:
