@@ -51,7 +51,7 @@ def run_guarded(
         guarded[name] = (
             _like(backend, outputs[name])
             if name in outputs
-            else _guarded(backend, shape, dtype, _contiguous(shape, dtype), 0)
+            else _guarded(backend, shape, dtype, _contiguous(plan.stored_shape(name), dtype), 0)
         )
     execute(backend, plan, prepared, {name: g.array for name, g in guarded.items()})
 

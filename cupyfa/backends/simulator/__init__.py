@@ -28,9 +28,20 @@ from typing import Any
 import numpy as np
 
 from cupyfa import sources, tuned
-from cupyfa.backends import Backend, span
+from cupyfa.backends import Backend, Mapped, blank_map, span
 from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.planning import Limits, PlannedLaunch
+
+_MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
+# The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
+_MAP = np.dtype(
+    {
+        "names": ["address", "strides", "sizes", "box_rows"],
+        "formats": ["u8", ("i8", 3), ("i4", 4), "i4"],
+        "offsets": [0, 8, 32, 48],
+        "itemsize": 128,
+    }
+)
 
 
 class Simulator(Backend):
@@ -54,7 +65,7 @@ class Simulator(Backend):
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """The limits of an H100, but for the instructions."""
+        """The limits of an H100, but for the instructions and the number of multiprocessors."""
         return _limits()
 
     def owns(self, array: Any) -> bool:
@@ -74,6 +85,11 @@ class Simulator(Backend):
 
     def address(self, array: Any) -> int:
         return array.ctypes.data
+
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        made = blank_map()
+        made.view(_MAP)[...] = (mapped.address, mapped.strides, mapped.sizes, mapped.box_rows)
+        return made
 
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
         text, folders = sources.text(launch), sources.include_folders(launch)
@@ -145,4 +161,9 @@ def try_out() -> str:
 @cache
 def _limits() -> Limits:
     device = "the simulator"
-    return Limits(device, shared_bytes=dynamic_shared.CAPACITY, tuned=tuned.on(device))
+    return Limits(
+        device,
+        shared_bytes=dynamic_shared.CAPACITY,
+        multiprocessors=_MULTIPROCESSORS,
+        tuned=tuned.on(device),
+    )
