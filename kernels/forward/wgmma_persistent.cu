@@ -1,88 +1,27 @@
-// wgmma: the tensor cores of Hopper, fed by a warp that does nothing else.
+// wgmma_persistent: `wgmma_overlap`, whose blocks stay and go from one row tile to the next.
 //
-// One thread of a producer warp asks the tensor memory accelerator for Q, and for tiles of K and V
-// in turn, `stages` ahead. Each warpgroup of consumers owns 64 rows and multiplies them with a tile
-// as a whole: operands come straight from shared memory, and only P is in registers. Barriers in
-// shared memory say which buffers are full, and which are read and may be filled again; no barrier
-// is for all threads. The fragments are those of `mma_async`, and so is what is done with them.
+// There is a block for each multiprocessor. Its producer loads the next row tile's Q, K and V while
+// the last one's weights are computed, and its consumers begin the next scores before they store O.
+// So the tensor cores wait neither for a block's beginning nor for its end.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
-//   threads, shared_bytes
-#include <barrier.cuh>
-#include <boxes.cuh>
-#include <fragments.cuh>
+//   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, packed, d, dv, causal,
+//   windowed, threads, shared_bytes
+#include <consumers.cuh>
 #include <mask.cuh>
-#include <named_barrier.cuh>
-#include <quads.cuh>
 #include <recompute.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
-#include <tma.cuh>
-#include <warpgroup.cuh>
-#include <wgmma.cuh>
-
-constexpr int warpgroup_rows = 64;
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups
 
 struct Shared {
-  Boxes<operand, Br, d> Q[Q_stages];
-  Boxes<operand, Bc, d> K[stages];
-  Boxes<operand, Bc, dv> V[stages];
-  Barrier Q_full[Q_stages], Q_empty[Q_stages], K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
+  Queries Q[Q_stages];
+  Keys K[stages];
+  Values V[stages];
+  Barrier Q_full[Q_stages], Q_empty[Q_stages];
+  Barrier K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
 };
-using Weights = unsigned[Bc / step][4];
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(threads == (consumers + 1) * warpgroup_size, "a warpgroup is the producer's");
-static_assert(Br % warpgroup_rows == 0 && Wr == 16 && packed == 1, "a warpgroup owns 64 rows");
-
-// One row tile of a head, and the keys that it goes through.
-struct Task {
-  int row, head, batch, start, end;
-};
-
-// The tasks of a block, dealt out in rounds. With a causal mask, whose tasks differ, as many heads go
-// together as make two rounds, the longest rows of all of them first; the second round is dealt from
-// the last block to the first, which makes up for that. So all blocks have about the same to do, and
-// heads whose K and V are in the cache are done with before others come.
-struct Schedule {
-  int M, N, heads, all_heads, diagonal, lower, first = 0, round = 0, seat = blockIdx.x;
-
-  __device__ __forceinline__ bool next(Task& task) {
-    const int tiles = cdiv(M, Br), blocks = gridDim.x;
-    const int together = causal ? max(1, 2 * blocks / tiles) : all_heads;
-    for (; first < all_heads; first += together, round = 0) {
-      const int size = min(together, all_heads - first), count = size * tiles;
-      const int index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
-      round += 1;
-      if (index < count) {
-        const int tile = causal ? tiles - 1 - index / size : index % tiles;
-        const int head = first + (causal ? index % size : index / tiles), row = tile * Br;
-        const int start = hidden_keys(row, N, lower) / Bc * Bc;
-        const int end = visible_keys(min(row + Br, M) - 1, N, diagonal);
-        task = {row, head % heads, head / heads, start, max(end, start + 1)};
-        return true;
-      }
-      // Those who had one task less begin with the next heads.
-      const int left = count % blocks;
-      seat = (seat + (cdiv(count, blocks) % 2 ? blocks - left : left)) % blocks;
-    }
-    return false;
-  }
-};
-
-// Which of so many buffers comes next, and in which phase its barriers are.
-template <int count>
-struct Turn {
-  int stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < count) return;
-    stage = 0;
-    phase ^= 1;
-  }
-};
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < Q_stages; ++i) {
@@ -98,6 +37,54 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   publish_barriers();
 }
 
+// So far, as a power of two, may a score exceed the maximum that weights are relative to. They stay
+// below 2^8, of which float16 holds 2^16.
+constexpr int slack = 8;
+
+// Warpgroups begin their products in turns; the first has one to begin with.
+__device__ __forceinline__ void await_turn(int warpgroup) {
+  barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
+}
+
+// One row tile of a head, and the keys that it goes through.
+struct Task {
+  int row, head, batch, start, end;
+};
+
+// The tasks of a block, dealt out in rounds. With a causal mask, whose tasks differ, as many heads
+// go together as make two rounds, the longest rows of all of them first; the second round is dealt
+// from the last block to the first, which makes up for that. So all blocks have about the same to
+// do, and heads whose K and V are in the cache are done with before others come.
+struct Schedule {
+  int M, N, heads, all_heads, diagonal, lower, first = 0, round = 0, seat = blockIdx.x;
+
+  __device__ __forceinline__ bool next(Task& task) {
+    const int tiles = cdiv(M, Br), blocks = gridDim.x;
+    const int together = causal ? max(1, 2 * blocks / tiles) : all_heads;
+    for (; first < all_heads; first += together, round = 0) {
+      const int size = min(together, all_heads - first), count = size * tiles;
+      const int index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
+      round += 1;
+      if (index < count) {
+        const int tile = causal ? tiles - 1 - index / size : index % tiles;
+        const int head = first + (causal ? index % size : index / tiles), row = tile * Br;
+        // There is a tile for every task; where there are no keys, it is one of zeros beyond them.
+        const int start = N == 0 ? 1 : hidden_keys(row, N, lower) / Bc * Bc;
+        const int end = visible_keys(min(row + Br, M) - 1, N, diagonal);
+        task = {row, head % heads, head / heads, start, max(end, start + 1)};
+        return true;
+      }
+      // Those who had one task less begin with the next heads.
+      const int left = count % blocks;
+      seat = (seat + (cdiv(count, blocks) % 2 ? blocks - left : left)) % blocks;
+    }
+    return false;
+  }
+};
+
 // What the producer's one thread does: the tiles of one task after those of another.
 __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int group) {
@@ -106,82 +93,13 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
   for (Task task; schedule.next(task); own.advance()) {
     wait(shared.Q_empty[own.stage], own.phase ^ 1);
     load_boxes(shared.Q[own.stage], Q, shared.Q_full[own.stage], task.row, task.head, task.batch);
-    for (int first_key = task.start; first_key < task.end; first_key += Bc) {
+    for (int first_key = task.start; first_key < task.end; first_key += Bc, turn.advance()) {
       const int i = turn.stage;
       wait(shared.K_empty[i], turn.phase ^ 1);
       load_boxes(shared.K[i], K, shared.K_full[i], first_key, task.head / group, task.batch);
       wait(shared.V_empty[i], turn.phase ^ 1);
       load_boxes(shared.V[i], V, shared.V_full[i], first_key, task.head / group, task.batch);
-      turn.advance();
     }
-  }
-}
-
-// Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q.
-__device__ void apply_sign(Boxes<operand, Br, d>& Q, float scale, int warpgroup) {
-  constexpr int chunks = Boxes<operand, Br, d>::count * box_columns / 8;
-  for (int i = threadIdx.x % warpgroup_size; i < warpgroup_rows * chunks; i += warpgroup_size) {
-    operand* q = Q.at(warpgroup * warpgroup_rows + i / chunks, i % chunks);
-    for (int j = 0; j < 8; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
-  }
-  publish_to_copies();
-  barrier_sync(1 + warpgroup, warpgroup_size);
-}
-
-// Begins S = Q K^T for the warpgroup's rows and the tile's keys.
-__device__ __forceinline__ void begin_scores(Shared& shared, int own, int stage, int warpgroup,
-                                             Fragments<Bc>& S) {
-  begin_products();
-#pragma unroll
-  for (int k = 0; k < cdiv(d, step); ++k) {
-    const Matrix rows = by_rows(shared.Q[own].box[k / 4][warpgroup * warpgroup_rows]);
-    const Matrix keys = by_rows(shared.K[stage].box[k / 4]);
-    multiply<operand>(flat(S), rows + k % 4 * 32, keys + k % 4 * 32, k > 0);
-  }
-  commit_products();
-}
-
-// Begins O += P V, or O = P V unless it is to be `added`.
-__device__ __forceinline__ void begin_output(Shared& shared, int stage, const Weights& P,
-                                             Fragments<width>& O, bool added) {
-  begin_products();
-#pragma unroll
-  for (int k = 0; k < Bc / step; ++k)
-    multiply<operand>(flat(O), P[k], by_columns(shared.V[stage].box, Bc) + k * 2048, added || k > 0);
-  commit_products();
-}
-
-// P as operands of O += P V.
-__device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P) {
-#pragma unroll
-  for (int i = 0; i < Bc / 4; ++i) {
-    const float (&p)[4] = S[0][i / 2];
-    P[i / 4][i % 4] = pack<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
-  }
-}
-
-// Warpgroups begin their products in turn, so that the exponentials of one and the products of
-// another go on together. The first has a turn to begin with.
-__device__ __forceinline__ void await_turn(int warpgroup) {
-  barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-  barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
-}
-
-// Writes the warp's rows of O.
-__device__ __forceinline__ void store_output(const Fragments<width>& O, const Rows& rows,
-                                             Tensor<scalar> out, const Task& work, int M,
-                                             int lane) {
-  const bool aligned = is_aligned(out);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    unsigned pairs[width / 8];
-#pragma unroll
-    for (int n = 0; n < width / 8; ++n)
-      pairs[n] = pack<scalar>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
-    const int row = rows.row(0, half);
-    store_row<dv>(out.row(work.batch, work.head, row), pairs, 0, aligned, row < M, lane);
   }
 }
 
@@ -205,7 +123,7 @@ struct Consumer {
         schedule(schedule),
         warpgroup(warpgroup),
         lane(threadIdx.x % warp_size),
-        own_row(warpgroup * warpgroup_rows + threadIdx.x % warpgroup_size / warp_size * step),
+        own_row(threadIdx.x / warp_size * step - warpgroup_rows),
         M(M),
         scale(scale),
         rows(0, 0, 0, 0, 0) {}
@@ -244,12 +162,12 @@ struct Consumer {
   }
   __device__ __forceinline__ void begin_scores() {
     wait(shared.K_full[keys.stage], keys.phase);
-    if (turns) await_turn(warpgroup);
-    ::begin_scores(shared, own.stage, keys.stage, warpgroup, S);
+    await_turn(warpgroup);
+    ::begin_scores(shared.Q[own.stage], shared.K[keys.stage], S, warpgroup);
   }
   __device__ __forceinline__ void begin_output() {
     wait(shared.V_full[values.stage], values.phase);
-    ::begin_output(shared, values.stage, P, O, added);
+    ::begin_output(shared.V[values.stage], P, O, added);
   }
 
   // The scores of the next tile and O += P V of the tile before. While the warpgroup computes
@@ -258,7 +176,7 @@ struct Consumer {
     float factor[1][2];
     begin_scores();
     begin_output();
-    if (turns) pass_turn(warpgroup);
+    pass_turn(warpgroup);
     wait_for_products<1>(flat(S));
     release_keys();
     const bool risen = weigh(task, first_key, factor);
@@ -277,7 +195,7 @@ struct Consumer {
     own.advance();
     await_queries(own);
     begin_scores();
-    if (turns) pass_turn(warpgroup);
+    pass_turn(warpgroup);
     wait_for_products<1>(flat(O));
     release_values();
     finish(O, rows, task);
@@ -296,9 +214,9 @@ struct Consumer {
     float factor[1][2];
     rows = rows_of(task);
     await_queries(own);
-    if (turns && warpgroup == 0) pass_turn(warpgroup - 1);
+    if (warpgroup == 0) pass_turn(consumers - 1);
     begin_scores();
-    if (turns) pass_turn(warpgroup);
+    pass_turn(warpgroup);
     wait_for_products<0>(flat(S));
     release_keys();
     weigh(task, task.start, factor);
@@ -328,11 +246,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   const Schedule schedule = {M, N, heads, heads * batch, diagonal, lower};
   const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_registers<consumers == 3 ? 32 : 24>();
-    if (threadIdx.x < warp_size && is_elected()) produce(shared, schedule, Q_map, K_map, V_map, group);
+    give_to_consumers();
+    if (threadIdx.x < warp_size && is_elected())
+      produce(shared, schedule, Q_map, K_map, V_map, group);
     return;
   }
-  take_registers<consumers == 3 ? 160 : 240>();
+  take_from_producer();
   const int lane = threadIdx.x % warp_size;
   Consumer consumer(shared, schedule, warpgroup, M, scale);
   consumer.run([&](Fragments<width>& sums, const Rows& rows, const Task& task) {
@@ -340,6 +259,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
     if (has_mask && is_strange(sums))
       recompute_rows(Q, K, V, O, rows, task.batch, task.head, task.head / group, M, scale);
     else
-      store_output(sums, rows, O, task, M, lane);
+      store_pieces(sums, rows, O, task.batch, task.head, M, lane);
   });
 }

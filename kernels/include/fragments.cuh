@@ -19,9 +19,8 @@ using Fragments = float[Wr / step][columns / 8][4];
 
 // The same as one array, as the products of wgmma.cuh take it.
 template <int blocks>
-__device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))[blocks * 4] {
-  return reinterpret_cast<float (&)[blocks * 4]>(fragments);
-}
+__device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
+    [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
 
 // What a thread knows of the two rows that it holds in each 16. Rows are those of `packed` query
 // heads, which share a head of K and V: row r is query r / packed of head r % packed. Scores are
@@ -78,9 +77,10 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
   }
 }
 
-// Takes a tile of scores into the maxima, and tells the factors by which that lowers what was summed
-// before, and whether the warp has one other than 1. A maximum that is exceeded by no more than
-// `slack` may stay: weights are then up to 2^slack, and what they are divided by is as much larger.
+// Takes a tile of scores into the maxima, and tells the factors by which that lowers what was
+// summed before, and whether the warp has one other than 1. A maximum that is exceeded by no more
+// than `slack` may stay: weights are then up to 2^slack, and what they are divided by is as much
+// larger.
 template <bool masked, int slack = 0>
 __device__ __forceinline__ bool raise_maxima(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
                                              float (&factor)[Wr / step][2]) {
