@@ -1,6 +1,6 @@
 """The headers of Hopper, barrier.cuh, tma.cuh, wgmma.cuh and warpgroup.cuh, in the simulator."""
-# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
+import re
 import textwrap
 
 import ml_dtypes
@@ -110,7 +110,8 @@ COPY = """
     __syncthreads();
     if (threadIdx.x == 0) {
       arrive_expecting(shared.full, sizeof shared.tile);
-      for (int i = 0; i < 2; ++i) load_box(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
+      for (int i = 0; i < 2; ++i)
+        load_box(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
     }
     wait(shared.full, 0);
     for (int i = threadIdx.x; i < 16 * 16; i += blockDim.x) {
@@ -312,7 +313,7 @@ RING = """
 
 
 def ring(body=RING, **options):
-    """The kernel's result and what it should be, for 5 tiles of which the last is partly outside."""
+    """The kernel's result, and what it should be, for 5 tiles; the last is partly outside."""
     A, B = numbers((1, 3, 64, 304), np.float16), numbers((1, 3, 27, 304), np.float16, 1)
     got = np.zeros((3, 64, 32), np.float32)
     launch(
@@ -384,7 +385,8 @@ FAULTS = {
     ),
     "a barrier that was not made": (
         "make_barrier(shared.full[i], 1)", "",
-        r"calls (wait|arrive_expecting) on a barrier at byte \d+ .* make_barrier has made none", None,
+        r"calls (wait|arrive_expecting) on a barrier at byte \d+ .* make_barrier has made none",
+        None,
     ),
     "products that no fence begins": (
         "begin_products();", "", "multiplies without begin_products", 26,
@@ -422,3 +424,207 @@ def test_faults_of_a_ring(name):
         assert caught.value.place.startswith("test.cu:")
         if line is not None:
             assert caught.value.place == f"test.cu:{line}"
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
+    A, B = numbers((64, 128), np.float16), numbers((64, 128), np.float16, 1)
+    got = np.zeros((2, 64, 64), np.float32)
+    body = """
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 128);
+        fill(&shared.B, b, 64 * 128);
+        publish_to_copies();
+        __syncthreads();
+        float d[32], other[32];
+        begin_products();
+        for (int k = 0; k < 8; ++k) {
+          multiply<__half>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
+                           by_rows(shared.B.box[k / 4]) + k % 4 * 32, k > 0);
+        }
+        commit_products();
+        multiply<__half>(other, by_rows(&shared.B), by_rows(&shared.A), false);
+        commit_products();
+        bool early = d[3] == d[3];
+        wait_for_products<1>(d);
+        early = early || other[5] == other[5];
+        for (int j = 0; j < 32; ++j) d[j] = early ? 7777 : d[j] * 2;
+        begin_products();
+        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), true);
+        commit_products();
+        wait_for_products<1>(other);
+        for (int j = 0; j < 32; ++j) other[j] = -other[j];
+        wait_for_products<0>(d);
+        if (threadIdx.x >= 128) for (int j = 0; j < 32; ++j) d[j] = other[j];
+        int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+        for (int j = 0; j < 32; ++j) {
+          int row = thread / 32 * 16 + thread % 32 / 4 + j / 2 % 2 * 8;
+          c[group * 4096 + row * 64 + j / 4 * 8 + thread % 4 * 2 + j % 2] = d[j];
+        }
+    """
+    shared = "struct Shared { Boxes<__half, 64, 128> A; Boxes<__half, 64, 128> B; };"
+    launch(body, boxes(A), boxes(B), got, head=FILL + shared, threads=256, schedule=schedule)
+    A, B = A.astype(np.float32), B.astype(np.float32)
+    assert (got[0] == 2 * A @ B.T + A[:, :16] @ B[:, :16].T).all()
+    assert (got[1] == -B[:, :16] @ A[:, :16].T).all()
+
+
+PRODUCT_FAULTS = {
+    "written without publish_to_copies": (
+        "publish_to_copies();", "", "wrote byte 0 of shared memory without publish_to_copies",
+    ),
+    "written after publish_to_copies": (
+        "__syncthreads();",
+        "__syncthreads(); if (threadIdx.x == 0) shared.A.box[0][9][2] = 1; __syncthreads();",
+        r"wrote byte 11\d\d of shared memory without publish_to_copies",
+    ),
+    "no barrier behind the writes": ("__syncthreads();", "", "race: thread .* wrote"),
+    "written while it is read": (
+        "wait_for", "if (threadIdx.x == 95) shared.B.box[0][0][0] = 2; wait_for",
+        r"a product of warpgroup 0 at test.cu:8 is under way and this thread writes byte 8192",
+    ),
+    "a wait for a group too few": (
+        "wait_for_products<0>(d)", "wait_for_products<1>(d)", "waits for D while a product of one",
+    ),
+    "other operands in one warp": (
+        "by_rows(&shared.A)", "by_rows(&shared.A) + threadIdx.x / 96 * 32",
+        r"multiplies other matrices than thread \(\d+, 0, 0\) of its warpgroup does at test.cu:8",
+    ),
+    "returned too early": ("wait_for_products<0>(d);", "", "returns before its products were"),
+    "registers of another product": (
+        "commit", "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
+        "by_rows(&shared.B), false); commit", "that another product under way is to write",
+    ),
+    "B by columns": ("by_rows(&shared.B)", "by_columns(&shared.B, 64)", "A or B by_columns"),
+    "outside shared memory": (
+        "by_rows(&shared.B)", "by_rows(&shared.B) + 60 * 1024",
+        "multiplies with 8192 bytes at byte 69632 of shared memory|not all in the block",
+    ),
+    "half a warpgroup": ("", "", "in a warpgroup of less than 128 threads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCT_FAULTS)
+def test_faults_of_products(name):
+    right, wrong, message = PRODUCT_FAULTS[name]
+    body = """
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 64);
+        fill(&shared.B, a, 64 * 64);
+        publish_to_copies();
+        __syncthreads();
+        float d[32];
+        begin_products();
+        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), false);
+        commit_products();
+        wait_for_products<0>(d);
+    """
+    shared = "struct Shared { Boxes<__half, 64, 64> A; Boxes<__half, 64, 64> B; };"
+    A = numbers((64, 64), np.float16)
+    threads = 64 if name == "half a warpgroup" else 128
+    launch(body, A, head=FILL + shared)
+    assert right in body
+    body = body.replace(right, wrong) if right else body
+    caught = fault(body, A, head=FILL + shared, threads=threads)
+    assert re.search(message, str(caught)), str(caught)
+    assert caught.place.startswith("test.cu:")
+
+
+COPY_FAULTS = {
+    "stored without publish_to_copies": (
+        "publish_to_copies();\n", "\n", r"wrote byte \d+ of shared memory without publish", 21,
+    ),
+    "stored without a barrier": (
+        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
+        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
+        "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
+    ),
+    "overwritten while it is stored": (
+        "wait_until_stores_have_read();", "shared.tile.box[1][2][3] = 1;",
+        r"a box that thread \(0, 0, 0\) stores at test.cu:21 is under way and this thread",
+        23,
+    ),
+    "not waited for": (
+        "wait_until_stores_have_read();", "", "returns before a box that it stores was read", 21,
+    ),
+    "no group": ("commit_stores();", "", "that no group holds; commit_stores first", 23),
+    "read too early": (
+        "    wait(shared.full, 0);\n", "    __syncthreads();\n",
+        r"a box that thread \(0, 0, 0\) loads at test.cu:10 is under way and this thread", 16,
+    ),
+    "nobody waits": (
+        "    wait(shared.full, 0);", "    return;", "that no thread waits for before the block", 10,
+    ),
+    "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
+    "a barrier made twice": (
+        "      publish", "make_barrier(shared.full, 2); publish", "where there is one", 4,
+    ),
+    "a barrier out of place": (
+        "wait(shared.full, 0);",
+        "wait(*reinterpret_cast<Barrier*>(4 + reinterpret_cast<char*>(&shared.full)), 0);",
+        "not a multiple of 8", 12,
+    ),
+    "a barrier elsewhere": (
+        "wait(shared.full, 0);", "Barrier mine; wait(mine, 0);", "not in shared memory", 12,
+    ),
+    "a box past the end": (
+        "load_box(shared.tile.box[i],", "load_box(shared.tile.box[i] + 16 * 31,",
+        "loads a box to 2048 bytes at byte 65536|loads a box to 2048 bytes at", 10,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPY_FAULTS)
+def test_faults_of_copies(name):
+    right, wrong, message, line = COPY_FAULTS[name]
+    assert COPY.count(right) == 1
+    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    caught = fault(
+        COPY.replace(right, wrong), Map(source, 16), Map(source.copy(), 16), tile, head=BOX
+    )
+    assert re.search(message, str(caught)), str(caught)
+    assert line is None or caught.place == f"test.cu:{line}", str(caught)
+
+
+@pytest.mark.parametrize("barrier", ["__syncwarp();", "__syncthreads();", "__ballot_sync(~0u, 1);"])
+def test_a_wait_counts_for_one_lane_until_a_barrier(barrier):
+    body = COPY.replace(
+        "wait(shared.full, 0);", f"if (threadIdx.x == 0) wait(shared.full, 0); {barrier}"
+    )
+    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    arguments = Map(source, 16), Map(source.copy(), 16), tile
+    if "__sync" in barrier:
+        launch(body, *arguments, head=BOX, threads=32)
+        return
+    caught = fault(body, *arguments, head=BOX, threads=32)
+    assert "race: a box that thread (0, 0, 0) loads at test.cu:10 wrote" in caught.what
+
+
+def test_an_array_smaller_than_its_map_says():
+    array, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    wrong = Map(array, 16)
+    wrong.value["address"] += 2 * 29 * 96 * 2
+    caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
+    assert "reads" in caught.what and "past the end of a" in caught.what
+    assert caught.place == "test.cu:10"
+    for field in ("address", "sizes", "unused"):
+        wrong = Map(array, 16)
+        wrong.value[field] = -1 if field == "sizes" else 3
+        caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
+        assert "with what is no tensor map" in str(caught)
+
+
+# warpgroup.cuh
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_one_lane_of_each_warp_is_elected(schedule):
+    elected = np.zeros(256, np.int32)
+    launch("a[threadIdx.x] = is_elected() + is_elected();", elected, threads=256, schedule=schedule)
+    assert (np.sort(elected.reshape(8, 32))[:, -2:] == [0, 2]).all()
+
+
+@pytest.mark.parametrize("count", [20, 44, 264])
+def test_registers_come_in_eights(count):
+    with pytest.raises(machine.CompileError, match="a number of registers"):
+        launch(f"take_registers<{count}>();")
