@@ -12,6 +12,7 @@ from cupyfa.backends.simulator import machine
 
 HEAD = """
 #include <barrier.cuh>
+#include <boxes.cuh>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <named_barrier.cuh>
@@ -116,7 +117,7 @@ COPY = """
     wait(shared.full, 0);
     for (int i = threadIdx.x; i < 16 * 16; i += blockDim.x) {
       int row = i / 16, chunk = i % 16;
-      unsigned short* at = chunk_of(shared.tile.box[chunk / 8][row], row, chunk % 8);
+      unsigned short* at = shared.tile.at(row, chunk);
       for (int j = 0; j < 8; ++j) c[row * 128 + chunk * 8 + j] = at[j]++;
     }
     publish_to_copies();

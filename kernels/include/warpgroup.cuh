@@ -14,6 +14,12 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// A value that all lanes of the warp have, as one that the compiler knows to be such: what is
+// computed from it then takes no registers of the lanes.
+__device__ __forceinline__ int uniform(int value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
 // True in one lane of the warp, which all of its lanes ask together.  elect.sync
 __device__ __forceinline__ bool is_elected() {
   unsigned elected;
