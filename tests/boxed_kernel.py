@@ -6,10 +6,10 @@ from cupyfa import Kernel, Launch, cdiv
 
 BOXED = """\
 // by_boxes: tiles are copied by boxes, a thread computes a row, blocks stay for all tiles.
+#include <boxes.cuh>
 #include <math.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
-#include <tma.cuh>
 #include <wgmma.cuh>
 
 struct Shared {
@@ -21,7 +21,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 template <int rows>
 __device__ scalar& at(Boxes<scalar, rows, columns>& tile, int row, int col) {
-  return chunk_of(tile.box[col / 64][row], row, col % 64 / 8)[col % 8];
+  return tile.at(row, col / 8)[col % 8];
 }
 
 template <int rows>

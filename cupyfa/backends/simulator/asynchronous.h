@@ -554,8 +554,10 @@ Epoch stores_mark() {
 void begin_store(Worker& worker, const Box& box) {
   Arena& arena = shared_arena(worker, box.shared, box.bytes(), "stores a box from", box.place);
   check_array<Access::write>(box);
-  check_reading(worker, arena, box.shared, box.bytes(), {worker.warp->seen, worker.fiber->index},
-                box.place);
+  Clock past[max_components];
+  std::copy_n(worker.warp->seen, max_components, past);
+  add_known(worker, *worker.fiber, past);
+  check_reading(worker, arena, box.shared, box.bytes(), {past, worker.fiber->index}, box.place);
   mark_reading(arena, box.shared, box.bytes(), stores_mark());
   Store* store = static_cast<Store*>(std::calloc(1, sizeof(Store)));
   store->box = box;
@@ -886,12 +888,16 @@ void mark_product(Worker& worker, const Warpgroup& group, const Product& product
 }
 
 // A product reads for all four warps, of which none may know more than the others: `past` has what
-// all know, and of each warp what it did itself.
+// all threads know, and of each warp what it did itself.
 void know_less(Worker& worker, Product& product) {
-  if (worker.fiber->lane != 0) return;
-  int own = worker.fiber->warp;
-  for (int i = 0; i < worker.components; ++i) {
-    Clock known = i == own ? worker.warp->clock : worker.warp->seen[i];
+  const Fiber& fiber = *worker.fiber;
+  for (int i = max_warps; i < worker.components; ++i) {
+    Clock known = std::max(worker.warp->seen[i], fiber.known[i - max_warps]);
+    product.past[i] = std::min(product.past[i], known);
+  }
+  if (fiber.lane != 0) return;
+  for (int i = 0; i < worker.warp_count; ++i) {
+    Clock known = i == fiber.warp ? worker.warp->clock : worker.warp->seen[i];
     product.past[i] = std::min(product.past[i], known);
   }
 }
@@ -998,7 +1004,7 @@ void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Pla
   make_products(worker, group, end);
   return_d(*worker.asynchronous, group, rank_of(worker), end);
   if (end > fiber.finished_products) {
-    Clock& known = worker.warp->seen[products_of(worker, group)];
+    Clock& known = fiber.known[products_of(worker, group) - max_warps];
     known = std::max(known, worker.floor + end);
   }
   fiber.finished_products = end;

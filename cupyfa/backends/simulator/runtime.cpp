@@ -79,6 +79,37 @@ struct Report {
 };
 
 // ---------------------------------------------------------------------------------------------
+// Vector clocks
+
+// When a thread did something: its warp's clock, and the thread.
+using Epoch = std::uint64_t;
+using Clock = std::uint64_t;
+constexpr int clock_shift = 12;
+
+// A vector clock has a component for each warp, and for what goes on beside the threads: for the
+// products of each warpgroup, for all boxes that are stored, and for the boxes that each barrier in
+// shared memory announces. To an epoch these are threads too, the first of warps behind the last.
+constexpr int max_phase_barriers = 64;
+constexpr int products_component = max_warps;
+constexpr int stores_component = products_component + max_warps / 4;
+constexpr int boxes_component = stores_component + 1;
+constexpr int max_components = boxes_component + max_phase_barriers;
+static_assert(max_components * warp_size <= 1 << clock_shift, "an epoch names any of them");
+
+inline int thread_of(Epoch epoch) {
+  return static_cast<int>(epoch % (1 << clock_shift));
+}
+inline Clock clock_of(Epoch epoch) {
+  return epoch >> clock_shift;
+}
+inline Epoch epoch_of(Clock clock, int component) {
+  return clock << clock_shift | static_cast<Epoch>(component * warp_size);
+}
+
+// Of what is still under way: no thread's past holds it.
+constexpr Clock unfinished = ~Clock{0} >> clock_shift;
+
+// ---------------------------------------------------------------------------------------------
 // Text, locks
 
 struct Text {
@@ -223,15 +254,18 @@ struct Fiber {
   int barrier;            // its number, or -1
   Exchange* exchange;     // the warp collective it took part in last
   Storage* storage;
-  int awaited;              // the barrier in shared memory it waits for, or -1
-  int phase;                // of that barrier
-  std::uint64_t published;  // what it wrote up to this clock, copies and tensor cores may read
-  Store* stores;            // that have not read shared memory, oldest first
+  int awaited;      // the barrier in shared memory it waits for, or -1
+  int phase;        // of that barrier
+  Clock published;  // what it wrote up to this clock, copies and tensor cores may read
+  Store* stores;    // that have not read shared memory, oldest first
   // Its products so far: begun, in a group, waited for; and its groups.
   std::uint64_t products;
   std::uint64_t grouped;
   std::uint64_t finished_products;
   std::uint64_t groups;
+  // Of the components of no warp, what this thread knows beyond its warp: a warp's threads share
+  // what they know of other threads, but each waits for copies and products itself.
+  Clock known[max_components - max_warps];
   bool begun;  // whether begin_products came since its last wait
 };
 
@@ -280,35 +314,7 @@ void give_slab(char* slab) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Vector clocks and the shadow of shared memory
-
-// When a thread did something: its warp's clock, and the thread.
-using Epoch = std::uint64_t;
-using Clock = std::uint64_t;
-constexpr int clock_shift = 12;
-
-// A vector clock has a component for each warp, and for what goes on beside the threads: for the
-// products of each warpgroup, for all boxes that are stored, and for the boxes that each barrier in
-// shared memory announces. To an epoch these are threads too, the first of warps behind the last.
-constexpr int max_phase_barriers = 64;
-constexpr int products_component = max_warps;
-constexpr int stores_component = products_component + max_warps / 4;
-constexpr int boxes_component = stores_component + 1;
-constexpr int max_components = boxes_component + max_phase_barriers;
-static_assert(max_components * warp_size <= 1 << clock_shift, "an epoch names any of them");
-
-inline int thread_of(Epoch epoch) {
-  return static_cast<int>(epoch % (1 << clock_shift));
-}
-inline Clock clock_of(Epoch epoch) {
-  return epoch >> clock_shift;
-}
-inline Epoch epoch_of(Clock clock, int component) {
-  return clock << clock_shift | static_cast<Epoch>(component * warp_size);
-}
-
-// Of what is still under way: no thread's past holds it.
-constexpr Clock unfinished = ~Clock{0} >> clock_shift;
+// The shadow of shared memory
 
 // Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
 // threads. A write forgets what was before: who races with that races with the write. An atomic
@@ -660,13 +666,30 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
+// What this thread alone knows.
+inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
+  for (int i = max_warps; i < worker.components; ++i) {
+    past[i] = std::max(past[i], fiber.known[i - max_warps]);
+  }
+}
+
+void order_lanes(Worker& worker, unsigned mask) {
+  Warp& warp = *worker.warp;
+  int index = worker.fiber->warp;
+  for (int lane = 0; lane < warp_size; ++lane) {
+    if ((mask >> lane & 1) != 0)
+      add_known(worker, worker.fibers[index * warp_size + lane], warp.seen);
+  }
+  warp.tick(index);
+}
+
 inline void complete(Worker& worker, Exchange* exchange) {
   Warp& warp = *worker.warp;
   Fiber& fiber = *worker.fiber;
   int i = 0;
   while (warp.open[i] != exchange) ++i;
   warp.open[i] = warp.open[--warp.open_count];
-  if (exchange->orders) warp.tick(fiber.warp);
+  if (exchange->orders) order_lanes(worker, exchange->mask);
   make_ready(worker, fiber.warp, exchange->mask & ~(1u << fiber.lane));
 }
 
@@ -808,24 +831,34 @@ COLD void check_operation(Worker& worker, const Barrier& barrier, const char* op
 void add_past(Worker& worker, Clock (&past)[max_components]) {
   Fiber& fiber = *worker.fiber;
   join(past, worker.warp->seen, worker.components);
+  add_known(worker, fiber, past);
   past[fiber.warp] = std::max(past[fiber.warp], worker.warp->clock);
   worker.warp->tick(fiber.warp);
 }
 
-// What others did who came to `past`, this thread's warp knows from now on.
+// What others did who came to `past`, this thread knows from now on.
 void know_past(Worker& worker, const Clock (&past)[max_components]) {
-  Clock& own = worker.warp->seen[worker.fiber->warp];
+  Fiber& fiber = *worker.fiber;
+  Clock& own = worker.warp->seen[fiber.warp];
   Clock kept = own;
-  join(worker.warp->seen, past, worker.components);
+  join(worker.warp->seen, past, worker.warp_count);
   own = kept;
+  for (int i = max_warps; i < worker.components; ++i) {
+    fiber.known[i - max_warps] = std::max(fiber.known[i - max_warps], past[i]);
+  }
+}
+
+void begin_past(Barrier& barrier) {
+  if (!barrier.has_past) std::memset(barrier.past, 0, sizeof barrier.past);
+  barrier.has_past = true;
 }
 
 void arrive(Worker& worker, Barrier& barrier) {
-  if (!barrier.has_past) std::memset(barrier.past, 0, sizeof barrier.past);
-  barrier.has_past = true;
+  begin_past(barrier);
   add_past(worker, barrier.past);
 }
 
+// A thread that waits brings its warp's past, and its own.
 inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
   Fiber& fiber = *worker.fiber;
   unsigned warp_bit = 1u << fiber.warp;
@@ -836,6 +869,9 @@ inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
   }
   barrier.warps |= warp_bit;
   barrier.waiting[fiber.warp] |= 1u << fiber.lane;
+  if (worker.asynchronous == nullptr) return;
+  begin_past(barrier);
+  add_known(worker, fiber, barrier.past);
 }
 
 inline Barrier& pass_barrier(Worker& worker, int id, int threads, bool waits, bool predicate,
@@ -988,7 +1024,9 @@ struct Touch {
 
 inline bool ordered(const Worker& worker, Epoch epoch, int thread) {
   int other = thread_of(epoch);
-  return other == thread || clock_of(epoch) <= worker.warp->seen[other / warp_size];
+  if (other == thread || clock_of(epoch) <= worker.warp->seen[other / warp_size]) return true;
+  return other >= max_threads &&
+         clock_of(epoch) <= worker.fiber->known[other / warp_size - max_warps];
 }
 
 template <Access access>

@@ -19,19 +19,6 @@ static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 constexpr int box_columns = 64;
 constexpr int box_alignment = 1024;
 
-// [columns / 64][rows][64]: a tile as boxes side by side.
-template <class T, int rows, int columns>
-struct alignas(box_alignment) Boxes {
-  static_assert(columns % box_columns == 0, "a tile is made of whole boxes");
-  T box[columns / box_columns][rows][box_columns];
-};
-
-// The 16-byte chunk `chunk` of a row of a box.
-template <class T>
-inline T* chunk_of(T (&row)[box_columns], int index, int chunk) {
-  return row + (chunk ^ index % 8) * 8;
-}
-
 // Begins to copy a box to shared memory; its bytes count at the barrier.
 inline void load_box(void* shared, const TensorMap& map, Barrier& barrier, int column, int row,
                      int head, int batch, simulator::Here here = {}) {

@@ -16,6 +16,12 @@ inline void take_registers() {
   give_registers<count>();
 }
 
+// A value that all lanes of the warp have, as one that the compiler knows to be such: what is
+// computed from it then takes no registers of the lanes.
+inline int uniform(int value, simulator::Here here = {}) {
+  return __shfl_sync(0xffffffffu, value, 0, 32, here);
+}
+
 // True in one lane of the warp, which all of its lanes ask together.
 inline bool is_elected(simulator::Here here = {}) {
   simulator_ballot(0xffffffffu, true, "is_elected", here.file, here.line);
