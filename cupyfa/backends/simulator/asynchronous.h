@@ -416,8 +416,8 @@ void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Plac
 
 void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
   check<Access::read>(map, sizeof *map, place);
-  bool good = map->address % 16 == 0 && map->address != 0 && map->columns > 0 && map->rows > 0 &&
-              map->heads > 0 && map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256;
+  bool good = map->address % 16 == 0 && map->columns > 0 && map->rows > 0 && map->heads > 0 &&
+              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256;
   for (std::int64_t stride : {map->row_stride, map->head_stride, map->batch_stride}) {
     good = good && stride % 16 == 0 && stride >= 0;
   }
