@@ -7,6 +7,12 @@ What it does not see, or sees otherwise than a device:
   whole warp.
 - A copy_async that lands before it has to: it lands in the wait for it. Who reads between two
   barriers of which one follows its start and the other precedes its wait finds the old data.
+- A read of shared memory by more than two warpgroups' products at a time: two are recorded, and a
+  write that races with another one alone is missed.
+- Registers that a thread writes between begin_products and a product: the product takes them. A in
+  registers is read when the product begins, where a device may read it until the wait.
+- The order in which a warpgroup's product adds: here one product after the other, each sum rounded.
+- How many registers a thread has: give_registers and take_registers only look at the number.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
 - A loop that spins on memory until another thread writes it: threads change only in collectives,
   so the launch hangs.

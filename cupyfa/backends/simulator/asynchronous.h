@@ -1079,6 +1079,14 @@ void append_text(Text& text, const char* more) {
   std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
 }
 
+const Fiber* first_in_barrier(const Worker& worker) {
+  for (int i = 0; i < worker.threads; ++i) {
+    const Fiber& fiber = worker.fibers[i];
+    if (fiber.operation != nullptr && fiber.barrier >= 0) return &fiber;
+  }
+  return nullptr;
+}
+
 // Whether somebody waits for a phase or for products in vain; each barrier is named once.
 bool report_vain_waits(Worker& worker) {
   if (worker.asynchronous == nullptr) return false;
@@ -1110,6 +1118,9 @@ bool report_vain_waits(Worker& worker) {
     first = &fiber;
   }
   if (first == nullptr) return false;
+  if (const Fiber* other = first_in_barrier(worker)) {
+    append_text(text, format("; %s", waiting_text(worker, *other).chars).chars);
+  }
   record(worker, first->index, first->place, text);
   return true;
 }
