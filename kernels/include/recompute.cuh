@@ -50,10 +50,11 @@ __device__ void recompute_rows(Tensor<const operand> Q, Tensor<const operand> K,
         if (col < dv) o[j] += weight * float(v[col]);
       }
     }
+    const float inverse = sum == 0 ? 0.0f : 1 / sum;
 #pragma unroll
     for (int j = 0; j < o_count; ++j) {
       const int col = lane + j * warp_size;
-      if (col < dv) O.row(batch, head, row)[col] = scalar(sum == 0 ? 0.0f : o[j] / sum);
+      if (col < dv) O.row(batch, head, row)[col] = scalar(o[j] * inverse);
     }
   }
 }
