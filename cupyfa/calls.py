@@ -183,10 +183,13 @@ def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
     """The output if the kernel can write it as it is, else memory to copy it from.
 
     The kernel writes the planned shape, which has a column where the caller's may have none, and
-    knows its strides only if it says so.
+    knows its strides only if it says so. Boxes are stored in whole pieces of 16 bytes, so what they
+    write has rows of as many.
     """
     shape, _ = plan.outputs[name]
     strided = "strides" in plan.kernel.features or array.flags.c_contiguous
-    aligned = name not in plan.boxed or can_be_boxed(array, engine.address(array))
+    aligned = plan.stored_shape(name) == shape and (
+        name not in plan.boxed or can_be_boxed(array, engine.address(array))
+    )
     as_it_is = strided and aligned and tuple(array.shape) == shape
     return array if as_it_is else allocated(engine, plan, name)

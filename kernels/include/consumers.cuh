@@ -34,10 +34,10 @@ struct Turn {
 
 // Registers are the consumers', but for a few.
 __device__ __forceinline__ void give_to_consumers() {
-  give_registers<consumers == 3 ? 32 : 24>();
+  give_registers<consumers == 3 ? 32 : 40>();
 }
 __device__ __forceinline__ void take_from_producer() {
-  take_registers<consumers == 3 ? 160 : 240>();
+  take_registers<consumers == 3 ? 160 : 232>();
 }
 
 // Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q.
