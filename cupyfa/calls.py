@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.backends import Backend, overlap, run
+from cupyfa.backends import Backend, allocated, can_be_boxed, overlap, run
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan
+from cupyfa.planning import Plan, aligned_width
 
 Arrays = Mapping[str, Any]
 
@@ -70,14 +70,15 @@ def fill(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays, *, check:
     Arrays are [batch, heads, rows, columns]. Inputs may lie on the host or with the engine,
     outputs lie with the engine. Raises WrongResult if a check fails.
     """
-    inputs = readable(plan, inputs)
+    inputs = _seen(plan, inputs)
     outputs = {name: outputs[name] for name in plan.outputs}
     written = {name: _writable(engine, plan, name, outputs[name]) for name in outputs}
     if check:
-        for name, array in checked(engine, plan, inputs, written).items():
+        for name, array in checked(engine, plan, _aligned(plan, inputs), written).items():
             written[name][...] = engine.upload(array)
     else:
-        run(engine, plan, {name: engine.upload(x) for name, x in inputs.items()}, written)
+        uploaded = {name: engine.upload(x) for name, x in inputs.items()}
+        run(engine, plan, _aligned(plan, uploaded), written)
     for name, array in outputs.items():
         if written[name] is not array and array.size:
             array[...] = written[name]
@@ -113,9 +114,15 @@ def deliver(engine: Backend, result: Any, out: Any, *, to_host: bool) -> Any:
 def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs as a kernel can read them: those that it cannot are copied.
 
-    Kernels count strides in elements and need columns side by side. An input without columns
-    becomes the one column of zeros that was planned for it, which adds nothing to any score.
+    Kernels count strides in elements and need columns side by side; boxes need rows that begin at
+    multiples of 16 bytes. An input without columns becomes the one column of zeros that was planned
+    for it, which adds nothing to any score.
     """
+    return _aligned(plan, _seen(plan, inputs))
+
+
+def _seen(plan: Plan, inputs: Arrays) -> dict[str, Any]:
+    """The inputs with shapes and strides that a kernel can see."""
     axes = OPERATIONS[plan.kernel.operation].inputs
     arrays = {}
     for name, array in inputs.items():
@@ -127,6 +134,31 @@ def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
         plain = strided and aligned and _columns_contiguous(array)
         arrays[name] = array if plain else array.copy()
     return arrays
+
+
+def _aligned(plan: Plan, inputs: Arrays) -> dict[str, Any]:
+    """The inputs, of which those that are to be boxed and cannot are copied to wider rows."""
+    return {
+        name: _with_aligned_rows(array)
+        if name in plan.boxed and not _can_be_boxed(array)
+        else array
+        for name, array in inputs.items()
+    }
+
+
+def _can_be_boxed(array: Any) -> bool:
+    return can_be_boxed(
+        array, array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    )
+
+
+def _with_aligned_rows(array: Any) -> Any:
+    width = aligned_width(array.shape[-1], array.dtype.itemsize)
+    # Of the array's own library, whose memory begins at a multiple of 16 bytes.
+    memory = np.empty_like(array, order="C", shape=(*array.shape[:-1], width))
+    copy = memory[..., : array.shape[-1]]
+    copy[...] = array
+    return copy
 
 
 def _columns_contiguous(array: Any) -> bool:
@@ -151,8 +183,13 @@ def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
     """The output if the kernel can write it as it is, else memory to copy it from.
 
     The kernel writes the planned shape, which has a column where the caller's may have none, and
-    knows its strides only if it says so.
+    knows its strides only if it says so. Boxes are stored in whole pieces of 16 bytes, so what they
+    write has rows of as many.
     """
-    shape, dtype = plan.outputs[name]
+    shape, _ = plan.outputs[name]
     strided = "strides" in plan.kernel.features or array.flags.c_contiguous
-    return array if strided and tuple(array.shape) == shape else engine.empty(shape, dtype)
+    aligned = plan.stored_shape(name) == shape and (
+        name not in plan.boxed or can_be_boxed(array, engine.address(array))
+    )
+    as_it_is = strided and aligned and tuple(array.shape) == shape
+    return array if as_it_is else allocated(engine, plan, name)

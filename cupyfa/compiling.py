@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cupyfa import sources
-from cupyfa.kernel import Kernel, cdiv
+from cupyfa.kernel import WITH_THEIR_OWN, Kernel, cdiv
 from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported, plan
 from cupyfa.problem import Problem, Window
 
@@ -38,7 +38,8 @@ MULTIPROCESSORS = {
     "120": Multiprocessor(99, 100, warps=48, blocks=24),
 }
 
-WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no later architecture has
+# What the log says of code that is slower than it need be: (C7510) and its like, warnings.
+_SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Compiled:
     def spilled_bytes(self) -> int:
         """Bytes that a thread stores to local memory for want of registers."""
         return self._number(r"(\d+) bytes spill stores")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the compiler found amiss: products in turn, registers that cannot be given, …"""
+        found = (re.sub(r" in around line \d+", "", x.strip()) for x in _SLOW.findall(self.log))
+        return tuple(dict.fromkeys(found))
 
     @property
     def occupancy(self) -> tuple[int, str]:
@@ -136,9 +143,10 @@ def problem_to_compile(
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:
-    """One launch as PTX for an architecture."""
+    """One launch as PTX for an architecture, or for its own."""
     from cupyfa.backends.cuda import compile_without_gpu
 
+    arch = launch.target or arch
     text, folders = sources.text(launch), sources.include_folders(launch)
     made, _ = compile_without_gpu(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
     return made.rstrip(b"\0").decode()
@@ -165,9 +173,10 @@ def sass(compiled: Compiled) -> str:
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
-    """One launch, compiled for an architecture."""
+    """One launch, compiled for an architecture, or for its own."""
     from cupyfa.backends.cuda import compile_without_gpu
 
+    arch = launch.target or arch
     cubin, log = compile_without_gpu(
         sources.text(launch), f"{launch.entry}.cu", arch, sources.include_folders(launch)
     )

@@ -31,9 +31,14 @@ KINDS = ("real", "scalar", "operand")  # of scratch
 RESERVED = (
     *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
     *("scalar", "operand", "real"),
+    "multiprocessors",  # in formulas alone
 )
 FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
+WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
+MOST_BOX_ROWS = 256
+_FORMS = ("", "data", "map")  # of array arguments
+_BOXES_SINCE = 90
 
 
 def cdiv(count: int, size: int) -> int:
@@ -55,13 +60,21 @@ class Launch:
     is if not in the folder of the kernel's operation. ``args`` are the arguments in order, out of
 
     - arrays: the operation's (``Q K V O lse``, or ``S P lse``) and the kernel's scratch, each
-      passed as the struct Tensor of tensor.cuh, or as a bare pointer if written ``Q.data``;
+      passed as the struct Tensor of tensor.cuh, as a bare pointer if written ``Q.data``, or as the
+      struct TensorMap of tma.cuh if written ``Q.map``;
     - int32: ``M N heads kv_heads batch group``, and of the mask ``diagonal lower``;
     - ``scale``, as float (as double for float64).
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
     ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,
-    as ``{"name": lambda p, c: …}``. ``when`` says which problems need this launch at all.
+    as ``{"name": lambda p, c: …}``. ``when`` says which problems need this launch at all. A grid of
+    blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
+    device has; the simulator has few, so that a block has several tiles there too.
+
+    ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
+    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits. The copies of boxes need rows that
+    begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a broadcast
+    axis, an odd offset) is copied to memory where they do, or, if an output, from there.
     """
 
     entry: str
@@ -72,9 +85,16 @@ class Launch:
     constants: Mapping[str, Formula] = field(default_factory=dict)
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
+    boxes: Mapping[str, Formula] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self, _LAUNCH_RULES)
+
+    @property
+    def arrays(self) -> tuple[tuple[str, str], ...]:
+        """The names of its arguments, and how they are passed: "", "data" or "map"."""
+        parts = (name.partition(".") for name in self.args.split())
+        return tuple((name, form) for name, _, form in parts)
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,8 @@ class Kernel:
     scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand")}``; a problem has those
         that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8. In
         place of axes a formula may count the elements, ``lambda p, c: …``.
-    arch: the least compute capability.
+    arch: the least compute capability; or one with the instructions that only it has, as "90a",
+        which then runs on devices of that one alone.
     dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
     largest_d: of d and dv, if there is a limit beside shared memory.
     rounding: the precision that operands are rounded to by design, where that is not the dtype's.
@@ -152,7 +173,14 @@ class Kernel:
     @property
     def arches(self) -> tuple[str, ...]:
         """The architectures it can be compiled for."""
+        if self.target:
+            return (self.target,)
         return tuple(arch for arch in ARCHES if int(arch) >= int(self.arch))
+
+    @property
+    def target(self) -> str | None:
+        """The architecture that it has to be compiled for, if it has instructions of its own."""
+        return self.arch if self.arch in WITH_THEIR_OWN else None
 
     def arch_for(self, dtype: str) -> str:
         """The least compute capability for a dtype."""
@@ -194,14 +222,18 @@ class Kernel:
         by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
         tiles = (*sorted(by_d, key=is_much_empty), *self.tiles)
         short = of_d(self.tiles_short)
-        if not short or multiprocessors is None or self._blocks(p, tiles[0]) > multiprocessors:
+        if (
+            not short
+            or multiprocessors is None
+            or self._blocks(p, tiles[0], multiprocessors) > multiprocessors
+        ):
             return tiles
         return (*sorted(short, key=lambda x: (is_much_empty(x), few_keys(x))), *tiles)
 
-    def _blocks(self, p: Problem, tile: Mapping[str, int]) -> int:
+    def _blocks(self, p: Problem, tile: Mapping[str, int], multiprocessors: int) -> int:
         """The blocks of its last launch."""
         launch = [x for x in self.steps(p) if isinstance(x, Launch)][-1]
-        grid = launch.grid(p, SimpleNamespace(**tile))
+        grid = launch.grid(p, SimpleNamespace(**tile, multiprocessors=multiprocessors))
         return math.prod(grid) if isinstance(grid, tuple) else grid
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
@@ -219,10 +251,17 @@ def _empty_share(N: int, Bc: int) -> float:
 _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string, names with blanks between": lambda x: isinstance(x.args, str),
+    f"args name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
+        {form for _, form in x.arrays} <= set(_FORMS)
+    ),
     "grid is a formula, lambda p, c: …": lambda x: callable(x.grid),
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
+    "boxes are {array: rows, lambda p, c: …}, one for each Q.map of the args": lambda x: (
+        set(x.boxes) == {name for name, form in x.arrays if form == "map"}
+        and all(map(callable, x.boxes.values()))
+    ),
 }
 _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "name is a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
@@ -261,9 +300,17 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     f"scratch has axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
-    f"arch is one of {', '.join(ARCHES)}": lambda x: x.arch in ARCHES,
-    "dtype_arch are {dtype: compute capability}": lambda x: (
-        set(x.dtype_arch) <= set(x.dtypes) and set(x.dtype_arch.values()) <= set(ARCHES)
+    f"arch is one of {', '.join((*ARCHES, *WITH_THEIR_OWN))}": lambda x: (
+        x.arch in (*ARCHES, *WITH_THEIR_OWN)
+    ),
+    f"arch is at least {_BOXES_SINCE} if launches have boxes": lambda x: (
+        int(x.arch.removesuffix("a")) >= _BOXES_SINCE
+        or not any(isinstance(step, Launch) and step.boxes for step in x.launches)
+    ),
+    "dtype_arch are {dtype: compute capability}, beside an arch that is one": lambda x: (
+        set(x.dtype_arch) <= set(x.dtypes)
+        and set(x.dtype_arch.values()) <= set(ARCHES)
+        and not (x.dtype_arch and x.target)
     ),
     "largest_d is None or a whole number from 1": lambda x: (
         x.largest_d is None or _is_size(x.largest_d)

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, DType
-from cupyfa.kernel import Kernel, Launch, Matmul
+from cupyfa.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
+BOX_ALIGNMENT = 16  # bytes
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -56,20 +57,24 @@ class Tuned:
     tflops: float
 
 
+_ALIKE = 0.98  # speeds that differ by less than one measurement from another may
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a device grants one block, how it is named in messages, and what was tuned on it.
 
-    ``arch`` None runs anything, as the simulator does. ``multiprocessors`` None plans as for more
-    blocks than there are. ``no_matmul`` says why there are no matrix products here, if that is so.
+    ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
+    says why there are no matrix products here, if that is so. ``multiprocessors`` are those of an
+    H100 SXM where no device is.
     """
 
     device: str
     shared_bytes: int
     threads: int = 1024
     arch: str | None = None
-    multiprocessors: int | None = None
     no_matmul: str | None = None
+    multiprocessors: int = 132
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
@@ -77,7 +82,9 @@ class Limits:
 class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text.
 
-    ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another.
+    ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
+    are the rows of a box by array. ``target`` is the architecture to compile for, as "90a", if that
+    is not just the device's.
     """
 
     launch: Launch
@@ -88,6 +95,8 @@ class PlannedLaunch:
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
+    boxes: Mapping[str, int] = field(default_factory=dict)
+    target: str | None = None
 
     @property
     def entry(self) -> str:
@@ -119,7 +128,28 @@ class Plan:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of temporary memory beside inputs and outputs."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.scratch.values())
+        return sum(
+            prod(self.stored_shape(name)) * dtype.itemsize
+            for name, (_, dtype) in self.scratch.items()
+        )
+
+    @property
+    def boxed(self) -> set[str]:
+        """The arrays that are copied by boxes: their rows begin at multiples of BOX_ALIGNMENT."""
+        return {name for launch in self.launches for name in launch.boxes}
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """That of the memory for an output or temporary, whose rows may have columns to spare."""
+        shape, dtype = {**self.outputs, **self.scratch}[name]
+        if name not in self.boxed:
+            return shape
+        return (*shape[:-1], aligned_width(shape[-1], dtype.itemsize))
+
+
+def aligned_width(columns: int, itemsize: int) -> int:
+    """The least number of columns, from this one, that are a multiple of BOX_ALIGNMENT bytes."""
+    step = max(BOX_ALIGNMENT // itemsize, 1)
+    return cdiv(columns, step) * step
 
 
 def select(kernel: str | Kernel, operation: str, problem: Problem, limits: Limits) -> Kernel:
@@ -241,7 +271,8 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
     scale = geometric_mean(both) if both else 1.0
     scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
-    return max(able, key=lambda k: _nearest(scaled[k.name] | here[k.name], problem.d))
+    speeds = {k.name: _nearest(scaled[k.name] | here[k.name], problem.d) for k in able}
+    return [k for k in able if speeds[k.name] >= _ALIKE * max(speeds.values())][-1]
 
 
 def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
@@ -344,7 +375,9 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
         reason = f"it computes float32 in {' or '.join(kernel.float32_as)}"
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
-    elif limits.arch is not None and int(limits.arch) < int(arch):
+    elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
+        reason = f"it runs on sm_{kernel.target} alone, {limits.device} is sm_{limits.arch}"
+    elif not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
         reason = f"it needs sm_{arch} for {problem.dtype.name}, {limits.device} is sm_{limits.arch}"
     elif kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
         reason = f"its head dimensions end at {kernel.largest_d}"
@@ -433,7 +466,8 @@ def _planned(
     constants: Mapping[str, int],
 ) -> PlannedLaunch:
     c = SimpleNamespace(**constants)
-    blocks = _evaluated(kernel, f"grid of {launch.entry}", launch.grid, problem, c)
+    of_grid = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+    blocks = _evaluated(kernel, f"grid of {launch.entry}", launch.grid, problem, of_grid)
     counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
     threads = _evaluated(kernel, f"threads of {launch.entry}", launch.threads, problem, c)
     shared_bytes = _evaluated(kernel, f"shared of {launch.entry}", launch.shared, problem, c)
@@ -479,7 +513,25 @@ def _planned(
         grid=(x, y, z),
         threads=threads,
         shared_bytes=shared_bytes,
+        boxes=_boxes(kernel, launch, problem, c),
+        target=kernel.target,
     )
+
+
+def _boxes(
+    kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
+) -> Mapping[str, int]:
+    """The rows of a launch's boxes."""
+    boxes = {}
+    for name, formula in launch.boxes.items():
+        rows = _evaluated(kernel, f"box of {name}", formula, problem, c)
+        if not isinstance(rows, int | np.integer) or not 1 <= rows <= MOST_BOX_ROWS:
+            raise ValueError(
+                f"{kernel.name}: the record's formula for a box of {name} gives {rows!r} rows for "
+                f"{problem}; it must give 1 to {MOST_BOX_ROWS}"
+            )
+        boxes[name] = int(rows)
+    return boxes
 
 
 def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:

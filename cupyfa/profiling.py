@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupyfa import backends, calls, planning, records, sources, sweeps
+from cupyfa import backends, calls, planning, records, sources, sweeps, timing
 from cupyfa.backends import DeviceError
 from cupyfa.backends.select import backend_named
 from cupyfa.cases import Case
@@ -162,8 +162,8 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     plan = planning.plan(record, case.problem, engine.limits, **constants)
     with engine.working_on(None):
         readable = calls.readable(plan, case.inputs())
-        inputs = {name: engine.upload(array) for name, array in readable.items()}
-        outputs = {name: engine.empty(*allocation) for name, allocation in plan.outputs.items()}
+        inputs = timing.placed(engine, readable, {})
+        outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
         for _ in range(2):
             backends.run(engine, plan, inputs, outputs)
         engine.download(next(iter(outputs.values())))  # waits

@@ -159,7 +159,22 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
         "shared_bytes": compiled.launch.shared_bytes,
         "blocks_per_sm": compiled.occupancy[0],
         "limited_by": compiled.occupancy[1],
+        "warnings": "; ".join(compiled.warnings) or None,
     }
+
+
+def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+    """What the compiler made of launches; a person reads its warnings below the table."""
+    if form != "table":
+        return render(rows, form)
+    table = [dict(row) for row in rows]
+    warnings = [row.pop("warnings") for row in table]
+    told = [
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
+        for row, words in zip(table, warnings)
+        if words
+    ]
+    return "\n".join([render(table, form, width=width), *told])
 
 
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
@@ -223,6 +238,7 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
             "shared memory": f"{launch.shared_bytes:,} bytes",
             "scratch": f"{plan.scratch_bytes:,} bytes",
             "arguments": launch.launch.args,
+            "rows of boxes": launch.boxes,
         }
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.backends import Backend, extent
+from cupyfa.backends import Backend, allocated, extent
 from cupyfa.planning import Plan
 
 Call = Callable[[], Any]
@@ -115,9 +115,9 @@ def arrays_of(
     """
     arrays = placed(engine, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
-        key = (name, *allocation)
+        key = (name, *allocation, plan.stored_shape(name))
         if key not in memory:
-            memory[key] = engine.empty(*allocation)
+            memory[key] = allocated(engine, plan, name)
         arrays[name] = memory[key]
     return arrays
 

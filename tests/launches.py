@@ -6,8 +6,8 @@ Every array has an allocation of its own, so that its ends are known.
 import cupy
 from problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-from cupyfa import Problem, planning
-from cupyfa.backends import run
+from cupyfa import Problem, calls, planning
+from cupyfa.backends import allocated, run
 from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 
@@ -29,7 +29,8 @@ def problem_of(kernel, sizes, dtype):
 def launch(backend, kernel, problem):
     plan = planning.plan(kernel, problem, backend.limits)
     inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
-    outputs = {name: backend.empty(*allocation) for name, allocation in plan.outputs.items()}
+    inputs = calls.readable(plan, inputs)
+    outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
     run(backend, plan, inputs, outputs)
     for array in outputs.values():
         backend.download(array)

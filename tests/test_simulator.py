@@ -961,7 +961,7 @@ def test_a_frame_too_large_for_a_fiber_does_not_compile():
 
 def test_the_headers_compile_without_warnings(tmp_path):
     names = ["cuda_fp16.h", "cuda_bf16.h", "shared.cuh", "wmma.cuh", "named_barrier.cuh"]
-    names += ["mma.cuh", "cp_async.cuh"]
+    names += ["mma.cuh", "cp_async.cuh", "barrier.cuh", "tma.cuh", "wgmma.cuh", "warpgroup.cuh"]
     text = "".join(f"#include <{name}>\n" for name in ["simulator.h", *names])
     text += "void f(int* a) {\n#pragma unroll\nfor (int i = 0; i < 4; ++i) a[i] = i;\n}\n"
     file = tmp_path / "all.cpp"

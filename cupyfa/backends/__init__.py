@@ -9,15 +9,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyfa.kernel import Matmul
-from cupyfa.planning import Limits, Plan, PlannedLaunch
+from cupyfa.planning import BOX_ALIGNMENT, Limits, Plan, PlannedLaunch, aligned_width
 
 # How a kernel receives an array: the struct Tensor of tensor.cuh, strides in elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
+BOX_COLUMNS = 64  # of tma.cuh
+_BOXED = ("float16", "bfloat16")  # of what boxes can be
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+
+
+class Mapped(NamedTuple):
+    """What a tensor map says of an array: sizes, and bytes from one to the next, inmost first."""
+
+    address: int  # 0 if there are no elements
+    dtype: str
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
+    strides: tuple[int, int, int]  # of rows, heads, batch
+    box_rows: int
 
 
 class DeviceError(RuntimeError):
@@ -66,6 +80,10 @@ class Backend(ABC):
     @abstractmethod
     def address(self, array: Any) -> int:
         """The address of element 0."""
+
+    @abstractmethod
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        """The struct TensorMap of tma.cuh for an array, as the value of an argument."""
 
     @abstractmethod
     def prepare(self, launch: PlannedLaunch) -> Any:
@@ -140,7 +158,7 @@ def run(
     Everything is compiled before anything is launched, so that an error leaves them untouched.
     """
     prepared = [backend.prepare(launch) for launch in plan.launches]
-    scratch = {name: backend.empty(*allocation) for name, allocation in plan.scratch.items()}
+    scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
     execute(backend, plan, prepared, {**inputs, **outputs, **scratch})
 
 
@@ -156,7 +174,7 @@ def execute(
             continue
         kernel, its_arguments = next(launches)
         if all(step.grid):  # an empty problem has no blocks, and CUDA refuses an empty grid
-            used = {name.removesuffix(".data") for name in step.launch.args.split()}
+            used = {name for name, _ in step.launch.arrays}
             touched = {name: array for name, array in arrays.items() if name in used}
             backend.launch(kernel, step, its_arguments, touched)
 
@@ -172,11 +190,9 @@ def arguments(
     }
     scale = {"scale": p.dtype.sums.type(p.scale)}
     values = []
-    for name in step.launch.args.split():
-        array, _, data = name.partition(".")
-        if array in arrays:
-            address = backend.address(arrays[array])
-            values.append(np.uint64(address) if data else tensor(arrays[array], address))
+    for name, form in step.launch.arrays:
+        if name in arrays:
+            values.append(_passed(backend, step, name, form, arrays[name]))
         elif name in numbers or name in scale:
             values.append((numbers | scale)[name])
         else:
@@ -185,6 +201,66 @@ def arguments(
                 f"numbers are {', '.join(numbers)}, scale"
             )
     return values
+
+
+def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
+    """The value of an argument that is an array."""
+    if form == "map":
+        return backend.tensor_map(_mapped(backend, step, name, array))
+    address = backend.address(array)
+    return np.uint64(address) if form else tensor(array, address)
+
+
+def _mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+    """What a tensor map is to say of an array. Raises ValueError if there is none for such a one.
+
+    An axis of one element is never walked along: its stride becomes one that is allowed. One of no
+    elements counts as such, and the kernel must not read what is not there.
+    """
+    dtype, address = array.dtype, backend.address(array) if array.size else 0
+    what = f"{step.entry}: {name}.map is of {dtype.name} {array.shape}"
+    if dtype.name not in _BOXED or len(array.shape) != 4:
+        raise ValueError(
+            f"{what}; boxes are of [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
+        )
+    if not can_be_boxed(array, address):
+        raise ValueError(
+            f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
+            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to an array like that"
+        )
+    batch, heads, rows, columns = (max(size, 1) for size in array.shape)
+    allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize
+    of_batch, of_head, of_row = (
+        stride if array.size and size > 1 else allowed
+        for size, stride in zip(array.shape, array.strides[:3])
+    )
+    sizes, strides = (columns, rows, heads, batch), (of_row, of_head, of_batch)
+    return Mapped(address, dtype.name, sizes, strides, step.boxes[name])
+
+
+def can_be_boxed(array: Any, address: int) -> bool:
+    """Whether a tensor map can describe an array with the columns side by side.
+
+    Its rows have to begin at multiples of 16 bytes, and its strides must be above 0.
+    """
+    strides = [s for n, s in zip(array.shape[:-1], array.strides) if n > 1] if array.size else []
+    return (not array.size or address % BOX_ALIGNMENT == 0) and all(
+        0 < s < _LARGEST_STRIDE and s % BOX_ALIGNMENT == 0 for s in strides
+    )
+
+
+def blank_map() -> np.ndarray:
+    """Memory for a struct TensorMap: zeros, at an address that one may have."""
+    memory = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _MAP_ALIGNMENT
+    return memory[start : start + _MAP_BYTES].view(f"V{_MAP_BYTES}").reshape(())
+
+
+def allocated(backend: Backend, plan: Plan, name: str) -> Any:
+    """New memory for an output or temporary of a plan, as its kernel can take it."""
+    shape, dtype = {**plan.outputs, **plan.scratch}[name]
+    memory = backend.empty(plan.stored_shape(name), dtype)
+    return memory if memory.shape == shape else memory[..., : shape[-1]]
 
 
 def tensor(array: Any, address: int) -> np.ndarray:

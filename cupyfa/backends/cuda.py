@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from cupyfa import sources, store, tuned
-from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory
+from cupyfa.backends import (
+    BOX_COLUMNS,
+    Backend,
+    DeviceError,
+    DeviceLost,
+    Mapped,
+    OutOfMemory,
+    blank_map,
+)
 from cupyfa.planning import Limits, PlannedLaunch, Unsupported
 
 store.give_cupy_a_folder()
@@ -106,7 +115,7 @@ class Cuda(Backend):
     compile_errors = (cupy.cuda.compiler.CompileException,)
 
     def __init__(self) -> None:
-        self._modules: dict[tuple[int, str], Any] = {}
+        self._modules: dict[tuple[int, str, str | None], Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -137,9 +146,13 @@ class Cuda(Backend):
     def address(self, array: Any) -> int:
         return array.data.ptr
 
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
+        return _encoded(mapped._replace(address=somewhere))
+
     def prepare(self, launch: PlannedLaunch) -> Any:
         text = sources.text(launch)
-        key = (cupy.cuda.Device().id, text)
+        key = (cupy.cuda.Device().id, text, launch.target)
         with self._lock:
             if key not in self._modules:
                 self._modules[key] = self._build(text, launch)
@@ -147,6 +160,8 @@ class Cuda(Backend):
 
     def _build(self, text: str, launch: PlannedLaunch) -> Any:
         options = tuple(f"-I{folder}" for folder in sources.include_folders(launch))
+        if launch.target:  # stays, though CuPy adds the device's own, which lacks the letter
+            options += (f"-arch=sm_{launch.target}",)
         module = cupy.RawModule(code=text, options=options)
         try:
             kernel = module.get_function(launch.entry)
@@ -234,6 +249,65 @@ class Cuda(Backend):
 def _dotted(version: int) -> str:
     """CUDA's version numbers as people write them: 12090 is 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@cache
+def _somewhere(device: int) -> Any:
+    """Memory for a tensor map of an array that has none: it has to name some."""
+    return cupy.empty(BOX_COLUMNS, np.float16)
+
+
+# Values of cuda.h.
+_MAP_DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
+
+
+@lru_cache(maxsize=1024)  # of as many arrays and boxes: a program has few, and uses them again
+def _encoded(mapped: Mapped) -> np.ndarray:
+    """A tensor map, in memory that the driver may write it to.
+
+    Raises DeviceError with its values if the driver refuses them.
+    """
+    encoded = blank_map()
+    rank = len(mapped.sizes)
+    box = (BOX_COLUMNS, mapped.box_rows, *(1,) * (rank - 2))
+    error = _encode_tiled()(
+        encoded.ctypes.data,
+        _MAP_DTYPES[mapped.dtype],
+        rank,
+        mapped.address,
+        (ctypes.c_uint64 * rank)(*mapped.sizes),
+        (ctypes.c_uint64 * (rank - 1))(*mapped.strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _NOT_INTERLEAVED,
+        _SWIZZLED_128B,
+        _PROMOTED_256B,
+        _FILLED_WITH_ZEROS,
+    )
+    if error:
+        raise DeviceError(
+            f"the driver makes no tensor map of {mapped}: cuTensorMapEncodeTiled gives "
+            f"CUresult {error}"
+        )
+    return encoded
+
+
+@cache
+def _encode_tiled() -> Any:
+    """The driver's cuTensorMapEncodeTiled, for which CuPy has no function."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise DeviceError(
+            f"the driver makes no tensor maps ({error}); they need one for CUDA 12 or newer"
+        ) from None
+    function.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+        *(ctypes.c_void_p,) * 4,
+        *(ctypes.c_int,) * 4,
+    ]
+    return function
 
 
 @cache

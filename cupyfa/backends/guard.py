@@ -10,7 +10,7 @@ Inputs are compared before and after. All this is done where the arrays are; onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def run_guarded(
         guarded[name] = (
             _like(backend, outputs[name])
             if name in outputs
-            else _guarded(backend, shape, dtype, _contiguous(shape, dtype), 0)
+            else _guarded(backend, shape, dtype, _contiguous(plan.stored_shape(name), dtype), 0)
         )
     execute(backend, plan, prepared, {name: g.array for name, g in guarded.items()})
 
@@ -60,8 +60,15 @@ def run_guarded(
         for name, (_, dtype) in plan.outputs.items()
     }
     for name, g in guarded.items():
+        if name not in original:
+            g = replace(g, bits=_with_padding(backend, plan, name, g))
         _check_memory(plan, name, g, original.get(name))
     return results
+
+
+def _with_padding(backend: Backend, plan: Plan, name: str, g: _Guarded) -> Any:
+    """The elements of an output or scratch, and what else of its memory may be written."""
+    return backend.view(g.memory, plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides)
 
 
 def _like(backend: Backend, array: Any) -> _Guarded:

@@ -51,7 +51,8 @@ def compile_kernels(
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
 
-    KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory.
+    KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory, and what the
+    compiler warns of. A kernel for sm_90a is compiled so for 90.
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
     asked = dtypes or (("float32",) if precision else tuple(DTYPES))
@@ -73,4 +74,4 @@ def compile_kernels(
                 report.compiled_row(plan, compiling.compile_launch(launch, arch))
                 for launch in plan.launches
             ]
-    click.echo(report.render(rows, form))
+    click.echo(report.compilations(rows, form))

@@ -95,6 +95,37 @@ def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * mma_async_shared(p, c)
 
 
+def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two of Q, four of K and V."""
+    depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
+    Q_stages = getattr(c, "Q_stages", 1)
+    tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
+    barriers = 8 * ((2 * Q_stages if hasattr(c, "Q_stages") else 1) + 4 * c.stages)
+    return cdiv(tiles + barriers, 1024) * 1024
+
+
+WGMMA_TILES = tuple({"Br": Br, "Bc": Bc, "stages": 2} for Br in (128, 64) for Bc in (64, 32, 16))
+WGMMA_TILES_UP_TO = {
+    64: ({"Br": 192, "Bc": 128, "stages": 2},),
+    128: ({"Br": 128, "Bc": 128, "stages": 2},),
+    192: ({"Br": 128, "Bc": 96, "stages": 2},),
+}
+WGMMA_CANDIDATES = {
+    "Br": (64, 128, 192),
+    "Bc": (48, 64, 80, 96, 112, 128, 160, 176),
+    "stages": (2, 3, 4),
+}
+WGMMA_RULES = {
+    "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
+    "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
+}
+
+
+def with_queries(tiles: Tiles, Q_stages: int) -> Tiles:
+    """The same with so many buffers of Q."""
+    return tuple({**tile, "Q_stages": Q_stages} for tile in tiles)
+
+
 SLICED_TILES = tuple(
     dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "span", "stages"), sizes))
     for sizes in (
@@ -196,6 +227,47 @@ def mma_kernel(
         },
     )
     return rounded_first(kernel) if rounds_float32 else kernel
+
+
+def wgmma_kernel(
+    name: str,
+    adds: str,
+    tflops: Mapping[str, Mapping[int, float]],
+    predicts: Mapping[str, str],
+    *,
+    args: str = "",
+    grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+    **fields: Any,
+) -> Kernel:
+    """Warpgroups own 64 rows each and multiply with wgmma, one warp loads with TMA; sm_90a alone."""
+    return Kernel(
+        name=name,
+        adds=adds,
+        launches=(
+            Launch(
+                name,
+                args="Q.map K.map V.map Q K V O lse M N heads group diagonal lower scale" + args,
+                boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
+                grid=grid,
+                threads=lambda p, c: 128 + 2 * c.Br,
+                shared=wgmma_shared,
+                constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+            ),
+        ),
+        rules=WGMMA_RULES,
+        dtypes=("float16", "bfloat16"),
+        features=EVERYTHING,
+        arch="90a",
+        largest_d=256,
+        tflops=tflops,
+        predicts=predicts,
+        **{
+            "tiles": WGMMA_TILES,
+            "tiles_up_to": WGMMA_TILES_UP_TO,
+            "candidates": WGMMA_CANDIDATES,
+            **fields,
+        },
+    )
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
@@ -624,5 +696,41 @@ KERNELS = (
         dtype_arch={},
         arch="80",
         rounding="tf32",
+    ),
+    wgmma_kernel(
+        "wgmma",
+        "Hopper's tensor cores, warpgroups for warps; one warp loads for all (TMA, sm_90a)",
+        {
+            "float16": {64: 365, 128: 500, 256: 593},
+            "bfloat16": {64: 367, 128: 510, 256: 594},
+        },
+        {},
+    ),
+    wgmma_kernel(
+        "wgmma_overlap",
+        "weights of a tile are computed while the next products go on",
+        {
+            "float16": {64: 397, 128: 616, 256: 723},
+            "bfloat16": {64: 400, 128: 631, 256: 737},
+        },
+        {},
+    ),
+    wgmma_kernel(
+        "wgmma_persistent",
+        "blocks stay, and begin the next row tile before they end the last",
+        {
+            "float16": {64: 437, 128: 631, 256: 719},
+            "bfloat16": {64: 440, 128: 646, 256: 734},
+        },
+        {},
+        args=" batch",
+        grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
+        tiles=with_queries(WGMMA_TILES, 1),
+        tiles_up_to={
+            64: with_queries(({"Br": 192, "Bc": 128, "stages": 3},), 2),
+            128: with_queries(WGMMA_TILES_UP_TO[128], 2),
+            192: with_queries(WGMMA_TILES_UP_TO[192], 1),
+        },
+        candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
     ),
 )

@@ -17,6 +17,11 @@ constexpr float largest_float = 3.40282347e38f;
 template <int columns>
 using Fragments = float[Wr / step][columns / 8][4];
 
+// The same as one array, as the products of wgmma.cuh take it.
+template <int blocks>
+__device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
+    [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
+
 // What a thread knows of the two rows that it holds in each 16. Rows are those of `packed` query
 // heads, which share a head of K and V: row r is query r / packed of head r % packed. Scores are
 // multiplied by scale2, so that weights are powers of two. A maximum begins with the lowest finite
@@ -35,6 +40,10 @@ struct Rows {
   }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
     return sees_key(row(i, half) / packed, key, N, diagonal, lower);
+  }
+  __device__ __forceinline__ void scale(const float (&factor)[Wr / step][2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) sum[i / 2][i % 2] *= factor[i / 2][i % 2];
   }
   __device__ __forceinline__ void add(const float (&more)[Wr / step][2]) {
 #pragma unroll
@@ -68,33 +77,49 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
   }
 }
 
-// Takes a tile of scores into the maxima. Where a row of the warp has a new one, O and the sums are
-// rescaled to it.
-template <bool masked>
-__device__ __forceinline__ void rescale(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
-                                        int first_key, int lane) {
-  float maximum[Wr / step][2], factor[Wr / step][2];
+// Takes a tile of scores into the maxima, and tells the factors by which that lowers what was
+// summed before, and whether the warp has one other than 1. A maximum that is exceeded by no more
+// than `slack` may stay: weights are then up to 2^slack, and what they are divided by is as much
+// larger.
+template <bool masked, int slack = 0>
+__device__ __forceinline__ bool raise_maxima(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
+                                             float (&factor)[Wr / step][2]) {
+  float maximum[Wr / step][2];
   find_maxima<masked>(S, rows, first_key, lane, maximum);
   bool risen = false;
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const float before = rows.maximum[i / 2][i % 2];
-    const float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
+    float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
+    if (slack > 0 && now <= before + slack) now = before;
     factor[i / 2][i % 2] = exp2f(before - now);
     risen |= now != before;
     rows.maximum[i / 2][i % 2] = now;
   }
-  if (!__any_sync(full_warp, risen)) return;
+  return __any_sync(full_warp, risen);
+}
+
+__device__ __forceinline__ void scale_rows(Fragments<width>& O,
+                                           const float (&factor)[Wr / step][2]) {
 #pragma unroll
   for (int i = 0; i < Wr / step; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) rows.sum[i][half] *= factor[i][half];
 #pragma unroll
     for (int n = 0; n < width / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[i][n][e] *= factor[i][e / 2];
     }
   }
+}
+
+// Takes a tile of scores into the maxima. Where a row of the warp has a new one, O and the sums are
+// rescaled to it.
+template <bool masked>
+__device__ __forceinline__ void rescale(Fragments<Bc>& S, Fragments<width>& O, Rows& rows,
+                                        int first_key, int lane) {
+  float factor[Wr / step][2];
+  if (!raise_maxima<masked>(S, rows, first_key, lane, factor)) return;
+  rows.scale(factor);
+  scale_rows(O, factor);
 }
 
 // S becomes P = 2^(S * scale2 - maximum) for the 8 keys in column n of the fragments.

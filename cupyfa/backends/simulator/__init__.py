@@ -7,6 +7,12 @@ What it does not see, or sees otherwise than a device:
   whole warp.
 - A copy_async that lands before it has to: it lands in the wait for it. Who reads between two
   barriers of which one follows its start and the other precedes its wait finds the old data.
+- A read of shared memory by more than two warpgroups' products at a time: two are recorded, and a
+  write that races with another one alone is missed.
+- Registers that a thread writes between begin_products and a product: the product takes them. A in
+  registers is read when the product begins, where a device may read it until the wait.
+- The order in which a warpgroup's product adds: here one product after the other, each sum rounded.
+- How many registers a thread has: give_registers and take_registers only look at the number.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
 - A loop that spins on memory until another thread writes it: threads change only in collectives,
   so the launch hangs.
@@ -28,9 +34,20 @@ from typing import Any
 import numpy as np
 
 from cupyfa import sources, tuned
-from cupyfa.backends import Backend, span
+from cupyfa.backends import Backend, Mapped, blank_map, span
 from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.planning import Limits, PlannedLaunch
+
+_MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
+# The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
+_MAP = np.dtype(
+    {
+        "names": ["address", "strides", "sizes", "box_rows"],
+        "formats": ["u8", ("i8", 3), ("i4", 4), "i4"],
+        "offsets": [0, 8, 32, 48],
+        "itemsize": 128,
+    }
+)
 
 
 class Simulator(Backend):
@@ -54,7 +71,7 @@ class Simulator(Backend):
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """The limits of an H100, but for the instructions."""
+        """The limits of an H100, but for the instructions and the number of multiprocessors."""
         return _limits()
 
     def owns(self, array: Any) -> bool:
@@ -74,6 +91,11 @@ class Simulator(Backend):
 
     def address(self, array: Any) -> int:
         return array.ctypes.data
+
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        made = blank_map()
+        made.view(_MAP)[...] = (mapped.address, mapped.strides, mapped.sizes, mapped.box_rows)
+        return made
 
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
         text, folders = sources.text(launch), sources.include_folders(launch)
@@ -145,4 +167,9 @@ def try_out() -> str:
 @cache
 def _limits() -> Limits:
     device = "the simulator"
-    return Limits(device, shared_bytes=dynamic_shared.CAPACITY, tuned=tuned.on(device))
+    return Limits(
+        device,
+        shared_bytes=dynamic_shared.CAPACITY,
+        multiprocessors=_MULTIPROCESSORS,
+        tuned=tuned.on(device),
+    )

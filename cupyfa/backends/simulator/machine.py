@@ -1,8 +1,8 @@
 """Compiles a kernel's text for the CPU and runs it, each CUDA thread as a fiber.
 
-Two shared objects take part: the runtime (``runtime.cpp``), the same for all kernels, and the
-kernel's text behind ``simulator.h``, compiled with the compiler's own checks of every access. Both
-are kept on disk under a name made from everything that went into them.
+Two shared objects take part: the runtime (``runtime.cpp`` with ``asynchronous.h``), the same for
+all kernels, and the kernel's text behind ``simulator.h``, compiled with the compiler's own checks
+of every access. Both are kept on disk under a name made from everything that went into them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from cupyfa.backends.simulator import dynamic_shared
 
 _HERE = Path(__file__).resolve().parent
 _RUNTIME = _HERE / "runtime.cpp"
+_RUNTIME_FILES = (_RUNTIME, _HERE / "asynchronous.h")
 _TWINS = _HERE / "include"
 _REPORT_BYTES = 2048
 ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
@@ -390,7 +391,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
     headers = includes.digest(source, folders)
-    key = _digest(_identity(), source, headers, *_kernel_flags(), _RUNTIME.read_bytes())
+    key = _digest(_identity(), source, headers, *_kernel_flags(), _runtime_text())
     memo_key = (key, *map(str, folders))
     with _lock:
         if memo_key in _memo:
@@ -484,9 +485,13 @@ def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
     _run([*compiler(), "-O2", "-shared", *library, *names, *options, "-o", str(path)])
 
 
+def _runtime_text() -> bytes:
+    return b"".join(file.read_bytes() for file in _RUNTIME_FILES)
+
+
 def _runtime() -> tuple[ctypes.CDLL, Path]:
     """The runtime, loaded once in a process: two copies would not know each other's threads."""
-    key = _digest(_identity(), *_BASE_FLAGS, _RUNTIME.read_bytes())
+    key = _digest(_identity(), *_BASE_FLAGS, _runtime_text())
     name = f"cupyfa-runtime-{key[:32]}.so"
 
     def make(path: Path, scratch: Path) -> None:

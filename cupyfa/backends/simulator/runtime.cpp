@@ -10,9 +10,10 @@
 // here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
 // For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
 // clocks with one component per warp; two accesses that no barrier orders are a race. Shuffles and
-// votes are no barriers: CUDA promises of __syncwarp alone that it orders memory.
+// votes are no barriers: CUDA promises of __syncwarp alone that it orders memory. What tensor cores
+// and copies do by themselves is in asynchronous.h; they have components of their own.
 //
-// This file is compiled once, for all kernels. Of the C++ library it uses only what needs no
+// Both files are compiled once, for all kernels. Of the C++ library they use only what needs no
 // linking: where the compiler is zig, building that library would take most of a minute.
 #include <dlfcn.h>
 #include <link.h>
@@ -76,6 +77,37 @@ struct Report {
   unsigned block[3];
   unsigned thread[3];
 };
+
+// ---------------------------------------------------------------------------------------------
+// Vector clocks
+
+// When a thread did something: its warp's clock, and the thread.
+using Epoch = std::uint64_t;
+using Clock = std::uint64_t;
+constexpr int clock_shift = 12;
+
+// A vector clock has a component for each warp, and for what goes on beside the threads: for the
+// products of each warpgroup, for all boxes that are stored, and for the boxes that each barrier in
+// shared memory announces. To an epoch these are threads too, the first of warps behind the last.
+constexpr int max_phase_barriers = 64;
+constexpr int products_component = max_warps;
+constexpr int stores_component = products_component + max_warps / 4;
+constexpr int boxes_component = stores_component + 1;
+constexpr int max_components = boxes_component + max_phase_barriers;
+static_assert(max_components * warp_size <= 1 << clock_shift, "an epoch names any of them");
+
+inline int thread_of(Epoch epoch) {
+  return static_cast<int>(epoch % (1 << clock_shift));
+}
+inline Clock clock_of(Epoch epoch) {
+  return epoch >> clock_shift;
+}
+inline Epoch epoch_of(Clock clock, int component) {
+  return clock << clock_shift | static_cast<Epoch>(component * warp_size);
+}
+
+// Of what is still under way: no thread's past holds it.
+constexpr Clock unfinished = ~Clock{0} >> clock_shift;
 
 // ---------------------------------------------------------------------------------------------
 // Text, locks
@@ -199,6 +231,8 @@ inline Place at(const void* pc) {
 }
 
 struct Exchange;
+struct Store;
+struct Asynchronous;
 
 // Memory a twin keeps for one thread of the block.
 struct Storage {
@@ -220,6 +254,19 @@ struct Fiber {
   int barrier;            // its number, or -1
   Exchange* exchange;     // the warp collective it took part in last
   Storage* storage;
+  int awaited;      // the barrier in shared memory it waits for, or -1
+  int phase;        // of that barrier
+  Clock published;  // what it wrote up to this clock, copies and tensor cores may read
+  Store* stores;    // that have not read shared memory, oldest first
+  // Its products so far: begun, in a group, waited for; and its groups.
+  std::uint64_t products;
+  std::uint64_t grouped;
+  std::uint64_t finished_products;
+  std::uint64_t groups;
+  // Of the components of no warp, what this thread knows beyond its warp: a warp's threads share
+  // what they know of other threads, but each waits for copies and products itself.
+  Clock known[max_components - max_warps];
+  bool begun;  // whether begin_products came since its last wait
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -267,19 +314,7 @@ void give_slab(char* slab) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Vector clocks and the shadow of shared memory
-
-// When a thread did something: its warp's clock, and the thread.
-using Epoch = std::uint64_t;
-using Clock = std::uint64_t;
-constexpr int clock_shift = 10;
-
-inline int thread_of(Epoch epoch) {
-  return static_cast<int>(epoch % max_threads);
-}
-inline Clock clock_of(Epoch epoch) {
-  return epoch >> clock_shift;
-}
+// The shadow of shared memory
 
 // Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
 // threads. A write forgets what was before: who races with that races with the write. An atomic
@@ -319,10 +354,10 @@ struct Exchange {
 
 struct Warp {
   Clock clock;
-  Clock seen[max_warps];  // how far each warp's past is known here; of itself: clock - 1
-  unsigned lanes;         // that exist
-  unsigned ready;         // that could run now
-  unsigned polling;       // that wait for a condition
+  Clock seen[max_components];  // how far each one's past is known here; of itself: before `clock`
+  unsigned lanes;              // that exist
+  unsigned ready;              // that could run now
+  unsigned polling;            // that wait for a condition
   int open_count;
   Exchange* open[warp_size];  // collectives some lanes have yet to reach
 
@@ -337,7 +372,7 @@ struct Barrier {
   unsigned waiting[max_warps];  // the lanes waiting
   Place places[max_warps];      // where each warp's first lane came from
   bool has_past;                // whether `past` holds that of threads which did not wait
-  Clock past[max_warps];
+  Clock past[max_components];
   unsigned count, any, all;  // the predicates of __syncthreads_count, _or, _and
   unsigned result[3];        // of the last completed round
 };
@@ -346,7 +381,7 @@ struct Barrier {
 struct Past {
   Past* next;
   const void* object;
-  Clock seen[max_warps];
+  Clock seen[max_components];
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -422,6 +457,8 @@ struct Worker {
   Exchange* free_exchanges = nullptr;
   Exchange* made_exchanges = nullptr;
   Past* pasts = nullptr;
+  int components = 0;  // of vector clocks, that are in use
+  Asynchronous* asynchronous = nullptr;
   Warp warps[max_warps];
   Barrier barriers[barrier_count];
   Fiber fibers[max_threads];
@@ -629,13 +666,30 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
+// What this thread alone knows.
+inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
+  for (int i = max_warps; i < worker.components; ++i) {
+    past[i] = std::max(past[i], fiber.known[i - max_warps]);
+  }
+}
+
+void order_lanes(Worker& worker, unsigned mask) {
+  Warp& warp = *worker.warp;
+  int index = worker.fiber->warp;
+  for (int lane = 0; lane < warp_size; ++lane) {
+    if ((mask >> lane & 1) != 0)
+      add_known(worker, worker.fibers[index * warp_size + lane], warp.seen);
+  }
+  warp.tick(index);
+}
+
 inline void complete(Worker& worker, Exchange* exchange) {
   Warp& warp = *worker.warp;
   Fiber& fiber = *worker.fiber;
   int i = 0;
   while (warp.open[i] != exchange) ++i;
   warp.open[i] = warp.open[--warp.open_count];
-  if (exchange->orders) warp.tick(fiber.warp);
+  if (exchange->orders) order_lanes(worker, exchange->mask);
   make_ready(worker, fiber.warp, exchange->mask & ~(1u << fiber.lane));
 }
 
@@ -686,21 +740,21 @@ inline Exchange* meet(unsigned mask, const void* value, std::size_t size, bool p
 // ---------------------------------------------------------------------------------------------
 // Block barriers
 
-void join(Clock (&into)[max_warps], const Clock (&from)[max_warps], int count) {
+void join(Clock (&into)[max_components], const Clock (&from)[max_components], int count) {
   for (int i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
 }
 
 // What each waiting warp did before the barrier, all of them know after it.
 void join_clocks(Worker& worker, Barrier& barrier) {
-  int count = worker.warp_count;
-  Clock joined[max_warps] = {};
+  int count = worker.components;
+  Clock joined[max_components] = {};
   if (barrier.has_past) join(joined, barrier.past, count);
-  for (int w = 0; w < count; ++w) {
+  for (int w = 0; w < worker.warp_count; ++w) {
     if ((barrier.warps >> w & 1) == 0) continue;
     join(joined, worker.warps[w].seen, count);
     joined[w] = std::max(joined[w], worker.warps[w].clock);
   }
-  for (int w = 0; w < count; ++w) {
+  for (int w = 0; w < worker.warp_count; ++w) {
     if ((barrier.warps >> w & 1) == 0) continue;
     join(worker.warps[w].seen, joined, count);
     worker.warps[w].tick(w);
@@ -774,19 +828,37 @@ COLD void check_operation(Worker& worker, const Barrier& barrier, const char* op
       format("calls %s while other threads of its block wait in %s", operation, barrier.operation));
 }
 
-void add_past(Worker& worker, Clock (&past)[max_warps]) {
+void add_past(Worker& worker, Clock (&past)[max_components]) {
   Fiber& fiber = *worker.fiber;
-  join(past, worker.warp->seen, worker.warp_count);
+  join(past, worker.warp->seen, worker.components);
+  add_known(worker, fiber, past);
   past[fiber.warp] = std::max(past[fiber.warp], worker.warp->clock);
   worker.warp->tick(fiber.warp);
 }
 
-void arrive(Worker& worker, Barrier& barrier) {
+// What others did who came to `past`, this thread knows from now on.
+void know_past(Worker& worker, const Clock (&past)[max_components]) {
+  Fiber& fiber = *worker.fiber;
+  Clock& own = worker.warp->seen[fiber.warp];
+  Clock kept = own;
+  join(worker.warp->seen, past, worker.warp_count);
+  own = kept;
+  for (int i = max_warps; i < worker.components; ++i) {
+    fiber.known[i - max_warps] = std::max(fiber.known[i - max_warps], past[i]);
+  }
+}
+
+void begin_past(Barrier& barrier) {
   if (!barrier.has_past) std::memset(barrier.past, 0, sizeof barrier.past);
   barrier.has_past = true;
+}
+
+void arrive(Worker& worker, Barrier& barrier) {
+  begin_past(barrier);
   add_past(worker, barrier.past);
 }
 
+// A thread that waits brings its warp's past, and its own.
 inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
   Fiber& fiber = *worker.fiber;
   unsigned warp_bit = 1u << fiber.warp;
@@ -797,6 +869,9 @@ inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
   }
   barrier.warps |= warp_bit;
   barrier.waiting[fiber.warp] |= 1u << fiber.lane;
+  if (worker.asynchronous == nullptr) return;
+  begin_past(barrier);
+  add_known(worker, fiber, barrier.past);
 }
 
 inline Barrier& pass_barrier(Worker& worker, int id, int threads, bool waits, bool predicate,
@@ -897,6 +972,17 @@ COLD void report_stuck(Worker& worker) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// What asynchronous.h has for the rest
+
+Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address);
+bool report_vain_waits(Worker& worker);
+void check_left_over(Worker& worker);
+void check_left_loads(Worker& worker);
+Clock latest_clock(const Worker& worker);
+void forget_asynchronous(Worker& worker);
+void free_asynchronous(Worker& worker);
+
+// ---------------------------------------------------------------------------------------------
 // Access checks
 
 // `announcement` is of a write to come: it races as the write would, and leaves no trace.
@@ -926,15 +1012,21 @@ struct Touch {
 
 [[noreturn]] COLD void fault_race(Worker& worker, const Arena& arena, const Touch& touch,
                                   Epoch other, const char* done) {
+  bool of_thread = thread_of(other) < max_threads;
+  Text name = of_thread ? thread_name(worker, thread_of(other))
+                        : asynchronous_name(worker, other, touch.address);
   fault(worker, touch.place,
-        format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
-               thread_name(worker, thread_of(other)).chars, done, verb(touch.access),
-               static_cast<std::size_t>(touch.address - arena.address), arena.name));
+        format("race: %s %s and this thread %s byte %zu of %s with no %s between", name.chars,
+               clock_of(other) == unfinished ? "is under way" : done, verb(touch.access),
+               static_cast<std::size_t>(touch.address - arena.address), arena.name,
+               of_thread ? "barrier" : "wait"));
 }
 
 inline bool ordered(const Worker& worker, Epoch epoch, int thread) {
   int other = thread_of(epoch);
-  return other == thread || clock_of(epoch) <= worker.warp->seen[other / warp_size];
+  if (other == thread || clock_of(epoch) <= worker.warp->seen[other / warp_size]) return true;
+  return other >= max_threads &&
+         clock_of(epoch) <= worker.fiber->known[other / warp_size - max_warps];
 }
 
 template <Access access>
@@ -1121,6 +1213,7 @@ inline void check_aligned(const void* pointer, const Place& place) {
 
 [[noreturn]] void finish(Worker& worker) {
   Fiber& fiber = *worker.fiber;
+  check_left_over(worker);
   let_go(worker, fiber);
   fiber.finished = true;
   ++worker.finished;
@@ -1150,6 +1243,10 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.operation = nullptr;
   fiber.exchange = nullptr;
   fiber.barrier = -1;
+  fiber.awaited = -1;
+  fiber.published = 0;
+  fiber.products = fiber.grouped = fiber.finished_products = fiber.groups = 0;
+  fiber.begun = false;
   free_all(fiber.storage);
   block_coordinates(worker, fiber.coordinates->block);
   // The stack a switch expects: saved registers, then where to go on.
@@ -1161,13 +1258,13 @@ void prepare_fiber(Worker& worker, int index) {
 }
 
 void prepare_clocks(Worker& worker) {
-  Clock floor = worker.floor;
+  Clock floor = latest_clock(worker);
   for (int w = 0; w < worker.warp_count; ++w) floor = std::max(floor, worker.warps[w].clock);
   worker.floor = floor;
   for (int w = 0; w < worker.warp_count; ++w) {
     Warp& warp = worker.warps[w];
     warp.clock = floor + 1;
-    std::fill_n(warp.seen, max_warps, floor);
+    std::fill_n(warp.seen, max_components, floor);
     warp.open_count = 0;
     warp.polling = 0;
     warp.ready = 0;
@@ -1188,6 +1285,8 @@ void prepare_block(Worker& worker, std::uint64_t block) {
   }
   for (Barrier& barrier : worker.barriers) barrier = Barrier{};
   prepare_clocks(worker);
+  worker.components = worker.warp_count;
+  forget_asynchronous(worker);
   for (int i = 0; i < worker.threads; ++i) prepare_fiber(worker, i);
 }
 
@@ -1198,10 +1297,13 @@ void run_block(Worker& worker, std::uint64_t block) {
   Fiber* first = next_fiber(worker);
   enter(worker, first);
   switch_stack(&worker.main_stack_pointer, first->stack_pointer);
-  if (!worker.abandoned && worker.finished < worker.threads) {
-    report_stuck(worker);
+  if (worker.abandoned) return;
+  if (worker.finished < worker.threads) {
+    if (!report_vain_waits(worker)) report_stuck(worker);
     worker.abandoned = true;
+    return;
   }
+  check_left_loads(worker);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1325,6 +1427,7 @@ void free_worker(Worker& worker) {
     if (slab != nullptr) give_slab(slab);
   }
   for (Fiber& fiber : worker.fibers) free_all(fiber.storage);
+  free_asynchronous(worker);
   free_all(worker.pasts);
   free_exchanges(worker);
   std::free(worker.allocated);
@@ -1502,10 +1605,7 @@ EXPORTED void simulator_publish(const void* object) {
 EXPORTED void simulator_observe(const void* object) {
   Worker& worker = *self;
   Past* past = find_past(worker, object);
-  if (past == nullptr) return;
-  Clock own = worker.warp->seen[worker.fiber->warp];
-  join(worker.warp->seen, past->seen, worker.warp_count);
-  worker.warp->seen[worker.fiber->warp] = own;
+  if (past != nullptr) know_past(worker, past->seen);
 }
 
 EXPORTED void* simulator_thread_storage(const void* key, std::size_t bytes) {
@@ -1708,3 +1808,5 @@ EXPORTED void __ubsan_handle_type_mismatch_v1(const AlignmentCheck* check, std::
                                    check->type->name, static_cast<unsigned long>(address),
                                    1 << check->log2_alignment));
 }
+
+#include "asynchronous.h"

@@ -58,6 +58,23 @@ bool simulator_is_shared(const void* pointer);
 unsigned long simulator_atomic_load(const void* pointer, size_t bytes);
 bool simulator_compare_exchange(void* pointer, size_t bytes, unsigned long expected,
                                 unsigned long desired);
+void simulator_make_barrier(void* barrier, int arrivals, const char* file, int line);
+void simulator_publish_barriers();
+void simulator_arrive(void* barrier, int bytes, const char* operation, const char* file, int line);
+void simulator_wait(void* barrier, int phase, const char* file, int line);
+void simulator_load_box(void* shared, const void* map, void* barrier, const int* coordinates,
+                        const char* file, int line);
+void simulator_store_box(const void* map, const void* shared, const int* coordinates,
+                         const char* file, int line);
+void simulator_commit_stores();
+void simulator_end_stores(const char* file, int line);
+void simulator_publish_to_copies();
+void simulator_begin_products(const char* file, int line);
+void simulator_multiply(float* d, const unsigned* registers, const void* a, const void* b, int rows,
+                        int columns, bool half, bool added, const char* file, int line);
+void simulator_commit_products(const char* file, int line);
+void simulator_wait_for_products(unsigned pending, const float* d, const char* file, int line);
+int simulator_elected_lane();
 [[noreturn]] void simulator_fault(const char* text, const char* file, int line);
 
 int printf(const char* format, ...) __attribute__((format(printf, 1, 2)));

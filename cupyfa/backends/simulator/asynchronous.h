@@ -1,0 +1,1287 @@
+// What goes on beside the threads of a block: barriers in shared memory, boxes that are copied,
+// products of warpgroups. Part of runtime.cpp, which includes it at its end.
+//
+// All of it is done as late as a device may: a box is copied in the first wait for its barrier's
+// phase, a product is made in the first wait for its group. Until then the cells of shared memory
+// it will write or read are marked with a clock that nobody's past holds, so whoever meets them
+// without a wait is in a race, whatever the order of threads.
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------
+// Records
+
+// tma.cuh and the host declare the same.
+struct TensorMap {
+  std::uint64_t address;
+  std::int64_t row_stride, head_stride, batch_stride;  // bytes
+  std::int32_t columns, rows, heads, batch, box_rows;
+  std::int32_t unused[19];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as on a device");
+
+constexpr int box_columns = 64;
+constexpr int row_bytes = 128;
+constexpr int chunk_bytes = 16;
+constexpr std::uintptr_t pattern_bytes = 1024;  // after which the swizzle repeats itself
+constexpr int warpgroup_size = 128;
+constexpr int product_rows = 64;
+constexpr int product_depth = 16;
+constexpr int max_columns = 256;
+
+// A box of the array, and where it is in shared memory.
+struct Box {
+  TensorMap map;
+  int column, row, head, batch;
+  unsigned char* shared;
+  int thread;  // that asked for it
+  Place place;
+
+  std::size_t bytes() const { return static_cast<std::size_t>(map.box_rows) * row_bytes; }
+};
+
+// A box to come.
+struct Load {
+  Load* next;
+  Box box;
+};
+
+struct Store {
+  Store* next;
+  bool grouped;
+  Box box;
+};
+
+struct PhaseBarrier {
+  std::uintptr_t address;
+  std::uint64_t word;  // what is in its memory
+  int maker;
+  bool published;
+  int arrivals;  // of a phase
+  int missing;   // arrivals of this phase
+  long bytes;    // that this phase expects yet
+  std::uint64_t phase;
+  unsigned waiting[max_warps];
+  Load* loads;                  // that have not landed, oldest first
+  Box landed;                   // the last box
+  Clock past[max_components];   // of those who arrived in this phase or before
+  Clock known[max_components];  // the same when the last phase ended
+};
+
+// D of products that follow each other, kept here until it is waited for.
+struct Sums {
+  Sums* next;
+  int columns;
+  std::uint64_t last;         // product
+  std::uint64_t taken[2];     // the threads whose D is here
+  std::uint64_t returned[2];  // and those that have it back
+  float* d[warpgroup_size];   // where it is theirs
+  float values[product_rows * max_columns];
+};
+
+// An operand in shared memory: the address of its first element, before the swizzle.
+struct Operand {
+  const unsigned char* address;
+  int rows;  // 0: by rows; else by columns, from boxes of so many rows
+};
+
+struct Product {
+  Product* next;
+  std::uint64_t number;
+  Operand a;  // no address: in registers
+  Operand b;
+  int columns;
+  bool half;
+  bool added;
+  Sums* sums;
+  Place place;
+  int thread;  // that began it first
+  int begun;   // by so many threads
+  Clock past[max_components];
+  unsigned registers[warpgroup_size][4];
+};
+
+constexpr int kept_groups = 256;
+
+struct Warpgroup {
+  std::uint64_t begun;     // products, by one thread at least
+  std::uint64_t complete;  // products, begun by all threads
+  std::uint64_t made;      // products
+  std::uint64_t groups;
+  std::uint64_t ends[kept_groups];  // of the last groups: the number of the product that follows
+  Product* products;                // that are not made, oldest first
+  Sums* sums;
+  Place place;  // of the product made last
+  unsigned waiting[warpgroup_size / warp_size];
+};
+
+struct Asynchronous {
+  int barrier_count;
+  PhaseBarrier barriers[max_phase_barriers];
+  Warpgroup warpgroups[max_warps / 4];
+  Product* unused_products;
+  Sums* unused_sums;
+};
+
+Asynchronous& asynchronous(Worker& worker) {
+  if (worker.asynchronous == nullptr) {
+    worker.asynchronous = static_cast<Asynchronous*>(std::calloc(1, sizeof(Asynchronous)));
+  }
+  worker.components = std::max(worker.components, boxes_component);
+  return *worker.asynchronous;
+}
+
+template <class Node>
+Node* take_node(Node*& unused) {
+  Node* node = unused;
+  if (node == nullptr) return static_cast<Node*>(std::calloc(1, sizeof(Node)));
+  unused = node->next;
+  return node;
+}
+
+template <class Node>
+void give_node(Node*& unused, Node* node) {
+  node->next = unused;
+  unused = node;
+}
+
+template <class Node>
+void append(Node*& list, Node* node) {
+  node->next = nullptr;
+  Node** end = &list;
+  while (*end != nullptr) end = &(*end)->next;
+  *end = node;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Cells
+
+Arena* arena_of(Worker& worker, const void* pointer, std::size_t bytes) {
+  std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  for (Arena* arena : {&worker.dynamic, &worker.fixed}) {
+    if (inside({arena->name, arena->address, arena->bytes}, address, bytes)) return arena;
+  }
+  return nullptr;
+}
+
+Text shared_name(Worker& worker, const void* pointer) {
+  const Arena* arena = arena_of(worker, pointer, 1);
+  if (arena == nullptr) return format("address %p", pointer);
+  std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  return format("byte %zu of %s", static_cast<std::size_t>(address - arena->address), arena->name);
+}
+
+Arena& shared_arena(Worker& worker, const void* pointer, std::size_t bytes, const char* deed,
+                    const Place& place) {
+  Arena* arena = arena_of(worker, pointer, bytes);
+  if (arena == nullptr) {
+    fault(worker, place,
+          format("%s %zu bytes at %s, which are not all in the block's shared memory", deed, bytes,
+                 shared_name(worker, pointer).chars));
+  }
+  return *arena;
+}
+
+Cell* cells_at(Arena& arena, const void* pointer) {
+  return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
+}
+
+// The past of whoever has copies or tensor cores read; `thread` is one that he is himself, or -1.
+struct Reader {
+  const Clock* past;
+  int thread;
+};
+
+inline bool knows(const Reader& reader, Epoch epoch) {
+  int other = thread_of(epoch);
+  return other == reader.thread || clock_of(epoch) <= reader.past[other / warp_size];
+}
+
+[[noreturn]] COLD void fault_unpublished(Worker& worker, const Arena& arena, const Touch& touch,
+                                         int writer) {
+  fault(worker, touch.place,
+        format("%s wrote byte %zu of %s without publish_to_copies, and copies or tensor cores are "
+               "to use it",
+               thread_name(worker, writer).chars,
+               static_cast<std::size_t>(touch.address - arena.address), arena.name));
+}
+
+inline bool is_published(const Worker& worker, Epoch writer) {
+  int thread = thread_of(writer);
+  return thread >= max_threads || clock_of(writer) <= worker.floor ||
+         clock_of(writer) <= worker.fibers[thread].published;
+}
+
+// Checks that these bytes may be read beside the threads.
+inline void check_reading(Worker& worker, Arena& arena, const unsigned char* pointer,
+                          std::size_t bytes, const Reader& reader, const Place& place) {
+  const Cell* cell = cells_at(arena, pointer);
+  for (std::size_t i = 0; i < bytes / cell_bytes; ++i, ++cell) {
+    bool good = clock_of(cell->writer) > worker.floor && knows(reader, cell->writer) &&
+                knows(reader, cell->updater) && is_published(worker, cell->writer);
+    if (__builtin_expect(good, 1)) continue;
+    Touch touch{Access::read, reinterpret_cast<std::uintptr_t>(pointer) + i * cell_bytes,
+                cell_bytes, place};
+    if (clock_of(cell->writer) <= worker.floor) fault_uninitialised(worker, arena, touch);
+    if (!knows(reader, cell->writer)) fault_race(worker, arena, touch, cell->writer, "wrote");
+    if (!knows(reader, cell->updater)) fault_race(worker, arena, touch, cell->updater, "updated");
+    fault_unpublished(worker, arena, touch, thread_of(cell->writer));
+  }
+}
+
+inline void mark_reading(Arena& arena, const unsigned char* pointer, std::size_t bytes,
+                         Epoch mark) {
+  Cell* cell = cells_at(arena, pointer);
+  for (std::size_t i = 0; i < bytes / cell_bytes; ++i, ++cell) {
+    if (cell->readers[0] == mark || cell->readers[1] == mark) continue;
+    cell->readers[1] = cell->readers[0];
+    cell->readers[0] = mark;
+  }
+}
+
+// What was marked has been read, at `done`.
+inline void end_reading(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark,
+                        Epoch done) {
+  Cell* cell = cells_at(arena, pointer);
+  for (std::size_t i = 0; i < bytes / cell_bytes; ++i, ++cell) {
+    if (cell->readers[0] == mark) {
+      cell->readers[0] = done;
+    } else if (cell->readers[1] == mark) {
+      cell->readers[1] = done;
+    } else {
+      cell->readers[1] = cell->readers[0];
+      cell->readers[0] = done;
+    }
+  }
+}
+
+void mark_writing(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark) {
+  std::fill_n(cells_at(arena, pointer), bytes / cell_bytes, Cell{mark, 0, {0, 0}});
+}
+
+// ---------------------------------------------------------------------------------------------
+// Barriers in shared memory
+
+// Who arrives often, waits often: the clock of a barrier's boxes is its phase.
+Clock phase_clock(const Worker& worker, const PhaseBarrier& barrier) {
+  return worker.floor + 1 + barrier.phase;
+}
+
+int component_of(const Worker& worker, const PhaseBarrier& barrier) {
+  return boxes_component + static_cast<int>(&barrier - worker.asynchronous->barriers);
+}
+
+PhaseBarrier* find_phase_barrier(Worker& worker, const void* pointer) {
+  if (worker.asynchronous == nullptr) return nullptr;
+  Asynchronous& all = *worker.asynchronous;
+  for (int i = 0; i < all.barrier_count; ++i) {
+    if (all.barriers[i].address == reinterpret_cast<std::uintptr_t>(pointer)) {
+      return &all.barriers[i];
+    }
+  }
+  return nullptr;
+}
+
+void check_barrier_address(Worker& worker, const void* pointer, const char* operation,
+                           const Place& place) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % sizeof(std::uint64_t) != 0) {
+    fault(worker, place,
+          format("calls %s on a barrier at %s, which is not a multiple of 8", operation,
+                 shared_name(worker, pointer).chars));
+  }
+  if (arena_of(worker, pointer, sizeof(std::uint64_t)) == nullptr) {
+    fault(worker, place, format("calls %s on a barrier that is not in shared memory", operation));
+  }
+}
+
+PhaseBarrier& phase_barrier(Worker& worker, const void* pointer, const char* operation,
+                            const Place& place) {
+  check_barrier_address(worker, pointer, operation, place);
+  PhaseBarrier* barrier = find_phase_barrier(worker, pointer);
+  if (barrier == nullptr) {
+    fault(worker, place,
+          format("calls %s on a barrier at %s, where make_barrier has made none", operation,
+                 shared_name(worker, pointer).chars));
+  }
+  check<Access::atomic>(pointer, sizeof(std::uint64_t), place);
+  if (*static_cast<const std::uint64_t*>(pointer) != barrier->word) {
+    fault(worker, place,
+          format("calls %s on the barrier at %s, which has been overwritten", operation,
+                 shared_name(worker, pointer).chars));
+  }
+  return *barrier;
+}
+
+void make_phase_barrier(Worker& worker, void* pointer, int arrivals, const Place& place) {
+  check_barrier_address(worker, pointer, "make_barrier", place);
+  if (arrivals < 1 || arrivals >= 1 << 20) {
+    fault(worker, place, format("makes a barrier for %d arrivals; choose 1 or more", arrivals));
+  }
+  if (find_phase_barrier(worker, pointer) != nullptr) {
+    fault(worker, place,
+          format("makes a barrier at %s, where there is one", shared_name(worker, pointer).chars));
+  }
+  Asynchronous& all = asynchronous(worker);
+  if (all.barrier_count == max_phase_barriers) {
+    fault(worker, place, format("makes more than %d barriers", max_phase_barriers));
+  }
+  check<Access::write>(pointer, sizeof(std::uint64_t), place);
+  PhaseBarrier& barrier = all.barriers[all.barrier_count++];
+  worker.components = boxes_component + all.barrier_count;
+  barrier = PhaseBarrier{};
+  barrier.address = reinterpret_cast<std::uintptr_t>(pointer);
+  barrier.word = 0xba881e8000000000u | static_cast<unsigned>(all.barrier_count);
+  std::memcpy(pointer, &barrier.word, sizeof barrier.word);
+  barrier.maker = worker.fiber->index;
+  barrier.arrivals = barrier.missing = arrivals;
+}
+
+void publish_phase_barriers(Worker& worker) {
+  if (worker.asynchronous == nullptr) return;
+  Asynchronous& all = *worker.asynchronous;
+  for (int i = 0; i < all.barrier_count; ++i) {
+    if (all.barriers[i].maker == worker.fiber->index) all.barriers[i].published = true;
+  }
+}
+
+void wake(Worker& worker, unsigned* waiting, int first_warp, int warps) {
+  for (int w = 0; w < warps; ++w) {
+    make_ready(worker, first_warp + w, waiting[w]);
+    waiting[w] = 0;
+  }
+}
+
+void end_phase_if_done(Worker& worker, PhaseBarrier& barrier) {
+  if (barrier.missing > 0 || barrier.bytes != 0 || barrier.loads != nullptr) return;
+  join(barrier.known, barrier.past, worker.components);
+  barrier.known[component_of(worker, barrier)] = phase_clock(worker, barrier);
+  barrier.missing = barrier.arrivals;
+  ++barrier.phase;
+  wake(worker, barrier.waiting, 0, worker.warp_count);
+}
+
+void arrive_at(Worker& worker, PhaseBarrier& barrier, int bytes, const char* operation,
+               const Place& place) {
+  constexpr long most_bytes = (1 << 20) - 1;
+  if (barrier.missing == 0) {
+    fault(worker, place,
+          format("calls %s on the barrier at %s, where all %d arrivals of its phase %d came and "
+                 "%ld bytes are under way",
+                 operation, shared_name(worker, reinterpret_cast<void*>(barrier.address)).chars,
+                 barrier.arrivals, static_cast<int>(barrier.phase % 2), barrier.bytes));
+  }
+  barrier.bytes += bytes;
+  if (bytes < 0 || barrier.bytes > most_bytes) {
+    fault(worker, place,
+          format("calls %s for %d bytes; a phase of a barrier expects at most %ld", operation,
+                 bytes, most_bytes));
+  }
+  add_past(worker, barrier.past);
+  --barrier.missing;
+  end_phase_if_done(worker, barrier);
+  if (barrier.missing == 0) wake(worker, barrier.waiting, 0, worker.warp_count);
+  take_turn(worker);
+}
+
+void land_loads(Worker& worker, PhaseBarrier& barrier);
+
+// Other threads run until one of `waiting` is woken.
+void wait_beside(Worker& worker, unsigned& waiting, const char* operation, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  let_go(worker, fiber);
+  fiber.barrier = -1;
+  waiting |= 1u << fiber.lane;
+  wait_in(worker, operation, place);
+}
+
+void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  while (static_cast<int>(barrier.phase % 2) == phase) {
+    if (barrier.missing == 0 && barrier.loads != nullptr) {
+      land_loads(worker, barrier);
+      end_phase_if_done(worker, barrier);
+      continue;
+    }
+    fiber.awaited = static_cast<int>(&barrier - worker.asynchronous->barriers);
+    fiber.phase = phase;
+    wait_beside(worker, barrier.waiting[fiber.warp], "wait", place);
+    fiber.awaited = -1;
+  }
+  know_past(worker, barrier.known);
+  take_turn(worker);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Boxes
+
+void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
+  check<Access::read>(map, sizeof *map, place);
+  bool good = map->address % 16 == 0 && map->columns > 0 && map->rows > 0 && map->heads > 0 &&
+              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256;
+  for (std::int64_t stride : {map->row_stride, map->head_stride, map->batch_stride}) {
+    good = good && stride % 16 == 0 && stride >= 0;
+  }
+  for (int word : map->unused) good = good && word == 0;
+  if (!good) fault(worker, place, format("calls %s with what is no tensor map", operation));
+}
+
+Box make_box(Worker& worker, const TensorMap* map, const void* shared, const int* coordinates,
+             const char* operation, const Place& place) {
+  check_map(worker, map, operation, place);
+  if (reinterpret_cast<std::uintptr_t>(shared) % pattern_bytes != 0) {
+    fault(worker, place,
+          format("calls %s with a box at %s; boxes are at multiples of %zu", operation,
+                 shared_name(worker, shared).chars, pattern_bytes));
+  }
+  unsigned char* bytes = static_cast<unsigned char*>(const_cast<void*>(shared));
+  return {*map,           coordinates[0], coordinates[1],      coordinates[2],
+          coordinates[3], bytes,          worker.fiber->index, place};
+}
+
+// The part of a row of the box that is inside the array: `bytes` from `memory`, at byte `first`.
+struct Row {
+  unsigned char* memory;
+  std::size_t first;
+  std::size_t bytes;
+};
+
+Row row_of(const Box& box, int index) {
+  const TensorMap& map = box.map;
+  std::int64_t row = std::int64_t{box.row} + index;
+  bool outside = row < 0 || row >= map.rows || box.head < 0 || box.head >= map.heads ||
+                 box.batch < 0 || box.batch >= map.batch;
+  std::int64_t first = std::max<std::int64_t>(0, -std::int64_t{box.column});
+  std::int64_t end = std::min<std::int64_t>(box_columns, std::int64_t{map.columns} - box.column);
+  if (outside || first >= end) return {nullptr, 0, 0};
+  std::uint64_t offset =
+      static_cast<std::uint64_t>(row * map.row_stride + box.head * map.head_stride +
+                                 box.batch * map.batch_stride + 2 * (box.column + first));
+  return {reinterpret_cast<unsigned char*>(map.address + offset),
+          static_cast<std::size_t>(2 * first), static_cast<std::size_t>(2 * (end - first))};
+}
+
+// Bits 4 to 6 of an address in shared memory change with bits 7 to 9.
+template <class Byte>
+inline Byte* swizzled(Byte* pointer) {
+  std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  return reinterpret_cast<Byte*>(address ^ (address >> 7 & 7) << 4);
+}
+
+void load(const Box& box) {
+  for (int index = 0; index < box.map.box_rows; ++index) {
+    unsigned char bytes[row_bytes] = {};
+    Row row = row_of(box, index);
+    if (row.bytes > 0) std::memcpy(bytes + row.first, row.memory, row.bytes);
+    for (int at = 0; at < row_bytes; at += chunk_bytes) {
+      std::memcpy(swizzled(box.shared + index * row_bytes + at), bytes + at, chunk_bytes);
+    }
+  }
+}
+
+void store(const Box& box) {
+  for (int index = 0; index < box.map.box_rows; ++index) {
+    unsigned char bytes[row_bytes];
+    for (int at = 0; at < row_bytes; at += chunk_bytes) {
+      std::memcpy(bytes + at, swizzled(box.shared + index * row_bytes + at), chunk_bytes);
+    }
+    Row row = row_of(box, index);
+    if (row.bytes > 0) std::memcpy(row.memory, bytes + row.first, row.bytes);
+  }
+}
+
+template <Access access>
+void check_array(const Box& box) {
+  for (int index = 0; index < box.map.box_rows; ++index) {
+    Row row = row_of(box, index);
+    if (row.bytes > 0) check<access>(row.memory, row.bytes, box.place);
+  }
+}
+
+// What was written there before by threads, they must have published, since copies now write too.
+void check_published(Worker& worker, Arena& arena, const Box& box) {
+  const Cell* cell = cells_at(arena, box.shared);
+  for (std::size_t i = 0; i < box.bytes() / cell_bytes; ++i, ++cell) {
+    if (is_published(worker, cell->writer)) continue;
+    std::uintptr_t address = reinterpret_cast<std::uintptr_t>(box.shared) + i * cell_bytes;
+    Touch touch{Access::write, address, cell_bytes, box.place};
+    fault_unpublished(worker, arena, touch, thread_of(cell->writer));
+  }
+}
+
+void begin_load(Worker& worker, const Box& box, PhaseBarrier& barrier) {
+  Arena& arena = shared_arena(worker, box.shared, box.bytes(), "loads a box to", box.place);
+  if (!barrier.published) {
+    fault(worker, box.place,
+          format("calls load_box for a barrier that its maker, %s, has not published; "
+                 "publish_barriers after make_barrier",
+                 thread_name(worker, barrier.maker).chars));
+  }
+  check_array<Access::read>(box);
+  check<Access::announcement>(box.shared, box.bytes(), box.place);
+  check_published(worker, arena, box);
+  mark_writing(arena, box.shared, box.bytes(), epoch_of(unfinished, component_of(worker, barrier)));
+  Load* load = static_cast<Load*>(std::calloc(1, sizeof(Load)));
+  load->box = box;
+  append(barrier.loads, load);
+  if (barrier.missing == 0) wake(worker, barrier.waiting, 0, worker.warp_count);
+}
+
+void land_loads(Worker& worker, PhaseBarrier& barrier) {
+  Epoch now = epoch_of(phase_clock(worker, barrier), component_of(worker, barrier));
+  while (Load* first = barrier.loads) {
+    const Box& box = first->box;
+    load(box);
+    mark_writing(*arena_of(worker, box.shared, box.bytes()), box.shared, box.bytes(), now);
+    barrier.bytes -= static_cast<long>(box.bytes());
+    barrier.landed = box;
+    if (barrier.bytes < 0) {
+      record(
+          worker, box.thread, box.place,
+          format("loads a box of %zu bytes, of which its barrier at %s did not expect %ld",
+                 box.bytes(), shared_name(worker, reinterpret_cast<void*>(barrier.address)).chars,
+                 -barrier.bytes));
+      abandon(worker);
+    }
+    barrier.loads = first->next;
+    std::free(first);
+  }
+}
+
+Epoch stores_mark() {
+  return epoch_of(unfinished, stores_component);
+}
+
+void begin_store(Worker& worker, const Box& box) {
+  Arena& arena = shared_arena(worker, box.shared, box.bytes(), "stores a box from", box.place);
+  check_array<Access::write>(box);
+  Clock past[max_components];
+  std::copy_n(worker.warp->seen, max_components, past);
+  add_known(worker, *worker.fiber, past);
+  check_reading(worker, arena, box.shared, box.bytes(), {past, worker.fiber->index}, box.place);
+  mark_reading(arena, box.shared, box.bytes(), stores_mark());
+  Store* store = static_cast<Store*>(std::calloc(1, sizeof(Store)));
+  store->box = box;
+  append(worker.fiber->stores, store);
+}
+
+void end_stores(Worker& worker, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(fiber.index);
+  while (Store* first = fiber.stores) {
+    const Box& box = first->box;
+    if (!first->grouped) {
+      fault(worker, place,
+            format("waits for a box, stored at %s, that no group holds; commit_stores first",
+                   place_name(worker, box.place).chars));
+    }
+    store(box);
+    Arena& arena = *arena_of(worker, box.shared, box.bytes());
+    end_reading(arena, box.shared, box.bytes(), stores_mark(), now);
+    fiber.stores = first->next;
+    std::free(first);
+  }
+  // Another thread's store of the same bytes may still be under way.
+  for (int i = 0; i < worker.threads; ++i) {
+    for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
+      const Box& box = store->box;
+      mark_reading(*arena_of(worker, box.shared, box.bytes()), box.shared, box.bytes(),
+                   stores_mark());
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Operands of products
+
+// Sixteen columns of an operand by rows, or sixteen rows of one by columns, as chunks.
+template <class Visit>
+inline void for_chunks(const Operand& operand, int others, Visit visit) {
+  if (operand.rows == 0) {
+    for (int row = 0; row < others; ++row) {
+      const unsigned char* at = operand.address + row * row_bytes;
+      visit(swizzled(at), row, 0);
+      visit(swizzled(at + chunk_bytes), row, 8);
+    }
+    return;
+  }
+  for (int column = 0; column < others; column += 8) {
+    const unsigned char* at = operand.address + column / box_columns * operand.rows * row_bytes +
+                              column % box_columns * 2;
+    for (int row = 0; row < product_depth; ++row)
+      visit(swizzled(at + row * row_bytes), column, row);
+  }
+}
+
+std::size_t operand_bytes(const Operand& operand, int others) {
+  std::size_t start = reinterpret_cast<std::uintptr_t>(operand.address) % row_bytes;
+  if (operand.rows == 0) return others * row_bytes - start;
+  std::size_t boxes = (others + box_columns - 1) / box_columns;
+  return (boxes - 1) * operand.rows * row_bytes + product_depth * row_bytes;
+}
+
+Arena& check_operand(Worker& worker, const Operand& operand, int others, const char* name,
+                     const Place& place) {
+  std::size_t in_pattern = reinterpret_cast<std::uintptr_t>(operand.address) % pattern_bytes;
+  bool good = operand.rows == 0 ? in_pattern < row_bytes && in_pattern % 32 == 0 : in_pattern == 0;
+  if (!good || operand.rows < 0 || operand.rows % 8 != 0) {
+    fault(worker, place,
+          format("multiplies with %s at %s; it begins at a multiple of %zu%s", name,
+                 shared_name(worker, operand.address).chars, pattern_bytes,
+                 operand.rows == 0 ? ", or 32, 64 or 96 bytes behind" : ", in boxes of 8 n rows"));
+  }
+  const unsigned char* start = operand.rows == 0 ? operand.address - in_pattern : operand.address;
+  std::size_t bytes = operand_bytes(operand, others) + (operand.address - start);
+  return shared_arena(worker, start, bytes, "multiplies with", place);
+}
+
+inline float bits_as_float(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Exact for every number: the exponents differ by 112, and only those of infinity and NaN by more.
+inline float half_as_float(std::uint16_t bits) {
+  std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fff) << 13;
+  float scaled = bits_as_float(magnitude) * 0x1p112f;
+  std::uint32_t result;
+  std::memcpy(&result, &scaled, sizeof result);
+  result |= magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0;
+  return bits_as_float(result | static_cast<std::uint32_t>(bits & 0x8000) << 16);
+}
+
+inline float widened(std::uint16_t bits, bool half) {
+  return half ? half_as_float(bits) : bits_as_float(static_cast<std::uint32_t>(bits) << 16);
+}
+
+inline void widen_chunk(float (&to)[8], const unsigned char* chunk, bool half) {
+  std::uint16_t bits[8];
+  std::memcpy(bits, chunk, sizeof bits);
+  for (int i = 0; i < 8; ++i) to[i] = half ? half_as_float(bits[i]) : widened(bits[i], false);
+}
+
+struct Factors {
+  float a[product_rows][product_depth];
+  float b[product_depth][max_columns];
+};
+
+void read_shared(Factors& factors, const Product& product) {
+  if (product.a.address != nullptr) {
+    for_chunks(product.a, product_rows, [&](const unsigned char* chunk, int row, int column) {
+      float values[8];
+      widen_chunk(values, chunk, product.half);
+      std::memcpy(factors.a[row] + column, values, sizeof values);
+    });
+  }
+  bool by_rows = product.b.rows == 0;
+  for_chunks(product.b, product.columns, [&](const unsigned char* chunk, int column, int row) {
+    float values[8];
+    widen_chunk(values, chunk, product.half);
+    if (by_rows) {
+      for (int i = 0; i < 8; ++i) factors.b[row + i][column] = values[i];
+    } else {
+      std::memcpy(factors.b[row] + column, values, sizeof values);
+    }
+  });
+}
+
+// The first row and column, of 64 x 16 or of the first 8 columns, that a thread has in registers.
+inline int row_of_thread(int thread) {
+  return thread / warp_size * 16 + thread % warp_size / 4;
+}
+inline int column_of_thread(int thread) {
+  return thread % 4 * 2;
+}
+
+void read_registers(Factors& factors, const Product& product) {
+  for (int thread = 0; thread < warpgroup_size; ++thread) {
+    for (int i = 0; i < 4; ++i) {
+      unsigned pair = product.registers[thread][i];
+      float* to =
+          factors.a[row_of_thread(thread) + i % 2 * 8] + column_of_thread(thread) + i / 2 * 8;
+      to[0] = widened(static_cast<std::uint16_t>(pair), product.half);
+      to[1] = widened(static_cast<std::uint16_t>(pair >> 16), product.half);
+    }
+  }
+}
+
+// One after the other along the depth, each sum rounded: a device adds sixteen products at a time.
+void add_product(Sums& sums, const Factors& factors) {
+  typedef float Columns __attribute__((vector_size(64), aligned(4)));
+  constexpr int width = sizeof(Columns) / sizeof(float);
+  for (int row = 0; row < product_rows; ++row) {
+    float* d = sums.values + row * sums.columns;
+    for (int column = 0; column < sums.columns; column += width) {
+      Columns sum = *reinterpret_cast<const Columns*>(d + column);
+      for (int k = 0; k < product_depth; ++k) {
+        sum += factors.a[row][k] * *reinterpret_cast<const Columns*>(factors.b[k] + column);
+      }
+      *reinterpret_cast<Columns*>(d + column) = sum;
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Products
+
+struct Asked {
+  float* d;
+  const unsigned* registers;
+  Operand a;
+  Operand b;
+  int columns;
+  bool half;
+  bool added;
+};
+
+Warpgroup& warpgroup_of(Worker& worker, const char* operation, const Place& place) {
+  int index = worker.fiber->index / warpgroup_size;
+  if (worker.threads < (index + 1) * warpgroup_size) {
+    fault(worker, place,
+          format("calls %s in a warpgroup of less than %d threads", operation, warpgroup_size));
+  }
+  return asynchronous(worker).warpgroups[index];
+}
+
+int rank_of(const Worker& worker) {
+  return worker.fiber->index % warpgroup_size;
+}
+
+inline bool has(const std::uint64_t (&threads)[2], int rank) {
+  return (threads[rank / 64] >> rank % 64 & 1) != 0;
+}
+inline void add(std::uint64_t (&threads)[2], int rank) {
+  threads[rank / 64] |= std::uint64_t{1} << rank % 64;
+}
+
+// D of this thread that products under way will write.
+Sums* pending_sums(const Warpgroup& group, int rank, const float* d) {
+  Sums* sums = group.sums;
+  while (sums != nullptr &&
+         (!has(sums->taken, rank) || has(sums->returned, rank) || sums->d[rank] != d)) {
+    sums = sums->next;
+  }
+  return sums;
+}
+
+Product* new_product(Worker& worker, Warpgroup& group, const Asked& asked, const Place& place) {
+  Asynchronous& all = *worker.asynchronous;
+  int rank = rank_of(worker);
+  Product* product = take_node(all.unused_products);
+  product->number = group.begun++;
+  product->a = asked.a;
+  product->b = asked.b;
+  product->columns = asked.columns;
+  product->half = asked.half;
+  product->added = asked.added;
+  product->place = place;
+  product->thread = worker.fiber->index;
+  product->begun = 0;
+  std::fill_n(product->past, max_components, unfinished);
+  product->sums = pending_sums(group, rank, asked.d);
+  if (product->sums == nullptr) {
+    Sums* sums = take_node(all.unused_sums);
+    sums->columns = asked.columns;
+    std::fill_n(sums->taken, 2, 0);
+    std::fill_n(sums->returned, 2, 0);
+    append(group.sums, sums);
+    product->sums = sums;
+  }
+  product->sums->last = product->number;
+  append(group.products, product);
+  return product;
+}
+
+Product* find_product(const Warpgroup& group, std::uint64_t number) {
+  Product* product = group.products;
+  while (product != nullptr && product->number != number) product = product->next;
+  return product;
+}
+
+bool same(const Operand& one, const Operand& other) {
+  return one.address == other.address && one.rows == other.rows;
+}
+
+COLD void check_together(Worker& worker, const Product& product, const Asked& asked,
+                         const Place& place) {
+  bool together = same(product.a, asked.a) && same(product.b, asked.b) &&
+                  product.columns == asked.columns && product.half == asked.half &&
+                  product.added == asked.added;
+  if (together) return;
+  fault(worker, place,
+        format("multiplies other matrices than %s of its warpgroup does at %s; all of its %d "
+               "threads begin each product together",
+               thread_name(worker, product.thread).chars, place_name(worker, product.place).chars,
+               warpgroup_size));
+}
+
+inline bool overlap(const float* one, int one_count, const float* other, int other_count) {
+  return one < other + other_count && other < one + one_count;
+}
+
+// Keeps a thread's D, and leaves NaN in its place until it is waited for.
+void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& asked,
+            const Place& place) {
+  Sums& sums = *product.sums;
+  int rank = rank_of(worker);
+  int count = asked.columns / 2;
+  if (has(sums.taken, rank)) {
+    if (sums.d[rank] == asked.d && sums.columns == asked.columns) return;
+    fault(worker, place, format("multiplies into another D than the rest of its warpgroup"));
+  }
+  for (const Sums* other = group.sums; other != nullptr; other = other->next) {
+    if (!has(other->taken, rank) || has(other->returned, rank)) continue;
+    if (overlap(asked.d, count, other->d[rank], other->columns / 2)) {
+      fault(worker, place,
+            format("multiplies into registers that another product under way is to write"));
+    }
+  }
+  add(sums.taken, rank);
+  sums.d[rank] = asked.d;
+  for (int i = 0; i < count; ++i) {
+    int row = row_of_thread(rank) + i / 2 % 2 * 8;
+    int column = i / 4 * 8 + column_of_thread(rank) + i % 2;
+    sums.values[row * sums.columns + column] = asked.d[i];
+    asked.d[i] = bits_as_float(0x7fffffff);
+  }
+}
+
+void return_d(Asynchronous& all, Warpgroup& group, int rank, std::uint64_t end) {
+  Sums** link = &group.sums;
+  while (Sums* sums = *link) {
+    if (has(sums->taken, rank) && !has(sums->returned, rank) && sums->last < end) {
+      for (int i = 0; i < sums->columns / 2; ++i) {
+        int row = row_of_thread(rank) + i / 2 % 2 * 8;
+        int column = i / 4 * 8 + column_of_thread(rank) + i % 2;
+        sums->d[rank][i] = sums->values[row * sums->columns + column];
+      }
+      add(sums->returned, rank);
+    }
+    if (~sums->returned[0] == 0 && ~sums->returned[1] == 0) {
+      *link = sums->next;
+      give_node(all.unused_sums, sums);
+    } else {
+      link = &sums->next;
+    }
+  }
+}
+
+int products_of(const Worker& worker, const Warpgroup& group) {
+  return products_component + static_cast<int>(&group - worker.asynchronous->warpgroups);
+}
+
+template <class Visit>
+void for_operands(Worker& worker, const Product& product, Visit visit) {
+  if (product.a.address != nullptr) {
+    visit(*arena_of(worker, product.a.address, 1), product.a, product_rows);
+  }
+  visit(*arena_of(worker, product.b.address, 1), product.b, product.columns);
+}
+
+void mark_product(Worker& worker, const Warpgroup& group, const Product& product) {
+  Epoch mark = epoch_of(unfinished, products_of(worker, group));
+  for_operands(worker, product, [&](Arena& arena, const Operand& operand, int others) {
+    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+      mark_reading(arena, chunk, chunk_bytes, mark);
+    });
+  });
+}
+
+// A product reads for all four warps, of which none may know more than the others: `past` has what
+// all threads know, and of each warp what it did itself.
+void know_less(Worker& worker, Product& product) {
+  const Fiber& fiber = *worker.fiber;
+  for (int i = max_warps; i < worker.components; ++i) {
+    Clock known = std::max(worker.warp->seen[i], fiber.known[i - max_warps]);
+    product.past[i] = std::min(product.past[i], known);
+  }
+  if (fiber.lane != 0) return;
+  for (int i = 0; i < worker.warp_count; ++i) {
+    Clock known = i == fiber.warp ? worker.warp->clock : worker.warp->seen[i];
+    product.past[i] = std::min(product.past[i], known);
+  }
+}
+
+void check_product(Worker& worker, const Product& product) {
+  for_operands(worker, product, [&](Arena& arena, const Operand& operand, int others) {
+    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+      check_reading(worker, arena, chunk, chunk_bytes, {product.past, -1}, product.place);
+    });
+  });
+}
+
+void begin_product(Worker& worker, const Asked& asked, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  Warpgroup& group = warpgroup_of(worker, "multiply", place);
+  if (!fiber.begun) {
+    fault(worker, place,
+          format("multiplies without begin_products, which comes before the first product and "
+                 "after each wait"));
+  }
+  Product* product;
+  if (fiber.products == group.begun) {
+    if (asked.a.address != nullptr) check_operand(worker, asked.a, product_rows, "A", place);
+    check_operand(worker, asked.b, asked.columns, "B", place);
+    product = new_product(worker, group, asked, place);
+  } else {
+    product = find_product(group, fiber.products);
+    check_together(worker, *product, asked, place);
+  }
+  ++fiber.products;
+  if (asked.registers != nullptr) {
+    std::memcpy(product->registers[rank_of(worker)], asked.registers, 4 * sizeof(unsigned));
+  }
+  take_d(worker, group, *product, asked, place);
+  know_less(worker, *product);
+  if (++product->begun < warpgroup_size) return;
+  check_product(worker, *product);
+  mark_product(worker, group, *product);
+  ++group.complete;
+  wake(worker, group.waiting, fiber.warp / 4 * 4, warpgroup_size / warp_size);
+}
+
+void end_product_group(Worker& worker, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  Warpgroup& group = warpgroup_of(worker, "commit_products", place);
+  std::uint64_t& end = group.ends[fiber.groups % kept_groups];
+  if (fiber.groups == group.groups) {
+    end = fiber.products;
+    ++group.groups;
+  } else if (end != fiber.products) {
+    fault(worker, place,
+          format("ends a group of other products than the rest of its warpgroup; all of its %d "
+                 "threads call commit_products together",
+                 warpgroup_size));
+  }
+  ++fiber.groups;
+  fiber.grouped = fiber.products;
+}
+
+void make_product(Worker& worker, Warpgroup& group) {
+  Product* product = group.products;
+  Factors factors;
+  read_shared(factors, *product);
+  if (product->a.address == nullptr) read_registers(factors, *product);
+  Sums& sums = *product->sums;
+  if (!product->added) std::fill_n(sums.values, product_rows * sums.columns, 0.0f);
+  add_product(sums, factors);
+  int component = products_of(worker, group);
+  Epoch done = epoch_of(worker.floor + 1 + product->number, component);
+  for_operands(worker, *product, [&](Arena& arena, const Operand& operand, int others) {
+    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+      end_reading(arena, chunk, chunk_bytes, epoch_of(unfinished, component), done);
+    });
+  });
+  group.place = product->place;
+  group.made = product->number + 1;
+  group.products = product->next;
+  give_node(worker.asynchronous->unused_products, product);
+}
+
+void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
+  if (group.made >= end) return;
+  while (group.made < end) make_product(worker, group);
+  // Those still under way may read the same.
+  for (Product* product = group.products; product != nullptr; product = product->next) {
+    if (product->begun == warpgroup_size) mark_product(worker, group, *product);
+  }
+}
+
+void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  Warpgroup& group = warpgroup_of(worker, "wait_for_products", place);
+  if (fiber.grouped != fiber.products) {
+    fault(worker, place,
+          format("waits for products that no group holds; commit_products after the last"));
+  }
+  std::uint64_t end = fiber.finished_products;
+  if (fiber.groups > pending) {
+    end = std::max(end, group.ends[(fiber.groups - pending - 1) % kept_groups]);
+  }
+  while (group.complete < end) {
+    wait_beside(worker, group.waiting[fiber.warp % 4], "wait_for_products", place);
+  }
+  make_products(worker, group, end);
+  return_d(*worker.asynchronous, group, rank_of(worker), end);
+  if (end > fiber.finished_products) {
+    Clock& known = fiber.known[products_of(worker, group) - max_warps];
+    known = std::max(known, worker.floor + end);
+  }
+  fiber.finished_products = end;
+  fiber.begun = false;
+  if (pending_sums(group, rank_of(worker), d) != nullptr) {
+    fault(
+        worker, place,
+        format("waits for D while a product of one of the last %u groups is to write it", pending));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// What is wrong, and where a block ends
+
+const Load* load_to(const PhaseBarrier& barrier, std::uintptr_t address) {
+  const Load* load = barrier.loads;
+  while (load != nullptr &&
+         address - reinterpret_cast<std::uintptr_t>(load->box.shared) >= load->box.bytes()) {
+    load = load->next;
+  }
+  return load;
+}
+
+Text box_name(const Worker& worker, const char* what, const Box& box) {
+  return format("a box that %s %s at %s", thread_name(worker, box.thread).chars, what,
+                place_name(worker, box.place).chars);
+}
+
+// Whose epoch it is that has no thread.
+Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address) {
+  int component = thread_of(epoch) / warp_size;
+  const Asynchronous& all = *worker.asynchronous;
+  if (component >= boxes_component) {
+    const PhaseBarrier& barrier = all.barriers[component - boxes_component];
+    const Load* load = load_to(barrier, address);
+    return box_name(worker, "loads", load != nullptr ? load->box : barrier.landed);
+  }
+  if (component == stores_component) {
+    for (int i = 0; i < worker.threads; ++i) {
+      const Store* store = worker.fibers[i].stores;
+      for (; store != nullptr; store = store->next) {
+        std::uintptr_t start = reinterpret_cast<std::uintptr_t>(store->box.shared);
+        if (address - start < store->box.bytes()) return box_name(worker, "stores", store->box);
+      }
+    }
+    return format("a box that is stored");
+  }
+  const Warpgroup& group = all.warpgroups[component - products_component];
+  bool pending = clock_of(epoch) == unfinished && group.products != nullptr;
+  return format("a product of warpgroup %d at %s", component - products_component,
+                place_name(worker, pending ? group.products->place : group.place).chars);
+}
+
+Text awaited_text(Worker& worker, const PhaseBarrier& barrier, const Fiber& waiting) {
+  int count = 0;
+  for (int i = 0; i < worker.threads; ++i) {
+    count += worker.fibers[i].awaited == waiting.awaited;
+  }
+  int phase = static_cast<int>(barrier.phase % 2);
+  return format(
+      "%d %s for phase %d of the barrier at %s, at %s; it is in phase %d, %d of %d "
+      "arrivals came%s",
+      count, count == 1 ? "thread waits" : "threads wait", waiting.phase,
+      shared_name(worker, reinterpret_cast<void*>(barrier.address)).chars,
+      place_name(worker, waiting.place).chars, phase, barrier.arrivals - barrier.missing,
+      barrier.arrivals,
+      barrier.bytes == 0 ? "" : format(" and %ld expected bytes are missing", barrier.bytes).chars);
+}
+
+void append_text(Text& text, const char* more) {
+  std::size_t length = std::strlen(text.chars);
+  std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
+}
+
+const Fiber* first_in_barrier(const Worker& worker) {
+  for (int i = 0; i < worker.threads; ++i) {
+    const Fiber& fiber = worker.fibers[i];
+    if (fiber.operation != nullptr && fiber.barrier >= 0) return &fiber;
+  }
+  return nullptr;
+}
+
+// Whether somebody waits for a phase or for products in vain; each barrier is named once.
+bool report_vain_waits(Worker& worker) {
+  if (worker.asynchronous == nullptr) return false;
+  Text text = format("waits for ever: ");
+  const Fiber* first = nullptr;
+  std::uint64_t named = 0;
+  for (int i = 0; i < worker.threads; ++i) {
+    const Fiber& fiber = worker.fibers[i];
+    if (fiber.awaited < 0 || (named >> fiber.awaited & 1) != 0) continue;
+    named |= std::uint64_t{1} << fiber.awaited;
+    if (first != nullptr) append_text(text, "; ");
+    append_text(text,
+                awaited_text(worker, worker.asynchronous->barriers[fiber.awaited], fiber).chars);
+    if (first == nullptr) first = &fiber;
+  }
+  for (int i = 0; i < worker.threads && first == nullptr; ++i) {
+    const Fiber& fiber = worker.fibers[i];
+    const Warpgroup& group = worker.asynchronous->warpgroups[i / warpgroup_size];
+    if ((group.waiting[fiber.warp % 4] >> fiber.lane & 1) == 0) continue;
+    int start = i / warpgroup_size * warpgroup_size;
+    int missing = start;
+    while (worker.fibers[missing].products > group.complete) ++missing;
+    append_text(text,
+                format("a thread waits for products, at %s, that %s of its warpgroup does "
+                       "not begin; it %s",
+                       place_name(worker, fiber.place).chars, thread_name(worker, missing).chars,
+                       whereabouts(worker, worker.fibers[missing]).chars)
+                    .chars);
+    first = &fiber;
+  }
+  if (first == nullptr) return false;
+  if (const Fiber* other = first_in_barrier(worker)) {
+    append_text(text, format("; %s", waiting_text(worker, *other).chars).chars);
+  }
+  record(worker, first->index, first->place, text);
+  return true;
+}
+
+// A thread's end.
+void check_left_over(Worker& worker) {
+  Fiber& fiber = *worker.fiber;
+  if (fiber.stores != nullptr) {
+    fault(worker, fiber.stores->box.place,
+          format("returns before a box that it stores was read from shared memory; "
+                 "%swait_until_stores_have_read",
+                 fiber.stores->grouped ? "" : "commit_stores and "));
+  }
+  if (fiber.finished_products != fiber.products) {
+    const Warpgroup& group = worker.asynchronous->warpgroups[fiber.index / warpgroup_size];
+    const Product* product = find_product(group, fiber.finished_products);
+    fault(worker, product != nullptr ? product->place : group.place,
+          format("returns before its products were waited for"));
+  }
+}
+
+// A block's end. Its shared memory then is another block's, to which a box would be copied.
+void check_left_loads(Worker& worker) {
+  if (worker.asynchronous == nullptr) return;
+  const Asynchronous& all = *worker.asynchronous;
+  for (int i = 0; i < all.barrier_count; ++i) {
+    if (all.barriers[i].loads == nullptr) continue;
+    const Box& box = all.barriers[i].loads->box;
+    record(worker, box.thread, box.place,
+           format("loads a box that no thread waits for before the block ends"));
+    worker.abandoned = true;
+    return;
+  }
+}
+
+// The clock up to which all that went on in the last block was before.
+Clock latest_clock(const Worker& worker) {
+  Clock latest = worker.floor;
+  if (worker.asynchronous == nullptr) return latest;
+  const Asynchronous& all = *worker.asynchronous;
+  for (int i = 0; i < all.barrier_count; ++i) {
+    latest = std::max(latest, phase_clock(worker, all.barriers[i]));
+  }
+  for (const Warpgroup& group : all.warpgroups) {
+    latest = std::max(latest, worker.floor + 1 + group.begun);
+  }
+  return latest;
+}
+
+// Makes ready for the next block, or for none.
+void forget_asynchronous(Worker& worker) {
+  for (int i = 0; i < worker.threads; ++i) {
+    free_all(worker.fibers[i].stores);
+  }
+  if (worker.asynchronous == nullptr) return;
+  Asynchronous& all = *worker.asynchronous;
+  for (int i = 0; i < all.barrier_count; ++i) free_all(all.barriers[i].loads);
+  all.barrier_count = 0;
+  for (Warpgroup& group : all.warpgroups) {
+    free_all(group.products);
+    free_all(group.sums);
+    group = Warpgroup{};
+  }
+}
+
+void free_asynchronous(Worker& worker) {
+  forget_asynchronous(worker);
+  if (worker.asynchronous == nullptr) return;
+  free_all(worker.asynchronous->unused_products);
+  free_all(worker.asynchronous->unused_sums);
+  std::free(worker.asynchronous);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------
+// Called by simulator.h, which describes them
+
+EXPORTED void simulator_make_barrier(void* barrier, int arrivals, const char* file, int line) {
+  make_phase_barrier(*self, barrier, arrivals, {file, line, CALLER});
+}
+
+EXPORTED void simulator_publish_barriers() {
+  publish_phase_barriers(*self);
+}
+
+EXPORTED void simulator_arrive(void* barrier, int bytes, const char* operation, const char* file,
+                               int line) {
+  Place place{file, line, CALLER};
+  arrive_at(*self, phase_barrier(*self, barrier, operation, place), bytes, operation, place);
+}
+
+EXPORTED void simulator_wait(void* barrier, int phase, const char* file, int line) {
+  Worker& worker = *self;
+  Place place{file, line, CALLER};
+  PhaseBarrier& found = phase_barrier(worker, barrier, "wait", place);
+  if (phase != 0 && phase != 1) {
+    fault(worker, place,
+          format("waits for phase %d of a barrier, which has phases 0 and 1", phase));
+  }
+  wait_for_phase(worker, found, phase, place);
+}
+
+EXPORTED void simulator_load_box(void* shared, const void* map, void* barrier,
+                                 const int* coordinates, const char* file, int line) {
+  Worker& worker = *self;
+  Place place{file, line, CALLER};
+  Box box =
+      make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates, "load_box", place);
+  begin_load(worker, box, phase_barrier(worker, barrier, "load_box", place));
+}
+
+EXPORTED void simulator_store_box(const void* map, const void* shared, const int* coordinates,
+                                  const char* file, int line) {
+  Worker& worker = *self;
+  begin_store(worker, make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates,
+                               "store_box", {file, line, CALLER}));
+}
+
+EXPORTED void simulator_commit_stores() {
+  for (Store* store = self->fiber->stores; store != nullptr; store = store->next) {
+    store->grouped = true;
+  }
+}
+
+EXPORTED void simulator_end_stores(const char* file, int line) {
+  end_stores(*self, {file, line, CALLER});
+}
+
+// What this thread does from now on has a later clock; what it did is not yet in its warp's past.
+EXPORTED void simulator_publish_to_copies() {
+  Worker& worker = *self;
+  worker.fiber->published = worker.warp->clock++;
+  publish_phase_barriers(worker);
+}
+
+EXPORTED void simulator_begin_products(const char* file, int line) {
+  warpgroup_of(*self, "begin_products", {file, line, CALLER});
+  self->fiber->begun = true;
+}
+
+EXPORTED void simulator_multiply(float* d, const unsigned* registers, const void* a, const void* b,
+                                 int rows, int columns, bool half, bool added, const char* file,
+                                 int line) {
+  Operand left{static_cast<const unsigned char*>(a), 0};
+  Operand right{static_cast<const unsigned char*>(b), rows};
+  Asked asked{d, registers, left, right, columns, half, added};
+  begin_product(*self, asked, {file, line, CALLER});
+}
+
+EXPORTED void simulator_commit_products(const char* file, int line) {
+  end_product_group(*self, {file, line, CALLER});
+}
+
+EXPORTED void simulator_wait_for_products(unsigned pending, const float* d, const char* file,
+                                          int line) {
+  wait_for_groups(*self, pending, d, {file, line, CALLER});
+}
+
+// The lane that elect.sync names: some lane, always the same.
+EXPORTED int simulator_elected_lane() {
+  unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
+  return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;
+}

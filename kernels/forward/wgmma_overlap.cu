@@ -1,0 +1,161 @@
+// wgmma_overlap: `wgmma`, whose tensor cores work while exponentials are computed.
+//
+// A warpgroup begins the scores of the next tile together with O += P V of this one, and computes
+// weights while the second goes on. Warpgroups begin in turns, so that one computes weights while
+// the tensor cores are another's. A row's maximum is raised only where it is exceeded by more than
+// `slack`: O is then hardly ever rescaled.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   threads, shared_bytes
+#include <consumers.cuh>
+#include <mask.cuh>
+#include <recompute.cuh>
+#include <shared.cuh>
+#include <tensor.cuh>
+
+struct Shared {
+  Queries Q;
+  Keys K[stages];
+  Values V[stages];
+  Barrier Q_full, K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+__device__ __forceinline__ void make_barriers(Shared& shared) {
+  make_barrier(shared.Q_full, 1);
+  for (int i = 0; i < stages; ++i) {
+    make_barrier(shared.K_full[i], 1);
+    make_barrier(shared.V_full[i], 1);
+    make_barrier(shared.K_empty[i], consumers);
+    make_barrier(shared.V_empty[i], consumers);
+  }
+  publish_barriers();
+}
+
+// So far, as a power of two, may a score exceed the maximum that weights are relative to. They stay
+// below 2^8, of which float16 holds 2^16.
+constexpr int slack = 8;
+
+// Warpgroups begin their products in turns; the first has one to begin with.
+__device__ __forceinline__ void await_turn(int warpgroup) {
+  barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
+}
+
+// A block's rows of a head, and the keys that some of them see.
+struct Work {
+  int row, head, batch, start, end;
+};
+
+__device__ __forceinline__ Work find_work(int M, int N, int heads, int diagonal, int lower) {
+  const int tiles = cdiv(M, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const int row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  return {row, head, batch, hidden_keys(row, N, lower) / Bc * Bc,
+          visible_keys(min(row + Br, M) - 1, N, diagonal)};
+}
+
+// What the producer's one thread does.
+__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+                                        const TensorMap& K, const TensorMap& V, int kv_head) {
+  load_boxes(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
+  Turn<stages> turn;
+  for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
+    const int i = turn.stage;
+    wait(shared.K_empty[i], turn.phase ^ 1);
+    load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
+    wait(shared.V_empty[i], turn.phase ^ 1);
+    load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
+  }
+}
+
+// S becomes P for a tile that some row does not see all of, if it is `masked`. Returns whether O
+// has to be multiplied by the factors.
+__device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
+                                      bool masked, float (&factor)[1][2]) {
+  const bool risen = masked ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
+                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
+  rows.scale(factor);
+  exponentiate(S, rows);
+  return risen;
+}
+
+// What a warpgroup of consumers does. While it computes the weights of a tile, the tensor cores
+// work on O += P V of the tile before, and for other warpgroups.
+__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup, Rows& rows,
+                                        Fragments<width>& O, int M) {
+  if (work.start >= work.end) return;
+  const int lane = threadIdx.x % warp_size;
+  const bool leads = threadIdx.x % warpgroup_size == 0;
+  const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
+  const int hidden_from_some = hidden_keys(min(work.row + Br, M) - 1, rows.N, rows.lower);
+  const auto masked = [&](int first_key) {
+    return first_key + Bc > seen_by_all || first_key < hidden_from_some;
+  };
+  Fragments<Bc> S;
+  Weights P;
+  Turn<stages> keys, values;
+  float factor[1][2];
+  wait(shared.K_full[0], 0);
+  begin_scores(shared.Q, shared.K[0], S, warpgroup);
+  wait_for_products<0>(flat(S));
+  if (leads) arrive(shared.K_empty[0]);
+  if (warpgroup == 0) pass_turn(consumers - 1);
+  weigh(S, rows, work.start, lane, masked(work.start), factor);
+  pack_weights(S, P);
+  for (int first_key = work.start + Bc; first_key < work.end; first_key += Bc) {
+    keys.advance();
+    wait(shared.K_full[keys.stage], keys.phase);
+    await_turn(warpgroup);
+    begin_scores(shared.Q, shared.K[keys.stage], S, warpgroup);
+    wait(shared.V_full[values.stage], values.phase);
+    begin_output(shared.V[values.stage], P, O, true);
+    pass_turn(warpgroup);
+    wait_for_products<1>(flat(S));
+    if (leads) arrive(shared.K_empty[keys.stage]);
+    const bool risen = weigh(S, rows, first_key, lane, masked(first_key), factor);
+    wait_for_products<0>(flat(O));
+    if (leads) arrive(shared.V_empty[values.stage]);
+    pack_weights(S, P);
+    if (risen) scale_rows(O, factor);
+    values = keys;
+  }
+  wait(shared.V_full[values.stage], values.phase);
+  begin_output(shared.V[values.stage], P, O, true);
+  wait_for_products<0>(flat(O));
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
+    const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
+    const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
+    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N, int heads, int group,
+    int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) make_barriers(shared);
+  __syncthreads();
+  const Work work = find_work(M, N, heads, diagonal, lower);
+  const int kv_head = work.head / group, warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    give_to_consumers();
+    if (threadIdx.x < warp_size && is_elected())
+      produce(shared, work, Q_map, K_map, V_map, kv_head);
+    return;
+  }
+  take_from_producer();
+  const int lane = threadIdx.x % warp_size;
+  const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
+  Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  Fragments<width> sums = {};
+  wait(shared.Q_full, 0);
+  if (scale <= 0) apply_sign(shared.Q, scale, warpgroup);
+  consume(shared, work, warpgroup, rows, sums, M);
+  finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
+  if (has_mask && is_strange(sums))
+    recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
+  else
+    store_pieces(sums, rows, O, work.batch, work.head, M, lane);
+}

@@ -1,0 +1,28 @@
+#pragma once
+// Tiles in shared memory as tma.cuh copies them and wgmma.cuh multiplies them: boxes of 64 columns,
+// one after the other.
+
+#include <math.cuh>
+#include <tma.cuh>
+
+// So many rows and columns, filled up to whole boxes.
+template <class T, int rows, int columns>
+struct alignas(box_alignment) Boxes {
+  static constexpr int count = cdiv(columns, box_columns);
+  T box[count][rows][box_columns];
+
+  // The eight elements in columns 8 * chunk … of a row; chunks are swizzled within a box.
+  __device__ __forceinline__ T* at(int row, int chunk) {
+    return &box[chunk / 8][row][(chunk ^ row) % 8 * 8];
+  }
+};
+
+// Begins to copy the rows of a head from `row` on, for which a phase of the barrier waits.
+template <class T, int rows, int columns>
+__device__ __forceinline__ void load_boxes(Boxes<T, rows, columns>& tile, const TensorMap& map,
+                                           Barrier& barrier, int row, int head, int batch) {
+  arrive_expecting(barrier, sizeof tile);
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i)
+    load_box(tile.box[i], map, barrier, i * box_columns, row, head, batch);
+}

@@ -1,0 +1,98 @@
+#pragma once
+// What warpgroups that own 64 rows each do with tiles in boxes. Their fragments are those of
+// fragments.cuh, with 16 rows for each warp.
+
+#include <boxes.cuh>
+#include <fragments.cuh>
+#include <named_barrier.cuh>
+#include <quads.cuh>
+#include <warpgroup.cuh>
+#include <wgmma.cuh>
+
+constexpr int warpgroup_rows = 64;
+constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more is the producer's
+static_assert(Br % warpgroup_rows == 0 && Wr == step && packed == 1, "a warpgroup owns 64 rows");
+static_assert(Bc % step == 0, "tiles are made of whole products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+
+using Queries = Boxes<operand, Br, d>;
+using Keys = Boxes<operand, Bc, d>;
+using Values = Boxes<operand, Bc, dv>;
+using Weights = unsigned[Bc / step][4];  // P, as operands of O += P V
+
+// Which of so many buffers comes next, and in which phase its barriers are.
+template <int count>
+struct Turn {
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage < count) return;
+    stage = 0;
+    phase ^= 1;
+  }
+};
+
+// Registers are the consumers', but for a few.
+__device__ __forceinline__ void give_to_consumers() {
+  give_registers<consumers == 3 ? 32 : 40>();
+}
+__device__ __forceinline__ void take_from_producer() {
+  take_registers<consumers == 3 ? 160 : 232>();
+}
+
+// Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q.
+__device__ void apply_sign(Queries& Q, float scale, int warpgroup) {
+  constexpr int chunks = Queries::count * box_columns / 8;
+  for (int i = threadIdx.x % warpgroup_size; i < warpgroup_rows * chunks; i += warpgroup_size) {
+    operand* q = Q.at(warpgroup * warpgroup_rows + i / chunks, i % chunks);
+    for (int j = 0; j < 8; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
+  }
+  publish_to_copies();
+  barrier_sync(1 + warpgroup, warpgroup_size);
+}
+
+// Begins S = Q K^T for the warpgroup's rows and a tile's keys.
+__device__ __forceinline__ void begin_scores(const Queries& Q, const Keys& K, Fragments<Bc>& S,
+                                             int warpgroup) {
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < cdiv(d, step); ++k) {
+    const Matrix queries = by_rows(Q.box[k / 4][warpgroup * warpgroup_rows]);
+    multiply<operand>(flat(S), queries + k % 4 * 32, by_rows(K.box[k / 4]) + k % 4 * 32, k > 0);
+  }
+  commit_products();
+}
+
+// Begins O += P V, or O = P V unless it is to be `added`.
+__device__ __forceinline__ void begin_output(const Values& V, const Weights& P, Fragments<width>& O,
+                                             bool added) {
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < Bc / step; ++k)
+    multiply<operand>(flat(O), P[k], by_columns(V.box, Bc) + k * 2048, added || k > 0);
+  commit_products();
+}
+
+__device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P) {
+#pragma unroll
+  for (int i = 0; i < Bc / 4; ++i) {
+    const float (&p)[4] = S[0][i / 2];
+    P[i / 4][i % 4] = pack<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
+  }
+}
+
+// Writes the warp's rows of O, 16 bytes at a time where rows lie so.
+__device__ __forceinline__ void store_pieces(const Fragments<width>& O, const Rows& rows,
+                                             Tensor<scalar> out, int batch, int head, int M,
+                                             int lane) {
+  const bool aligned = is_aligned(out);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    unsigned pairs[width / 8];
+#pragma unroll
+    for (int n = 0; n < width / 8; ++n)
+      pairs[n] = pack<scalar>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
+    const int row = rows.row(0, half);
+    store_row<dv>(out.row(batch, head, row), pairs, 0, aligned, row < M, lane);
+  }
+}

@@ -1,0 +1,127 @@
+"""A kernel that takes its arrays as tensor maps, for tests of what the host does for such a one."""
+
+from pathlib import Path
+
+from cupyfa import Kernel, Launch, cdiv
+
+BOXED = """\
+// by_boxes: tiles are copied by boxes, a thread computes a row, blocks stay for all tiles.
+#include <boxes.cuh>
+#include <math.cuh>
+#include <shared.cuh>
+#include <tensor.cuh>
+#include <wgmma.cuh>
+
+struct Shared {
+  Boxes<scalar, Br, columns> Q;  // then O
+  Boxes<scalar, Bc, columns> K, V;
+  Barrier full;
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+template <int rows>
+__device__ scalar& at(Boxes<scalar, rows, columns>& tile, int row, int col) {
+  return tile.at(row, col / 8)[col % 8];
+}
+
+template <int rows>
+__device__ void load(Boxes<scalar, rows, columns>& tile, const TensorMap& map, Barrier& full,
+                     int row, int head, int batch) {
+  for (int i = 0; i < columns / 64; ++i)
+    load_box(tile.box[i], map, full, 64 * i, row, head, batch);
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1)
+void by_boxes(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K,
+           const __grid_constant__ TensorMap V, const __grid_constant__ TensorMap O, int M, int N,
+           int heads, int batch, int group, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) {
+    make_barrier(shared.full, 1);
+    publish_barriers();
+  }
+  __syncthreads();
+  begin_products();  // of which there are none: it is here for what sm_90a alone has
+  const int tiles = cdiv(M, Br);
+  int phase = 0;
+  for (int index = blockIdx.x; index < tiles * heads * batch; index += gridDim.x) {
+    const Place here = place(index, tiles, heads);
+    if (threadIdx.x == 0) {
+      arrive_expecting(shared.full, sizeof(shared.Q));
+      load(shared.Q, Q, shared.full, here.tile * Br, here.head, here.batch);
+    }
+    wait(shared.full, phase);
+    phase ^= 1;
+    float maximum = -infinity, sum = 0, out[columns] = {};
+    for (int first = 0; first < N; first += Bc) {
+      __syncthreads();  // before the next tiles overwrite these
+      if (threadIdx.x == 0) {
+        arrive_expecting(shared.full, sizeof(shared.K) + sizeof(shared.V));
+        load(shared.K, K, shared.full, first, here.head / group, here.batch);
+        load(shared.V, V, shared.full, first, here.head / group, here.batch);
+      }
+      wait(shared.full, phase);
+      phase ^= 1;
+      for (int key = 0; threadIdx.x < Br && key < Bc && first + key < N; ++key) {
+        float score = 0;
+        for (int i = 0; i < columns; ++i)  // those beyond d are zero
+          score += float(at(shared.Q, threadIdx.x, i)) * float(at(shared.K, key, i));
+        score *= scale;
+        const float higher = fmaxf(maximum, score);
+        const float factor = expf(maximum - higher), weight = expf(score - higher);
+        for (int i = 0; i < columns; ++i)
+          out[i] = out[i] * factor + weight * float(at(shared.V, key, i));
+        sum = sum * factor + weight;
+        maximum = higher;
+      }
+    }
+    if (threadIdx.x < Br)
+      for (int i = 0; i < columns; ++i)
+        at(shared.Q, threadIdx.x, i) = scalar(sum ? out[i] / sum : 0);
+    publish_to_copies();
+    __syncthreads();  // before the tile is copied
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < columns / 64; ++i)
+        store_box(O, shared.Q.box[i], 64 * i, here.tile * Br, here.head, here.batch);
+      commit_stores();
+      wait_until_stores_have_read();
+    }
+    __syncthreads();  // before the next Q overwrites it
+  }
+}
+"""
+
+
+def _columns(p, c):
+    return cdiv(max(p.d, p.dv), 64) * 64
+
+
+def write(folder, text=BOXED):
+    """The record of the kernel, whose file is written to a folder."""
+    (Path(folder) / "by_boxes.cu").write_text(text)
+    return Kernel(
+        name="by_boxes",
+        adds="tiles copied by boxes",
+        launches=(
+            Launch(
+                "by_boxes",
+                args="Q.map K.map V.map O.map M N heads batch group scale",
+                grid=lambda p, c: min(cdiv(p.M, c.Br) * p.heads * p.batch, c.multiprocessors),
+                threads=lambda p, c: 128,
+                shared=lambda p, c: 2 * _columns(p, c) * (c.Br + 2 * c.Bc) + 1024,
+                constants={"columns": _columns},
+                boxes={
+                    "Q": lambda p, c: c.Br,
+                    "K": lambda p, c: c.Bc,
+                    "V": lambda p, c: c.Bc,
+                    "O": lambda p, c: c.Br,
+                },
+            ),
+        ),
+        tiles=({"Br": 16, "Bc": 8},),
+        dtypes=("float16", "bfloat16"),
+        features=("gqa", "strides", "dv"),
+        arch="90a",
+        largest_d=128,
+        folder=folder,
+    )
