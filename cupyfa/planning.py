@@ -250,8 +250,9 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     """The kernel that was measured fastest among those that can do the problem on the device.
 
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
-    that were measured on both. Of a precision that was not measured it is the one that was
-    measured fastest for inputs of that dtype, or else the ladder's last.
+    that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
+    that was not measured it is the one that was measured fastest for inputs of that dtype, or else
+    the ladder's last.
     """
     problem = _accurate(problem)
     arithmetic = problem.arithmetic

@@ -141,7 +141,8 @@ def test_few_blocks_have_tiles_of_their_own(sizes, Br, Bc):
     chosen = planning.plan(FORWARD["mma_async"], problem, here).constants
     assert (chosen["Br"], chosen["Bc"]) == (Br, Bc)
     smaller = replace(H100, multiprocessors=1)
-    assert planning.plan(FORWARD["mma_async"], problem, smaller).constants["Br"] == 128
+    there = planning.plan(FORWARD["mma_async"], problem, smaller).constants
+    assert there["stages"] == 1 or there["Br"] == 128
 
 
 def test_limits_of_dtypes_and_head_dimensions_are_said():

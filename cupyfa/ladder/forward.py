@@ -239,7 +239,7 @@ def wgmma_kernel(
     grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
     **fields: Any,
 ) -> Kernel:
-    """Warpgroups own 64 rows each and multiply with wgmma, one warp loads with TMA; sm_90a alone."""
+    """Warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA; for sm_90a."""
     return Kernel(
         name=name,
         adds=adds,
