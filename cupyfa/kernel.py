@@ -25,6 +25,7 @@ Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
 _MUCH = 0.05  # of a problem's tiles to be empty
+_MORE = 1.15  # times as many scores as smaller tiles compute
 _FEW = 4  # tiles of keys, of which a mask hides much of one
 KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
@@ -116,7 +117,8 @@ class Kernel:
         fits the device and what the caller fixed.
     tiles_up_to: those to take before them for head dimensions up to a number, as ``{64: tiles}``.
     tiles_on: those to take before these on an architecture, as ``{"90": {64: tiles}}``; of both,
-        tiles that would leave much of their last keys empty come last.
+        tiles that would leave much of their last keys empty come last, and before these such as
+        compute many more scores than others.
     tiles_short: those to take before all of these, likewise up to a head dimension, where the first
         of these would make no more blocks than the device has multiprocessors; under a mask those
         come first that hold few of a short row's keys.
@@ -220,7 +222,9 @@ class Kernel:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
         by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
-        tiles = (*sorted(by_d, key=is_much_empty), *self.tiles)
+        least = min((_scores(p, tile) for tile in by_d), default=0)
+        by_d.sort(key=lambda x: (is_much_empty(x), _scores(p, x) > _MORE * least))
+        tiles = (*by_d, *self.tiles)
         short = of_d(self.tiles_short)
         if (
             not short
@@ -240,6 +244,13 @@ class Kernel:
         """The launches that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
+
+
+def _scores(p: Problem, tile: Mapping[str, int]) -> float:
+    """How many scores tiles compute for a head; under a mask about half, and those at its edge."""
+    Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
+    keys = (p.N + Br + Bc) / 2 if p.is_masked else cdiv(p.N, Bc) * Bc
+    return cdiv(p.M, Br) * Br * keys
 
 
 def _empty_share(N: int, Bc: int) -> float:

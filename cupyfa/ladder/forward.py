@@ -727,7 +727,7 @@ KERNELS = (
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
         tiles=with_queries(WGMMA_TILES, 1),
         tiles_up_to={
-            64: with_queries(({"Br": 192, "Bc": 128, "stages": 3},), 2),
+            64: with_queries(tuple({"Br": Br, "Bc": 128, "stages": 3} for Br in (192, 128)), 2),
             128: with_queries(WGMMA_TILES_UP_TO[128], 2),
             192: with_queries(WGMMA_TILES_UP_TO[192], 1),
         },

@@ -91,14 +91,17 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
   Turn<Q_stages> own;
   Turn<stages> turn;
   for (Task task; schedule.next(task); own.advance()) {
-    wait(shared.Q_empty[own.stage], own.phase ^ 1);
-    load_boxes(shared.Q[own.stage], Q, shared.Q_full[own.stage], task.row, task.head, task.batch);
+    const int kv_head = task.head / group;
     for (int first_key = task.start; first_key < task.end; first_key += Bc, turn.advance()) {
-      const int i = turn.stage;
+      const int i = turn.stage, j = own.stage;
       wait(shared.K_empty[i], turn.phase ^ 1);
-      load_boxes(shared.K[i], K, shared.K_full[i], first_key, task.head / group, task.batch);
+      load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, task.batch);
+      if (first_key == task.start) {
+        wait(shared.Q_empty[j], own.phase ^ 1);
+        load_boxes(shared.Q[j], Q, shared.Q_full[j], task.row, task.head, task.batch);
+      }
       wait(shared.V_empty[i], turn.phase ^ 1);
-      load_boxes(shared.V[i], V, shared.V_full[i], first_key, task.head / group, task.batch);
+      load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, task.batch);
     }
   }
 }
