@@ -121,9 +121,22 @@ WGMMA_RULES = {
 }
 
 
-def with_queries(tiles: Tiles, Q_stages: int) -> Tiles:
-    """The same with so many buffers of Q."""
-    return tuple({**tile, "Q_stages": Q_stages} for tile in tiles)
+def _persistent_tiles(sizes: Mapping[int, Sequence[Sequence[int]]]) -> Mapping[int, Tiles]:
+    names = ("Br", "Bc", "stages", "Q_stages")
+    return {d: tuple(dict(zip(names, tile)) for tile in tiles) for d, tiles in sizes.items()}
+
+
+WGMMA_PERSISTENT_TILES = _persistent_tiles(
+    {
+        64: ((192, 128, 3, 2), (128, 128, 3, 2)),
+        128: ((128, 128, 2, 2),),
+        192: ((128, 96, 2, 1),),
+        256: ((128, 64, 2, 1),),
+    }
+)
+WGMMA_PERSISTENT_TILES_SHORT = _persistent_tiles(
+    {128: ((64, 64, 3, 2),), 192: ((64, 64, 2, 2),), 256: ((64, 64, 2, 1),)}
+)
 
 
 SLICED_TILES = tuple(
@@ -621,6 +634,7 @@ KERNELS = (
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
         tiles_on=MMA_ASYNC_TILES_ON,
         tiles_short=MMA_ASYNC_TILES_SHORT,
+        resident=2,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
@@ -725,12 +739,9 @@ KERNELS = (
         {},
         args=" batch",
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
-        tiles=with_queries(WGMMA_TILES, 1),
-        tiles_up_to={
-            64: with_queries(tuple({"Br": Br, "Bc": 128, "stages": 3} for Br in (192, 128)), 2),
-            128: with_queries(WGMMA_TILES_UP_TO[128], 2),
-            192: with_queries(WGMMA_TILES_UP_TO[192], 1),
-        },
+        tiles=tuple({**tile, "Q_stages": 1} for tile in WGMMA_TILES),
+        tiles_up_to=WGMMA_PERSISTENT_TILES,
+        tiles_short=WGMMA_PERSISTENT_TILES_SHORT,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
     ),
 )
