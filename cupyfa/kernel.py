@@ -7,7 +7,6 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 
 from __future__ import annotations
 
-import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
