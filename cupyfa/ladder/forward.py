@@ -46,11 +46,13 @@ MMA_ASYNC_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
-# Where ptxas finds registers for larger ones.
-_LARGER = {64: tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))}
+# Where ptxas finds registers for larger ones, or needs smaller ones.
+_WIDE = tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))
+_NARROW = ({"Br": 64, "Bc": 48, "Wr": 16, "stages": 1},)
 MMA_ASYNC_TILES_ON = {
-    **dict.fromkeys(("80", "86", "89"), _LARGER),
-    "90": {**_LARGER, 128: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)},
+    **{arch: {64: _WIDE[1:]} for arch in ("80", "86", "89")},
+    "90": {64: _WIDE, 128: _WIDE[1:]},
+    **{arch: {64: _WIDE[1:], 256: _NARROW} for arch in ("100", "120")},
 }
 # Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
 MMA_ASYNC_TILES_SHORT = {
@@ -60,6 +62,9 @@ MMA_ASYNC_TILES_SHORT = {
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
+}
+TF32_TILES_ON = {
+    arch: {128: ({"Br": 128, "Bc": 32, "Wr": 16, "stages": 1},)} for arch in ("100", "120")
 }
 MMA_CANDIDATES = {
     "Br": (32, 64, 96, 128, 192, 256),
@@ -705,6 +710,7 @@ KERNELS = (
         pack=packed,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=TF32_TILES_UP_TO,
+        tiles_on=TF32_TILES_ON,
         candidates=MMA_ASYNC_CANDIDATES,
         dtypes=("float32",),
         dtype_arch={},
