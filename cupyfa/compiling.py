@@ -134,11 +134,19 @@ def problem_to_compile(
     window: Window | None = None,
     precision: str | None = None,
 ) -> Problem:
-    """The problem to compile for; lengths do not matter, for they are not compiled in."""
+    """The problem to compile for; lengths are not compiled in, but for the tiles of long ones."""
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     return Problem.of_sizes(
-        M=1, d=d, dv=dv, dtype=dtype, causal=causal, window=window, precision=precision
+        batch=4,
+        heads=16,
+        M=2048,
+        d=d,
+        dv=dv,
+        dtype=dtype,
+        causal=causal,
+        window=window,
+        precision=precision,
     )
 
 

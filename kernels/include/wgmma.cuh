@@ -24,18 +24,18 @@ __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
 }
 
 // What both kinds have: the swizzle of boxes, and 1024 bytes from eight rows to the next eight.
-constexpr unsigned long long boxed = 1ull << 62 | 1024ull / 16 << 32;
+constexpr unsigned long long in_boxes = 1ull << 62 | 1024ull / 16 << 32;
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
 // The next 16 columns are 32 bytes on, up to the end of the box.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
-  return {boxed | 1 << 16 | shared_address(box) / 16};
+  return {in_boxes | 1 << 16 | shared_address(box) / 16};
 }
 
 // For B [16][n] as its own rows, whose n columns are in boxes of so many rows: sums go across rows.
 // The next 16 rows are 2048 bytes on.
 __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
-  return {boxed | (unsigned long long)(rows * 128 / 16) << 16 | shared_address(box) / 16};
+  return {in_boxes | (unsigned long long)(rows * 128 / 16) << 16 | shared_address(box) / 16};
 }
 
 // Before the first product, and before one that takes registers which were written since.
