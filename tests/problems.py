@@ -1,6 +1,6 @@
 """Problems that tests share: sizes that divide nothing, and inputs for them."""
 
-from cupyfa import Problem, planning
+from cupyfa import Problem, calls, planning
 from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
 from cupyfa.sweeps import usual_dtype
@@ -38,5 +38,6 @@ def planned(kernel, backend, sizes, dtype=None, **tiles):
 
 
 def inputs_of(plan, seed=0, layout="bhsd"):
-    """Random inputs for a plan."""
-    return Case(plan.kernel.operation, plan.problem, seed, layout=layout).inputs()
+    """Random inputs for a plan, their rows aligned where its kernel needs that."""
+    case = Case(plan.kernel.operation, plan.problem, seed, layout=layout)
+    return calls.readable(plan, case.inputs())

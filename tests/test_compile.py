@@ -100,6 +100,25 @@ def test_tiles_of_few_blocks_do_not_spill(arch, d):
         assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
 
 
+HOPPER = [kernel for name, kernel in LADDER["forward"].items() if name.startswith("wgmma")]
+
+
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", HOPPER, ids=lambda kernel: kernel.name)
+def test_every_tile_that_hopper_is_given(kernel, mask, d):
+    """Without spills, and without products that wait for each other."""
+    dtype = (
+        "bfloat16" if (d, mask) in ((64, "causal"), (128, "full"), (256, "window")) else "float16"
+    )
+    problem = Problem.of_sizes(M=2048, d=d, dtype=dtype, **MASKS[mask])
+    (launch,) = planning.plan(kernel, problem, limits_of("90")).launches
+    made = compile_launch(launch, "90a")
+    assert made.warnings == ()
+    assert made.spilled_bytes == 0
+    assert made.registers * launch.threads <= 65536, "one block fills a multiprocessor"
+
+
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]

@@ -53,6 +53,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
   load_boxes(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
   Turn<stages> turn;
+#pragma unroll 1  // it has few registers
   for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
     const int i = turn.stage;
     wait(shared.K_empty[i], turn.phase ^ 1);
