@@ -283,7 +283,7 @@ struct Consumer {
   // A tile of O += P V, for all keys of a span.
   __device__ __forceinline__ void multiply(const Span& keys, const Weights& P, Fragments<Wv>& O) {
     if (span > Bc && keys.tiles() > 1) multiply_parked(stream, stream.shared.parked, O);
-    multiply_output(stream, P, O, keys.keys_of(keys.tiles() - 1));
+    multiply_output(stream, P, O, keys.keys_of(max(keys.tiles(), 1) - 1));
   }
 };
 
