@@ -3,7 +3,7 @@
 // As there Q and K pass by in slices of d and make a tile of S, V in slices of keys and makes a
 // tile of O, all through one ring that a producer fills. A warpgroup owns 64 rows of both tiles, so
 // P goes from one product to the next in its registers. A span of two tiles of keys halves what O
-// costs between spans: P of one waits in shared memory, as it lies in registers, and trades places.
+// costs between spans: P of the first waits in shared memory, as it lies in registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
@@ -86,13 +86,16 @@ struct Span {
   __device__ __forceinline__ int keys_of(int tile) const { return min(Bc, keys - tile * Bc); }
 };
 
-// What the producer's one thread does for a row tile.
+// What the producer's one thread does for a row tile; for unrolled loops it has too few registers.
 __device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, const Work& work,
                                         const TensorMap& Q, const TensorMap& K, const TensorMap& V,
                                         int kv_head) {
+#pragma unroll 1
   for (int first_key = work.start; first_key < work.end; first_key += span) {
     const Span keys(work, first_key);
+#pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
+#pragma unroll 1
       for (int slice = 0; slice < slices; ++slice, turn.advance()) {
         auto& to = shared.ring[turn.stage].scores;
         Barrier& full = shared.full[turn.stage];
@@ -103,12 +106,13 @@ __device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, cons
         load_box(to.K.box, K, full, col, first_key + tile * Bc, kv_head, work.batch);
       }
     }
-    for (int i = 0; i < output_tiles * keys.tiles(); ++i) {
-      const int output_tile = i / keys.tiles(), tile = i % keys.tiles();
-      for (int key = 0; key < keys.keys_of(tile); key += Bv, turn.advance()) {
+#pragma unroll 1
+    for (int tile = 0; tile < output_tiles; ++tile) {
+#pragma unroll 1
+      for (int key = 0; key < keys.keys; key += Bv, turn.advance()) {
         wait(shared.empty[turn.stage], turn.phase ^ 1);
-        load_boxes(shared.ring[turn.stage].V, V, shared.full[turn.stage],
-                   first_key + tile * Bc + key, kv_head, work.batch, output_tile * Wv);
+        load_boxes(shared.ring[turn.stage].V, V, shared.full[turn.stage], first_key + key, kv_head,
+                   work.batch, tile * Wv);
       }
     }
   }
