@@ -20,7 +20,7 @@
 
 constexpr int slices = cdiv(d, box_columns);  // of Q and K
 constexpr int output_tiles = cdiv(dv, 256);   // equally wide
-constexpr int Wv = cdiv(dv, output_tiles* step) * step;
+constexpr int Wv = step * cdiv(dv, step* output_tiles);
 
 // The keys of a slice of V: as many as fit into a stage.
 __host__ __device__ constexpr int keys_in_slice(int most) {
@@ -47,6 +47,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(span == Bc || span == 2 * Bc, "a span is one or two tiles of keys");
+static_assert(span == Bc || Bv % (2 * step) == 0, "parked weights come for two products in turn");
 static_assert(consumers <= 2, "no more have 240 registers a thread");
 static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
