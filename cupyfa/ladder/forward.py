@@ -179,6 +179,36 @@ def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return rows * cdiv(p.dv, width) * width if c.span < p.N else 0
 
 
+WGMMA_SLICED_TILES = tuple(
+    {"Br": 128, "Bc": Bc, "span": span, "stages": stages}
+    for Bc, span, stages in ((256, 512, 3), (256, 256, 4), (128, 128, 4), (64, 64, 2))
+)
+
+
+def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The ring of slices, P of all tiles of a span but one in 16 bits, and two barriers a stage."""
+    slices = 2 * c.stages * (c.Br + c.Bc) * 64
+    parked = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
+    return cdiv(slices + parked + 16 * c.stages, 1024) * 1024
+
+
+def wgmma_sliced_width(p: Problem) -> int:
+    """The columns of a tile of O: of as many as 256 columns make, all are equally wide."""
+    return cdiv(p.dv, cdiv(p.dv, 256) * 16) * 16
+
+
+def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
+    """The keys of a slice of V."""
+    boxes = cdiv(wgmma_sliced_width(p), 64)
+    return next(x for x in (128, 64, 32, 16) if c.Bc % x == 0 and x * boxes <= c.Br + c.Bc)
+
+
+def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
+    """The sums of O, its tiles filled up, if they have to wait for another span of keys."""
+    rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
+    return rows * cdiv(p.dv, 256) * wgmma_sliced_width(p) if c.span < p.N else 0
+
+
 def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
@@ -779,5 +809,35 @@ KERNELS = (
         tiles_up_to=WGMMA_PERSISTENT_TILES,
         tiles_short=WGMMA_PERSISTENT_TILES_SHORT,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
+    ),
+    Kernel(
+        name="wgmma_slices",
+        adds="wgmma and TMA for slices of Q, K and V: any head dimension; P in registers",
+        launches=(
+            Launch(
+                "wgmma_slices",
+                args="Q.map K.map V.map Q K V O lse O_sum.data M N heads group diagonal lower "
+                "scale batch",
+                boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
+                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+                threads=lambda p, c: 128 + 2 * c.Br,
+                shared=wgmma_sliced_shared,
+                constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+            ),
+        ),
+        tiles=WGMMA_SLICED_TILES,
+        rules=WGMMA_RULES | {"span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
+        dtypes=("float16", "bfloat16"),
+        features=EVERYTHING,
+        scratch={"O_sum": (wgmma_sliced_sums, "real")},
+        arch="90a",
+        predicts={
+            "duration": "0.20 to 0.30",
+            "tensor cores": "23 to 35",
+            "SMs busy": "above 90",
+            "occupancy": "18.8",
+            "limited by": "registers, 1 blocks",
+            "DRAM": "below 25",
+        },
     ),
 )

@@ -17,12 +17,14 @@ struct alignas(box_alignment) Boxes {
   }
 };
 
-// Begins to copy the rows of a head from `row` on, for which a phase of the barrier waits.
+// Begins to copy the rows of a head from a row and column on, for which a phase of the barrier
+// waits.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void load_boxes(Boxes<T, rows, columns>& tile, const TensorMap& map,
-                                           Barrier& barrier, int row, int head, int batch) {
+                                           Barrier& barrier, int row, int head, int batch,
+                                           int column = 0) {
   arrive_expecting(barrier, sizeof tile);
 #pragma unroll
   for (int i = 0; i < tile.count; ++i)
-    load_box(tile.box[i], map, barrier, i * box_columns, row, head, batch);
+    load_box(tile.box[i], map, barrier, column + i * box_columns, row, head, batch);
 }

@@ -64,8 +64,9 @@ __device__ __forceinline__ void begin_scores(const Queries& Q, const Keys& K, Fr
 }
 
 // Begins O += P V, or O = P V unless it is to be `added`.
-__device__ __forceinline__ void begin_output(const Values& V, const Weights& P, Fragments<width>& O,
-                                             bool added) {
+template <int blocks>
+__device__ __forceinline__ void begin_output(const Values& V, const Weights& P,
+                                             float (&O)[1][blocks][4], bool added) {
   begin_products();
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k)
@@ -81,18 +82,19 @@ __device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P)
   }
 }
 
-// Writes the warp's rows of O, 16 bytes at a time where rows lie so.
-__device__ __forceinline__ void store_pieces(const Fragments<width>& O, const Rows& rows,
+// Writes the warp's rows of O from a column on, 16 bytes at a time where rows lie so.
+template <int blocks>
+__device__ __forceinline__ void store_pieces(const float (&O)[1][blocks][4], const Rows& rows,
                                              Tensor<scalar> out, int batch, int head, int M,
-                                             int lane) {
+                                             int lane, int first_col = 0) {
   const bool aligned = is_aligned(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unsigned pairs[width / 8];
+    unsigned pairs[blocks];
 #pragma unroll
-    for (int n = 0; n < width / 8; ++n)
+    for (int n = 0; n < blocks; ++n)
       pairs[n] = pack<scalar>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
     const int row = rows.row(0, half);
-    store_row<dv>(out.row(batch, head, row), pairs, 0, aligned, row < M, lane);
+    store_row<dv>(out.row(batch, head, row), pairs, first_col, aligned, row < M, lane);
   }
 }

@@ -80,8 +80,9 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
 // Takes a tile of scores into the maxima, and tells the factors by which that lowers what was
 // summed before, and whether the warp has one other than 1. A maximum that is exceeded by no more
 // than `slack` may stay: weights are then up to 2^slack, and what they are divided by is as much
-// larger.
-template <bool masked, int slack = 0>
+// larger. Of `whole` maxima, rounded up, all factors are powers of two, by which nothing is
+// rounded.
+template <bool masked, int slack = 0, bool whole = false>
 __device__ __forceinline__ bool raise_maxima(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
                                              float (&factor)[Wr / step][2]) {
   float maximum[Wr / step][2];
@@ -92,6 +93,7 @@ __device__ __forceinline__ bool raise_maxima(Fragments<Bc>& S, Rows& rows, int f
     const float before = rows.maximum[i / 2][i % 2];
     float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
     if (slack > 0 && now <= before + slack) now = before;
+    if (whole) now = ceil(now);
     factor[i / 2][i % 2] = exp2f(before - now);
     risen |= now != before;
     rows.maximum[i / 2][i % 2] = now;
@@ -159,8 +161,10 @@ __device__ __forceinline__ unsigned bits_if(bool wanted, float value) {
 }
 
 // O / sum, and the logarithms of the sums, of which each of a row's four lanes computes another.
-__device__ __forceinline__ void finish_rows(Fragments<width>& O, const Rows& rows, Tensor<real> lse,
-                                            int batch, int head, int M, int lane) {
+template <int blocks>
+__device__ __forceinline__ void finish_rows(float (&O)[Wr / step][blocks][4], const Rows& rows,
+                                            Tensor<real> lse, int batch, int head, int M,
+                                            int lane) {
 #pragma unroll
   for (int first = 0; first < 2 * (Wr / step); first += 4) {
     unsigned own_sum = 0, own_maximum = 0;
@@ -173,7 +177,7 @@ __device__ __forceinline__ void finish_rows(Fragments<width>& O, const Rows& row
       own_maximum |= bits_if(lane % 4 == i - first, rows.maximum[i / 2][i % 2]);
       const float inverse = sum == 0 ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
-      for (int n = 0; n < width / 8; ++n) {
+      for (int n = 0; n < blocks; ++n) {
         O[i / 2][n][i % 2 * 2] *= inverse;
         O[i / 2][n][i % 2 * 2 + 1] *= inverse;
       }

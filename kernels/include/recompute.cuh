@@ -8,10 +8,11 @@
 #include <warp.cuh>
 
 // Whether one of the warp's sums is NaN.
-__device__ __forceinline__ bool is_strange(const Fragments<width>& O) {
+template <int blocks>
+__device__ __forceinline__ bool is_strange(const float (&O)[Wr / step][blocks][4]) {
   bool strange = false;
 #pragma unroll
-  for (int n = 0; n < width / 8; ++n) {
+  for (int n = 0; n < blocks; ++n) {
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
 #pragma unroll

@@ -64,6 +64,12 @@ __device__ __forceinline__ void wait_for_products(float (&d)[count]) {
   settle(d);
 }
 
+// The same where D goes on being written: what the other groups read may then be overwritten.
+template <int pending>
+__device__ __forceinline__ void wait_for_reads() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
 // The instruction for operands of type T and n columns; defined below for each.
 template <class T, int n>
 struct Product;

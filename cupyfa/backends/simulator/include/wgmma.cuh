@@ -62,6 +62,13 @@ inline void wait_for_products(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
+// The same where D goes on being written: what the other groups read may then be overwritten.
+template <int pending>
+inline void wait_for_reads(simulator::Here here = {}) {
+  static_assert(pending >= 0, "a number of groups");
+  simulator_wait_for_products(pending, nullptr, here.file, here.line);
+}
+
 namespace simulator {
 
 template <int n>
