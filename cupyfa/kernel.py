@@ -7,7 +7,6 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 
 from __future__ import annotations
 
-import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
 _MUCH = 0.05  # of a problem's tiles to be empty
-_MORE = 1.15  # times as many scores as smaller tiles compute
+_MORE, _FAR_MORE = 1.15, 1.5  # times as many scores as with other tiles
 _FEW = 4  # tiles of keys, of which a mask hides much of one
 KINDS = ("real", "scalar", "operand")  # of scratch
 # What the text above every kernel's file declares.
@@ -123,9 +122,10 @@ class Kernel:
         compute many more scores than others.
     tiles_few_rows: those to take before all of these where the query heads of a group have no more
         rows together than a number, as ``{16: {64: tiles}}``.
-    tiles_short: those to take before all of these, likewise up to a head dimension, where the first
-        of these would make no more blocks than the device has multiprocessors; under a mask those
-        come first that hold few of a short row's keys.
+    tiles_short: smaller ones, likewise up to a head dimension, to take before all of these where
+        there are too few blocks for the device: where the multiprocessor that has the most to do
+        has far less with them. Under a mask those come first that hold few of a short row's keys.
+    resident: how many blocks a multiprocessor runs at a time, of the usual tiles.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``.
@@ -165,6 +165,7 @@ class Kernel:
         default_factory=dict
     )
     tiles_short: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
+    resident: int = 1
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
@@ -216,11 +217,9 @@ class Kernel:
         return replace(p, precision=next(iter(self.float32_as), None))
 
     def tiles_for(
-        self, p: Problem, arch: str | None = None, multiprocessors: int | None = None
+        self, p: Problem, arch: str | None, multiprocessors: int
     ) -> tuple[Mapping[str, int], ...]:
-        """The constants to try for a problem on an architecture, in order of preference; those for
-        few blocks only if it is known how many are few.
-        """
+        """The constants to try for a problem on a device, in order of preference."""
 
         def of_d(sizes: Mapping[int, Sequence[Mapping[str, int]]]) -> list[Mapping[str, int]]:
             d = max(p.d, p.dv)
@@ -232,25 +231,18 @@ class Kernel:
         def few_keys(tile: Mapping[str, int]) -> int:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
+        def scores(tile: Mapping[str, int]) -> float:
+            return _scores(p, tile, multiprocessors * self.resident)
+
         by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
-        least = min((_scores(p, tile) for tile in by_d), default=0)
-        by_d.sort(key=lambda x: (is_much_empty(x), _scores(p, x) > _MORE * least))
+        least = min(map(scores, by_d), default=0)
+        by_d.sort(key=lambda x: (is_much_empty(x), scores(x) > _MORE * least))
         few = min((x for x in self.tiles_few_rows if p.M * p.group <= x), default=0)
         tiles = (*of_d(self.tiles_few_rows.get(few, {})), *by_d, *self.tiles)
         short = of_d(self.tiles_short)
-        if (
-            not short
-            or multiprocessors is None
-            or self._blocks(p, tiles[0], multiprocessors) > multiprocessors
-        ):
+        if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
             return tiles
         return (*sorted(short, key=lambda x: (is_much_empty(x), few_keys(x))), *tiles)
-
-    def _blocks(self, p: Problem, tile: Mapping[str, int], multiprocessors: int) -> int:
-        """The blocks of its last launch."""
-        launch = [x for x in self.steps(p) if isinstance(x, Launch)][-1]
-        grid = launch.grid(p, SimpleNamespace(**tile, multiprocessors=multiprocessors))
-        return math.prod(grid) if isinstance(grid, tuple) else grid
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
@@ -258,11 +250,17 @@ class Kernel:
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
-def _scores(p: Problem, tile: Mapping[str, int]) -> float:
-    """How many scores tiles compute for a head; under a mask about half, and those at its edge."""
+def _scores(p: Problem, tile: Mapping[str, int], at_a_time: int) -> float:
+    """How many scores are computed one after the other, with so many blocks at a time.
+
+    Under a mask these are about half of all, and those at its edge; rows with few keys make up for
+    others there, but a row tile is one block's.
+    """
     Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
-    keys = (p.N + Br + Bc) / 2 if p.is_masked else cdiv(p.N, Bc) * Bc
-    return cdiv(p.M, Br) * Br * keys
+    blocks = cdiv(p.M, Br) * p.heads * p.batch
+    if p.is_masked:
+        return max(blocks / at_a_time * Br * (p.N + Br + Bc) / 2, Br * p.N)
+    return cdiv(blocks, at_a_time) * Br * cdiv(p.N, Bc) * Bc
 
 
 def _empty_share(N: int, Bc: int) -> float:
@@ -342,6 +340,7 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
         and set(x.dtype_arch.values()) <= set(ARCHES)
         and not (x.dtype_arch and x.target)
     ),
+    "resident is a whole number from 1": lambda x: _is_size(x.resident),
     "largest_d is None or a whole number from 1": lambda x: (
         x.largest_d is None or _is_size(x.largest_d)
     ),

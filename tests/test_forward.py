@@ -46,7 +46,7 @@ def test_large_head_dimensions(backend, kernel, d):
     [
         (kernel, tile)
         for kernel in FORWARD.values()
-        for tile in kernel.tiles[1:]
+        for tile in (*kernel.tiles[1:], *sum(kernel.tiles_short.values(), ()))
         if kernel.name != "fa2"  # the same as fa2_coalesced's
     ]
     + [
@@ -63,6 +63,17 @@ def test_tiles_of_other_sizes(backend, kernel, tiles):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 24, "dv": 17, "causal": True}
     plan = planned(kernel, backend, sizes, **tiles)
     calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("Bc", [64, 128])
+def test_tiles_of_few_blocks_keep_out_what_a_mask_hides(backend, Bc):
+    """Infinities and NaN in values that only some rows of a tile see."""
+    sizes = {"heads": 1, "M": 150, "N": 170, "d": 24, "causal": True}
+    plan = planned(FORWARD["mma_async"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
+    inputs = inputs_of(plan)
+    inputs["V"][..., 7, 1], inputs["V"][..., 60, :4] = np.nan, -np.inf
+    inputs["V"][..., 165, 3] = np.inf
+    calls.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)

@@ -142,7 +142,7 @@ def test_few_blocks_have_tiles_of_their_own(sizes, Br, Bc):
     assert (chosen["Br"], chosen["Bc"]) == (Br, Bc)
     smaller = replace(H100, multiprocessors=1)
     there = planning.plan(FORWARD["mma_async"], problem, smaller).constants
-    assert there["stages"] == 1 or there["Br"] == 128
+    assert there["stages"] == 1 or there["Br"] == 128 or problem.M == 1
 
 
 def test_limits_of_dtypes_and_head_dimensions_are_said():

@@ -463,13 +463,12 @@ def interrupted(args, place, begun, number, *, speaks=False):
     """Starts a command, sends it a signal when it has begun, and looks at how it ends."""
     cache, temporary = place["CUPYFA_CACHE_DIR"], place["TMPDIR"]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    with subprocess.Popen(
-        [*CLI, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    ) as running:
+    # Where these tests run under nohup, SIGHUP is ignored, which a command inherits and keeps to.
+    usual = signal.signal(number, signal.SIG_DFL)
+    command = [*CLI, *map(str, args)]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, env=env, **pipes) as running:
+        signal.signal(number, usual)
         for _ in range(600):
             assert running.poll() is None, running.stderr.read()
             if begun():

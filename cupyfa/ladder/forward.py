@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +47,13 @@ MMA_ASYNC_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
 }
-# Where ptxas finds registers for larger ones.
-_LARGER = {64: tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))}
+# Where ptxas finds registers for larger ones, or needs smaller ones.
+_WIDE = tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))
+_NARROW = ({"Br": 64, "Bc": 48, "Wr": 16, "stages": 1},)
 MMA_ASYNC_TILES_ON = {
-    **dict.fromkeys(("80", "86", "89"), _LARGER),
-    "90": {**_LARGER, 128: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2},)},
+    **{arch: {64: _WIDE[1:]} for arch in ("80", "86", "89")},
+    "90": {64: _WIDE, 128: _WIDE[1:]},
+    **{arch: {64: _WIDE[1:], 256: _NARROW} for arch in ("100", "120")},
 }
 # Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
 MMA_ASYNC_TILES_SHORT = {
@@ -82,6 +84,9 @@ SPLIT_K_CANDIDATES = {
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
     256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
+}
+TF32_TILES_ON = {
+    arch: {128: ({"Br": 128, "Bc": 32, "Wr": 16, "stages": 1},)} for arch in ("100", "120")
 }
 MMA_CANDIDATES = {
     "Br": (32, 64, 96, 128, 192, 256),
@@ -183,9 +188,22 @@ WGMMA_RULES = {
 }
 
 
-def with_queries(tiles: Tiles, Q_stages: int) -> Tiles:
-    """The same with so many buffers of Q."""
-    return tuple({**tile, "Q_stages": Q_stages} for tile in tiles)
+def _persistent_tiles(sizes: Mapping[int, Sequence[Sequence[int]]]) -> Mapping[int, Tiles]:
+    names = ("Br", "Bc", "stages", "Q_stages")
+    return {d: tuple(dict(zip(names, tile)) for tile in tiles) for d, tiles in sizes.items()}
+
+
+WGMMA_PERSISTENT_TILES = _persistent_tiles(
+    {
+        64: ((192, 128, 3, 2), (128, 128, 3, 2)),
+        128: ((128, 128, 2, 2),),
+        192: ((128, 96, 2, 1),),
+        256: ((128, 64, 2, 1),),
+    }
+)
+WGMMA_PERSISTENT_TILES_SHORT = _persistent_tiles(
+    {128: ((64, 64, 3, 2),), 192: ((64, 64, 2, 2),), 256: ((64, 64, 2, 1),)}
+)
 
 
 SLICED_TILES = tuple(
@@ -707,6 +725,7 @@ KERNELS = (
         tiles_up_to=MMA_ASYNC_TILES_UP_TO,
         tiles_on=MMA_ASYNC_TILES_ON,
         tiles_short=MMA_ASYNC_TILES_SHORT,
+        resident=2,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
@@ -798,6 +817,7 @@ KERNELS = (
         pack=packed,
         tiles=MMA_ASYNC_TILES,
         tiles_up_to=TF32_TILES_UP_TO,
+        tiles_on=TF32_TILES_ON,
         candidates=MMA_ASYNC_CANDIDATES,
         dtypes=("float32",),
         dtype_arch={},
@@ -832,12 +852,9 @@ KERNELS = (
         {},
         args=" batch",
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
-        tiles=with_queries(WGMMA_TILES, 1),
-        tiles_up_to={
-            64: with_queries(tuple({"Br": Br, "Bc": 128, "stages": 3} for Br in (192, 128)), 2),
-            128: with_queries(WGMMA_TILES_UP_TO[128], 2),
-            192: with_queries(WGMMA_TILES_UP_TO[192], 1),
-        },
+        tiles=tuple({**tile, "Q_stages": 1} for tile in WGMMA_TILES),
+        tiles_up_to=WGMMA_PERSISTENT_TILES,
+        tiles_short=WGMMA_PERSISTENT_TILES_SHORT,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
     ),
 )

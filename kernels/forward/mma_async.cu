@@ -34,10 +34,11 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
 __device__ void apply_sign(Shared& shared, float scale) {
-  share_out_rows<Br, depth / in_chunk>([&](int row, int chunk, int) {
-    operand* q = at(shared.Q, row, chunk);
-    for (int j = 0; j < in_chunk; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
-  });
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Br * depth; i += threads) {
+    operand& q = at(shared.Q, i / depth, i % depth / in_chunk)[i % in_chunk];
+    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
+  }
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
@@ -97,26 +98,31 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 
 // The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
 // row takes the keys that it sees alone.
-__device__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P, Fragments<width>& O,
-                                 Rows& rows, int first_key, int lane) {
+__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
+                                                 Fragments<width>& O, Rows& rows, int first_key,
+                                                 int lane) {
   exponentiate(P, rows);
-#pragma unroll
-  for (int n = 0; n < Bc / 8; ++n) {
 #pragma unroll 1
-    for (int k = 0; k < 8; ++k) {
-      const int key = n * 8 + k;
+  for (int key = 0; key < Bc; ++key) {
+    float weights[2 * (Wr / step)];
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      unsigned mine = 0;
+#pragma unroll
+      for (int c = 0; c < Bc / 4; ++c) {
+        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
+        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
+      }
+      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
+    }
+#pragma unroll
+    for (int j = 0; j < width / 4; ++j) {
+      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
 #pragma unroll
       for (int i = 0; i < 2 * (Wr / step); ++i) {
-        const float (&p)[4] = P[i / 2][n];
-        const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
-        const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
-        if (!rows.sees(i / 2, i % 2, first_key + key)) continue;
-#pragma unroll
-        for (int j = 0; j < width / 4; ++j) {
-          const int col = j / 2 * 8 + 2 * (lane % 4);
-          const operand* v = at(V, key, j / 2) + col % in_chunk;
-          O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
-        }
+        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
+        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
       }
     }
   }
@@ -147,6 +153,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
   commit_copies();
+  bool strange =
+      stages == 2 && has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
   Fragments<Bc> S = {};
   if (seen) multiply_scores(shared, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
@@ -155,7 +163,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
     commit_copies();
   }
-  const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  if (stages == 1) strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[0]));
   if (seen) {
     rescale<masked>(S, O, rows, first_key, task.lane);
     if (strange)
@@ -239,8 +247,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     buffer = stages - 1 - buffer;
   }
   // Registers do not keep the place through the loop: it is found once more.
-  const Place same = place(fresh(int(blockIdx.x)), tiles, heads / packed);
-  const int row = (tiles - 1 - same.tile) * Br;
+  const int same_tiles = cdiv(fresh(M) * packed, Br);
+  const Place same = place(fresh(int(blockIdx.x)), same_tiles, heads / packed);
+  const int row = (same_tiles - 1 - same.tile) * Br;
   finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
     store_output(shared, sums, O, same.batch, same.head, row, M, own_row, lane);

@@ -36,10 +36,11 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
 __device__ void apply_sign(Shared& shared, float scale) {
-  share_out_rows<Br, depth / in_chunk>([&](int row, int chunk, int) {
-    operand* q = at(shared.Q, row, chunk);
-    for (int j = 0; j < in_chunk; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
-  });
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Br * depth; i += threads) {
+    operand& q = at(shared.Q, i / depth, i % depth / in_chunk)[i % in_chunk];
+    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
+  }
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
@@ -99,26 +100,31 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 
 // The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
 // row takes the keys that it sees alone.
-__device__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P, Fragments<width>& O,
-                                 Rows& rows, int first_key, int lane) {
+__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
+                                                 Fragments<width>& O, Rows& rows, int first_key,
+                                                 int lane) {
   exponentiate(P, rows);
-#pragma unroll
-  for (int n = 0; n < Bc / 8; ++n) {
 #pragma unroll 1
-    for (int k = 0; k < 8; ++k) {
-      const int key = n * 8 + k;
+  for (int key = 0; key < Bc; ++key) {
+    float weights[2 * (Wr / step)];
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      unsigned mine = 0;
+#pragma unroll
+      for (int c = 0; c < Bc / 4; ++c) {
+        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
+        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
+      }
+      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
+    }
+#pragma unroll
+    for (int j = 0; j < width / 4; ++j) {
+      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
 #pragma unroll
       for (int i = 0; i < 2 * (Wr / step); ++i) {
-        const float (&p)[4] = P[i / 2][n];
-        const float mine = k % 2 ? p[i % 2 * 2 + 1] : p[i % 2 * 2];
-        const float weight = __shfl_sync(full_warp, mine, lane / 4 * 4 + k / 2);
-        if (!rows.sees(i / 2, i % 2, first_key + key)) continue;
-#pragma unroll
-        for (int j = 0; j < width / 4; ++j) {
-          const int col = j / 2 * 8 + 2 * (lane % 4);
-          const operand* v = at(V, key, j / 2) + col % in_chunk;
-          O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[j % 2]);
-        }
+        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
+        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
       }
     }
   }
@@ -276,10 +282,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
   wait_for_copies<0>();
   __syncthreads();  // Q is no longer read, nor written
   // Registers do not keep the place through the loop: it is found once more.
-  const Place same = place(fresh(int(blockIdx.x)), tiles * parts, heads / packed);
-  const int row = (tiles - 1 - same.tile % tiles) * Br;
+  const int same_tiles = cdiv(fresh(M) * packed, Br);
+  const Place same = place(fresh(int(blockIdx.x)), same_tiles * parts, heads / packed);
+  const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   if (parts > 1) {
-    store_part(sums, rows, O_parts, max_parts, sum_parts, same.tile / tiles, parts, same.batch,
+    store_part(sums, rows, O_parts, max_parts, sum_parts, same.tile / same_tiles, parts, same.batch,
                same.head, heads, M, lane);
     return;
   }

@@ -92,14 +92,17 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
   Turn<stages> turn;
   for (Task task; schedule.next(task); own.advance()) {
     const int kv_head = task.head / group;
+    const auto load_queries = [&] {
+      wait(shared.Q_empty[own.stage], own.phase ^ 1);
+      load_boxes(shared.Q[own.stage], Q, shared.Q_full[own.stage], task.row, task.head, task.batch);
+    };
+    if (Q_stages > 1) load_queries();
     for (int first_key = task.start; first_key < task.end; first_key += Bc, turn.advance()) {
-      const int i = turn.stage, j = own.stage;
+      const int i = turn.stage;
       wait(shared.K_empty[i], turn.phase ^ 1);
       load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, task.batch);
-      if (first_key == task.start) {
-        wait(shared.Q_empty[j], own.phase ^ 1);
-        load_boxes(shared.Q[j], Q, shared.Q_full[j], task.row, task.head, task.batch);
-      }
+      // A single buffer is free only after the last task's scores, keys have room before that.
+      if (Q_stages == 1 && first_key == task.start) load_queries();
       wait(shared.V_empty[i], turn.phase ^ 1);
       load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, task.batch);
     }

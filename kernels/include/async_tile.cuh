@@ -47,25 +47,25 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
   constexpr int chunks = width / in_chunk;
   if (head.aligned) {
     const operand* from = nullptr;
+    int left = 0;  // rows of the head, from the thread's first one on
     share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
+      const int down = turn * rows_in_turn<chunks>;
+      if (turn == 0) left = head.rows - first_row - row;
       if (turn == 0 || heads > 1)
         from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
       else
         from += rows_in_turn<chunks> * head.stride;
-      copy_async(at(tile, row, chunk), from,
-                 first_row + row < head.rows ? count * int(sizeof(operand)) : 0);
+      copy_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
     });
   } else {
-    share_out_rows<height, chunks>([&](int row, int chunk, int) {
-      const operand* from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
-      operand* to = at(tile, row, chunk);
 #pragma unroll 1
-      for (int j = 0; j < in_chunk; ++j) {
-        const bool inside = first_row + row < head.rows && chunk * in_chunk + j < cols;
-        to[j] = inside ? from[j] : operand(0.0f);
-      }
-    });
+    for (int i = threadIdx.x; i < height * width; i += threads) {
+      const int row = i / width, col = i % width;
+      const bool inside = first_row + row < head.rows && col < cols;
+      at(tile, row, col / in_chunk)[col % in_chunk] =
+          inside ? head.row<heads>(first_row + row)[first_col + col] : operand(0.0f);
+    }
   }
 }
 

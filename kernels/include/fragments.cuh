@@ -152,24 +152,36 @@ __device__ __forceinline__ void softmax(Fragments<Bc>& S, Fragments<width>& O, R
   exponentiate(S, rows);
 }
 
-// O / sum, and the logarithms of the sums.
+// The bits of a number that is wanted, else 0: of such numbers, taken together by |, one is left.
+// Compilers would choose an address where it is written as a choice, and put all into memory.
+__device__ __forceinline__ unsigned bits_if(bool wanted, float value) {
+  return wanted ? __float_as_uint(value) : 0;
+}
+
+// O / sum, and the logarithms of the sums, of which each of a row's four lanes computes another.
 __device__ __forceinline__ void finish_rows(Fragments<width>& O, const Rows& rows, Tensor<real> lse,
                                             int batch, int head, int M, int lane) {
 #pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = rows.row(i / 2, i % 2);
-    float sum = rows.sum[i / 2][i % 2];
-    sum += __shfl_xor_sync(full_warp, sum, 1);
-    sum += __shfl_xor_sync(full_warp, sum, 2);
-    if (lane % 4 == 0 && row < M * packed)
-      *lse.row(batch, head * packed + row % packed, row / packed) =
-          rows.maximum[i / 2][i % 2] / log2e + log(sum);
-    const float inverse = sum == 0 ? 0.0f : 1 / sum;
+  for (int first = 0; first < 2 * (Wr / step); first += 4) {
+    unsigned own_sum = 0, own_maximum = 0;
 #pragma unroll
-    for (int n = 0; n < width / 8; ++n) {
-      O[i / 2][n][i % 2 * 2] *= inverse;
-      O[i / 2][n][i % 2 * 2 + 1] *= inverse;
+    for (int i = first; i < min(first + 4, 2 * (Wr / step)); ++i) {
+      float sum = rows.sum[i / 2][i % 2];
+      sum += __shfl_xor_sync(full_warp, sum, 1);
+      sum += __shfl_xor_sync(full_warp, sum, 2);
+      own_sum |= bits_if(lane % 4 == i - first, sum);
+      own_maximum |= bits_if(lane % 4 == i - first, rows.maximum[i / 2][i % 2]);
+      const float inverse = sum == 0 ? 0.0f : __fdividef(1.0f, sum);
+#pragma unroll
+      for (int n = 0; n < width / 8; ++n) {
+        O[i / 2][n][i % 2 * 2] *= inverse;
+        O[i / 2][n][i % 2 * 2 + 1] *= inverse;
+      }
     }
+    const int own = first + lane % 4, row = rows.row(0, 0) + own * 8;
+    if (own < 2 * (Wr / step) && row < M * packed)
+      *lse.row(batch, head * packed + row % packed, row / packed) =
+          __uint_as_float(own_maximum) / log2e + log(__uint_as_float(own_sum));
   }
 }
 
