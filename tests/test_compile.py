@@ -101,6 +101,16 @@ def test_tiles_of_few_blocks_do_not_spill(arch, d):
         assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
+def test_tiles_of_few_rows_do_not_spill(arch, d):
+    for M, mask in ((1, {}), (64, {"window": (100, 0)})):
+        problem = Problem.of_sizes(M=M, N=4096, d=d, dtype="float16", **mask)
+        plan = planning.plan(LADDER["forward"]["mma_split_k"], problem, limits_of(arch))
+        assert plan.constants["Br"] == max(M, 16)
+        assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
+
+
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
