@@ -62,14 +62,15 @@ class Launch:
     - arrays: the operation's (``Q K V O lse``, or ``S P lse``) and the kernel's scratch, each
       passed as the struct Tensor of tensor.cuh, as a bare pointer if written ``Q.data``, or as the
       struct TensorMap of tma.cuh if written ``Q.map``;
-    - int32: ``M N heads kv_heads batch group``, and of the mask ``diagonal lower``;
+    - int32: ``M N heads kv_heads batch group``, of the mask ``diagonal lower``, and those of
+      ``numbers``, which are more of them, as ``{"name": lambda p, c: …}``;
     - ``scale``, as float (as double for float64).
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
     ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,
     as ``{"name": lambda p, c: …}``. ``when`` says which problems need this launch at all. A grid of
     blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
-    device has; the simulator has few, so that a block has several tiles there too.
+    device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
     ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
     ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits. The copies of boxes need rows that
@@ -86,6 +87,7 @@ class Launch:
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
+    numbers: Mapping[str, Formula] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self, _LAUNCH_RULES)
@@ -118,6 +120,8 @@ class Kernel:
     tiles_on: those to take before these on an architecture, as ``{"90": {64: tiles}}``; of both,
         tiles that would leave much of their last keys empty come last, and before these such as
         compute many more scores than others.
+    tiles_few_rows: those to take before all of these where the query heads of a group have no more
+        rows together than a number, as ``{16: {64: tiles}}``.
     tiles_short: smaller ones, likewise up to a head dimension, to take before all of these where
         there are too few blocks for the device: where the multiprocessor that has the most to do
         has far less with them. Under a mask those come first that hold few of a short row's keys.
@@ -130,7 +134,8 @@ class Kernel:
         contiguous), "lse" (else it is not returned), "dv" (dv other than d).
     scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand")}``; a problem has those
         that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8. In
-        place of axes a formula may count the elements, ``lambda p, c: …``.
+        place of axes a formula may count the elements, ``lambda p, c: …``, as grids with
+        ``c.multiprocessors``.
     arch: the least compute capability; or one with the instructions that only it has, as "90a",
         which then runs on devices of that one alone.
     dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
@@ -142,6 +147,8 @@ class Kernel:
         and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
         it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never
         takes a kernel that was not measured, unless that is so of all that can do a precision.
+    made_for: the problems that it was made for, ``lambda p, c: bool``, as grids with
+        ``c.multiprocessors``. ``kernel="auto"`` takes it for these, and for no others.
     predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
         as ``{counter: value in words}``, and what the kernel's page explains.
     folder: where the files of a kernel from outside the project are.
@@ -154,6 +161,9 @@ class Kernel:
     tiles: Sequence[Mapping[str, int]] = ({},)
     tiles_up_to: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
     tiles_on: Mapping[str, Mapping[int, Sequence[Mapping[str, int]]]] = field(default_factory=dict)
+    tiles_few_rows: Mapping[int, Mapping[int, Sequence[Mapping[str, int]]]] = field(
+        default_factory=dict
+    )
     tiles_short: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
     resident: int = 1
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -167,6 +177,7 @@ class Kernel:
     rounding: str | None = None
     precisions: Sequence[str] = ()
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
     predicts: Mapping[str, str] = field(default_factory=dict)
     folder: str | Path | None = None
 
@@ -226,7 +237,8 @@ class Kernel:
         by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
         least = min(map(scores, by_d), default=0)
         by_d.sort(key=lambda x: (is_much_empty(x), scores(x) > _MORE * least))
-        tiles = (*by_d, *self.tiles)
+        few = min((x for x in self.tiles_few_rows if p.M * p.group <= x), default=0)
+        tiles = (*of_d(self.tiles_few_rows.get(few, {})), *by_d, *self.tiles)
         short = of_d(self.tiles_short)
         if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
             return tiles
@@ -267,6 +279,10 @@ _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
+    "numbers are {name: lambda p, c: …}, of names that the args have": lambda x: (
+        set(x.numbers) <= {name for name, form in x.arrays if not form}
+        and all(map(callable, x.numbers.values()))
+    ),
     "boxes are {array: rows, lambda p, c: …}, one for each Q.map of the args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}
         and all(map(callable, x.boxes.values()))
@@ -289,6 +305,9 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     ),
     "tiles_short are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
         x.tiles_short, x.tiles[0]
+    ),
+    "tiles_few_rows are {rows: {head dimension: tiles}}, named as the tiles are": lambda x: all(
+        _is_size(rows) and _are_sizes(sizes, x.tiles[0]) for rows, sizes in x.tiles_few_rows.items()
     ),
     "tiles_on are {architecture: {head dimension: tiles}}, named as the tiles are": lambda x: all(
         _are_sizes(sizes, x.tiles[0]) for sizes in x.tiles_on.values()
@@ -330,6 +349,9 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     ),
     f"precisions are {', '.join(PRECISIONS)}": lambda x: (
         not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)
+    ),
+    "made_for is None or a formula, lambda p, c: …": lambda x: (
+        x.made_for is None or callable(x.made_for)
     ),
     "predicts are {counter: value in words}": lambda x: all(
         isinstance(words, str) for words in x.predicts.values()

@@ -83,8 +83,8 @@ class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text.
 
     ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
-    are the rows of a box by array. ``target`` is the architecture to compile for, as "90a", if that
-    is not just the device's.
+    are the rows of a box by array, ``numbers`` the arguments that only this launch has. ``target``
+    is the architecture to compile for, as "90a", if that is not just the device's.
     """
 
     launch: Launch
@@ -96,6 +96,7 @@ class PlannedLaunch:
     threads: int
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
     target: str | None = None
 
     @property
@@ -252,14 +253,18 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
     that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
     that was not measured it is the one that was measured fastest for inputs of that dtype, or else
-    the ladder's last.
+    the ladder's last. Before all of these comes one that was made for such problems.
     """
     problem = _accurate(problem)
     arithmetic = problem.arithmetic
-    measured = [k for k in LADDER[operation].values() if arithmetic in k.tflops]
+    kernels = LADDER[operation].values()
+    if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
+        return special[-1]
+    general = [k for k in kernels if k.made_for is None]
+    measured = [k for k in general if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
-        others = [k for k in LADDER[operation].values() if can(k, problem, limits)]
+        others = [k for k in general if can(k, problem, limits)]
         if others and arithmetic != problem.dtype.name:
             return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
         names = ", ".join(k.name for k in others)
@@ -274,6 +279,18 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
     speeds = {k.name: _nearest(scaled[k.name] | here[k.name], problem.d) for k in able}
     return [k for k in able if speeds[k.name] >= _ALIKE * max(speeds.values())][-1]
+
+
+def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    """Whether the problem, which the kernel can do here, is one of those that it was made for."""
+    if kernel.made_for is None:
+        return False
+    try:
+        its = plan(kernel, problem, limits)
+    except Unsupported:
+        return False
+    c = SimpleNamespace(**its.constants, multiprocessors=limits.multiprocessors)
+    return bool(_evaluated(kernel, "made_for", kernel.made_for, its.problem, c))
 
 
 def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
@@ -443,7 +460,7 @@ def _with_constants(
             step if isinstance(step, Matmul) else _planned(kernel, step, problem, limits, constants)
             for step in steps
         ),
-        scratch=_scratch(kernel, problem, steps, constants),
+        scratch=_scratch(kernel, problem, limits, steps, constants),
         outputs=_allocations(_outputs(kernel), problem),
     )
 
@@ -515,6 +532,7 @@ def _planned(
         threads=threads,
         shared_bytes=shared_bytes,
         boxes=_boxes(kernel, launch, problem, c),
+        numbers=_numbers(kernel, launch, problem, of_grid),
         target=kernel.target,
     )
 
@@ -535,6 +553,22 @@ def _boxes(
     return boxes
 
 
+def _numbers(
+    kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
+) -> Mapping[str, int]:
+    """The arguments that only this launch has."""
+    numbers = {}
+    for name, formula in launch.numbers.items():
+        number = _evaluated(kernel, f"{name} of {launch.entry}", formula, problem, c)
+        if not isinstance(number, int | np.integer) or not -(2**31) <= number < 2**31:
+            raise ValueError(
+                f"{kernel.name}: the record's formula for {name} gives {number!r} for {problem}; "
+                "it must give a whole number of 32 bits"
+            )
+        numbers[name] = int(number)
+    return numbers
+
+
 def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
     """The operation's outputs, without lse if the kernel does not compute it."""
     outputs = OPERATIONS[kernel.operation].outputs
@@ -544,11 +578,12 @@ def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
 def _scratch(
     kernel: Kernel,
     problem: Problem,
+    limits: Limits,
     steps: Sequence[Launch | Matmul],
     constants: Mapping[str, int],
 ) -> Allocations:
     """The scratch that the steps name: of its axes, or of as many elements as a formula says."""
-    c, arrays = SimpleNamespace(**constants), {}
+    c, arrays = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors), {}
     dtypes, named = _dtypes(problem, _operand(kernel, problem)), _arrays_of(steps)
     for name, (axes, kind) in kernel.scratch.items():
         if name not in named:

@@ -239,6 +239,7 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
             "scratch": f"{plan.scratch_bytes:,} bytes",
             "arguments": launch.launch.args,
             "rows of boxes": launch.boxes,
+            "numbers": launch.numbers,
         }
     )
 

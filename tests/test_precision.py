@@ -96,7 +96,9 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
     message = "it computes float32 in float32; kernels that can: mma_tf32$"
     with pytest.raises(Unsupported, match=message):
         plan("fa2", "tf32")
-    with pytest.raises(Unsupported, match="kernels that can: v3, mma_async, mma_slices$"):
+    with pytest.raises(
+        Unsupported, match="kernels that can: v3, mma_async, mma_split_k, mma_slices$"
+    ):
         plan("fa2", "float16")
     with pytest.raises(Unsupported, match="no other kernel can either"):
         plan("fa2", "bfloat16")

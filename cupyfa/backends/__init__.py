@@ -187,7 +187,7 @@ def arguments(
     numbers = {
         name: np.int32(getattr(p, name))
         for name in ("M", "N", "heads", "kv_heads", "batch", "group", "diagonal", "lower")
-    }
+    } | {name: np.int32(number) for name, number in step.numbers.items()}
     scale = {"scale": p.dtype.sums.type(p.scale)}
     values = []
     for name, form in step.launch.arrays:

@@ -25,6 +25,7 @@ ROW_TILES = tuple(
     for Bc in (32, 16, 8, 4, 2, 1)
     if Bc <= Br <= 16 * Bc
 )
+MERGE_WARPS = 4
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
 Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
@@ -58,6 +59,29 @@ MMA_ASYNC_TILES_ON = {
 MMA_ASYNC_TILES_SHORT = {
     64: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (128, 64)),
     128: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (64, 32)),
+}
+SPLIT_K_TILES = tuple(
+    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 2, "fill": 2} for Br in (64, 32, 16) for Bc in (32, 16)
+)
+SPLIT_K_TILES_UP_TO = {
+    64: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2, "fill": 2},),
+    128: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 2, "fill": 2},),
+}
+# Where ptxas lacks registers for the others.
+SPLIT_K_TILES_ON = {arch: {256: SPLIT_K_TILES[1:2]} for arch in ("100", "120")}
+SPLIT_K_TILES_FEW_ROWS = {
+    Br: {
+        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": 3, "fill": 3},)
+        for d, Bc in ((64, 64), (128, 32), (256, 16))
+    }
+    for Br in (16, 32, 64)
+}
+SPLIT_K_CANDIDATES = {
+    "Br": (16, 32, 64, 128),
+    "Bc": (16, 32, 64),
+    "Wr": (16, 32),
+    "stages": (2, 3, 4),
+    "fill": (1, 2, 3, 4),
 }
 TF32_TILES_UP_TO = {
     128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
@@ -93,6 +117,46 @@ def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same with `stages` of K and V; O takes the place of Q at the end."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
+
+
+def row_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """How many tiles of Br rows there are in all."""
+    heads = packed(p, c)
+    return cdiv(p.M * heads, c.Br) * (p.heads // heads) * p.batch
+
+
+def seen_keys(p: Problem, c: SimpleNamespace) -> int:
+    """How many keys the rows of a tile see, at most."""
+    if p.left is None or p.right is None:
+        return p.N
+    return min(p.N, min(p.M, c.Br) + p.left + p.right)
+
+
+def parts_of_keys(p: Problem, c: SimpleNamespace) -> int:
+    """Into how many parts keys are shared out: the fewest with which the device, if it holds `fill`
+    blocks a multiprocessor at a time, is left idle for no more than a tenth; a part has a tile.
+    """
+    tiles, at_a_time = max(row_tiles(p, c), 1), c.fill * c.multiprocessors
+    most = max(cdiv(seen_keys(p, c), c.Bc), 1)
+    for parts in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
+        turns = cdiv(tiles * parts, at_a_time)
+        if 10 * tiles * parts >= 9 * turns * at_a_time:
+            return parts
+    return most
+
+
+def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether reading K and V takes longer than multiplying them, or their tiles, one after
+    another, longer than a quarter of the device would take for all.
+    """
+    few = p.M * p.group <= 64 or 4 * row_tiles(p, c) <= c.multiprocessors
+    return few and seen_keys(p, c) >= 1024
+
+
+def rows_in_parts(p: Problem, c: SimpleNamespace) -> int:
+    """The rows that all parts have together, if a launch is to merge them."""
+    parts = parts_of_keys(p, c)
+    return p.batch * p.heads * p.M * parts if parts > 1 else 0
 
 
 def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -243,29 +307,40 @@ def mma_kernel(
     *,
     shared: Formula = mma_shared,
     pack: Formula = lambda p, c: 1,
+    parts: Formula | None = None,
     rounds_float32: bool = False,
     **fields: Any,
 ) -> Kernel:
-    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers."""
+    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers. With `parts`
+    that is one block for each part of the keys, and another launch merges what they found.
+    """
+
+    def blocks(p: Problem, c: SimpleNamespace) -> int:
+        tiles = cdiv(p.M * pack(p, c), c.Br) * (p.heads // pack(p, c)) * p.batch
+        return tiles * (parts(p, c) if parts else 1)
+
+    scratch = " O_parts.data max_parts.data sum_parts.data parts" if parts else ""
     kernel = Kernel(
         name=name,
         adds=adds,
         launches=(
             Launch(
                 name,
-                args="Q K V O lse M N heads group diagonal lower scale",
-                grid=lambda p, c: cdiv(p.M * pack(p, c), c.Br) * (p.heads // pack(p, c)) * p.batch,
+                args=f"Q K V O lse{scratch} M N heads group diagonal lower scale",
+                grid=blocks,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
                 constants={"packed": pack},
+                numbers={"parts": parts} if parts else {},
             ),
+            *((merge_launch(parts),) if parts else ()),
         ),
-        rules=MMA_RULES,
         largest_d=256,
         features=EVERYTHING,
         tflops=tflops,
         predicts=predicts,
         **{
+            "rules": MMA_RULES,
             "tiles": MMA_TILES,
             "tiles_up_to": MMA_TILES_UP_TO,
             "candidates": MMA_CANDIDATES,
@@ -275,6 +350,18 @@ def mma_kernel(
         },
     )
     return rounded_first(kernel) if rounds_float32 else kernel
+
+
+def merge_launch(parts: Formula) -> Launch:
+    """Adds up what blocks found in parts of the keys; of one part nothing is left to do."""
+    return Launch(
+        "merge_parts",
+        args="O_parts.data max_parts.data sum_parts.data O lse parts M heads",
+        grid=lambda p, c: p.M * p.heads * p.batch if parts(p, c) > 1 else 1,
+        threads=lambda p, c: MERGE_WARPS * WARP,
+        shared=lambda p, c: 4 * MERGE_WARPS * (cdiv(p.dv, 16) * 16 + 1),
+        numbers={"parts": parts},
+    )
 
 
 def wgmma_kernel(
@@ -320,7 +407,7 @@ def wgmma_kernel(
 
 def rounded_first(kernel: Kernel) -> Kernel:
     """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
-    (launch,) = kernel.launches
+    launch, *after = kernel.launches
     assert isinstance(launch, Launch)
     return replace(
         kernel,
@@ -340,6 +427,7 @@ def rounded_first(kernel: Kernel) -> Kernel:
                 args=launch.args.replace("Q K V", "Q16 K16 V16"),
                 when=lambda p: p.precision == "float16",
             ),
+            *after,
         ),
         scratch={
             **kernel.scratch,
@@ -671,6 +759,38 @@ KERNELS = (
         tiles_short=MMA_ASYNC_TILES_SHORT,
         resident=2,
         candidates=MMA_ASYNC_CANDIDATES,
+        rounds_float32=True,
+    ),
+    mma_kernel(
+        "mma_split_k",
+        "blocks share out the keys of a row tile, and a launch merges what they found",
+        {},
+        {
+            "bound by": "latency: wait",
+            "duration": "0.24 to 0.26",
+            "tensor cores": "42 to 48",
+            "SMs busy": "above 90",
+            "occupancy": "12",
+            "limited by": "registers, 2 blocks",
+            "load conflicts": "below 0.1",
+            "load sectors": "16",
+            "DRAM": "below 8",
+        },
+        shared=mma_async_shared,
+        pack=packed,
+        parts=parts_of_keys,
+        scratch={
+            "O_parts": (lambda p, c: rows_in_parts(p, c) * cdiv(p.dv, 16) * 16, "real"),
+            "max_parts": (rows_in_parts, "real"),
+            "sum_parts": (rows_in_parts, "real"),
+        },
+        tiles=SPLIT_K_TILES,
+        tiles_up_to=SPLIT_K_TILES_UP_TO,
+        tiles_on=SPLIT_K_TILES_ON,
+        tiles_few_rows=SPLIT_K_TILES_FEW_ROWS,
+        candidates=SPLIT_K_CANDIDATES,
+        rules={**MMA_RULES, "stages is 2 or more": lambda c: c.stages >= 2},
+        made_for=few_rows_for_many_keys,
         rounds_float32=True,
     ),
     rounded_first(

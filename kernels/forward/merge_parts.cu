@@ -1,0 +1,76 @@
+// merge_parts: rows of O from what several blocks found, each in a part of the keys.
+//
+// A part's sums are relative to its own maximum. Relative to the largest of all they are added up,
+// always in the same order, and divided once: the online softmax of parts instead of tiles. A part
+// without a visible key has sums 0 and the lowest maximum, and adds nothing.
+//
+//   O_parts [batch, heads, M, parts, width]    max_parts, sum_parts [batch, heads, M, parts]
+//   O [batch, heads, M, dv]    lse [batch, heads, M]
+//   grid (M * heads * batch; 1 if there is one part)    block (threads): a warp takes every fourth
+//   part, a lane four columns of each 128
+//   the host sets: scalar, real, dv, threads, shared_bytes
+#include <block.cuh>
+#include <math.cuh>
+#include <shared.cuh>
+#include <tensor.cuh>
+#include <warp.cuh>
+
+constexpr int width = cdiv(dv, 16) * 16;
+constexpr int turns = cdiv(width, 4 * warp_size);
+constexpr float log2e = 1.44269504f;
+
+struct Shared {
+  float O[warps][width];
+  float sum[warps];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void merge_parts(
+    const float* O_parts, const float* max_parts, const float* sum_parts, Tensor<scalar> O,
+    Tensor<real> lse, int parts, int M, int heads) {
+  if (parts == 1) return;  // its block has written the rows
+  Shared& shared = shared_memory<Shared>();
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+  const long long first = (long long)blockIdx.x * parts;
+
+  float maximum = max_parts[first];
+  for (int part = lane; part < parts; part += warp_size) {
+    maximum = fmax(maximum, max_parts[first + part]);
+  }
+  maximum = warp_max(maximum);
+
+  float sum = 0;
+  float4 o[turns] = {};
+#pragma unroll 4
+  for (int part = warp; part < parts; part += warps) {
+    const float factor = exp2f(max_parts[first + part] - maximum);
+    sum += factor * sum_parts[first + part];
+    const float* from = O_parts + (first + part) * width;
+#pragma unroll
+    for (int i = 0; i < turns; ++i) {
+      const int col = 4 * (lane + i * warp_size);
+      if (col >= width) continue;
+      const float4 x = *reinterpret_cast<const float4*>(from + col);
+      o[i].x += factor * x.x, o[i].y += factor * x.y;
+      o[i].z += factor * x.z, o[i].w += factor * x.w;
+    }
+  }
+  if (lane == 0) shared.sum[warp] = sum;
+#pragma unroll
+  for (int i = 0; i < turns; ++i) {
+    const int col = 4 * (lane + i * warp_size);
+    if (col < width) *reinterpret_cast<float4*>(&shared.O[warp][col]) = o[i];
+  }
+  __syncthreads();  // every warp's sums are there
+
+  sum = 0;
+  for (int i = 0; i < warps; ++i) sum += shared.sum[i];
+  const float inverse = sum == 0 ? 0.0f : 1 / sum;
+  for (int col = threadIdx.x; col < dv; col += threads) {
+    float total = 0;
+    for (int i = 0; i < warps; ++i) total += shared.O[i][col];
+    O.row(batch, head, row)[col] = scalar(total * inverse);
+  }
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum / log2e + log(sum);
+}
