@@ -232,7 +232,7 @@ class Kernel:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
         def scores(tile: Mapping[str, int]) -> float:
-            return _scores(p, tile, multiprocessors * self.resident)
+            return _scores(p, tile, self._packed(p, tile), multiprocessors * self.resident)
 
         by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
         least = min(map(scores, by_d), default=0)
@@ -244,20 +244,26 @@ class Kernel:
             return tiles
         return (*sorted(short, key=lambda x: (is_much_empty(x), few_keys(x))), *tiles)
 
+    def _packed(self, p: Problem, tile: Mapping[str, int]) -> int:
+        """Query heads whose rows share tiles."""
+        launches = [x for x in self.launches if isinstance(x, Launch)]
+        formulas = (x.constants["packed"] for x in launches if "packed" in x.constants)
+        return next(formulas, lambda p, c: 1)(p, SimpleNamespace(**tile))
+
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
-def _scores(p: Problem, tile: Mapping[str, int], at_a_time: int) -> float:
+def _scores(p: Problem, tile: Mapping[str, int], packed: int, at_a_time: int) -> float:
     """How many scores are computed one after the other, with so many blocks at a time.
 
     Under a mask these are about half of all, and those at its edge; rows with few keys make up for
     others there, but a row tile is one block's.
     """
     Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
-    blocks = cdiv(p.M, Br) * p.heads * p.batch
+    blocks = cdiv(p.M * packed, Br) * p.heads // packed * p.batch
     if p.is_masked:
         return max(blocks / at_a_time * Br * (p.N + Br + Bc) / 2, Br * p.N)
     return cdiv(blocks, at_a_time) * Br * cdiv(p.N, Bc) * Bc
