@@ -206,14 +206,14 @@ def attend(
 class Gradients:
     """What one tile gives, float64.
 
-    scores, weights, dweights, dscores [n, rows, keys]: S with the scale, P, the gradient of P, and
-    dS, that of the unmasked S; 0 where a pair does not count. unseen is True there.
+    scores, weights, slopes, dscores [n, rows, keys]: S, P, the gradient of P less its mean in the
+    row, and dS = P * slopes; 0 where a pair does not count. unseen is True there.
     dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv].
     """
 
     scores: Array
     weights: Array
-    dweights: Array
+    slopes: Array
     dscores: Array
     unseen: Array
     dq: Array
@@ -234,14 +234,14 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, scale: float)
     )
     scores = (tile.q @ tile.k.mT) * scale
     weights = np.exp(scores - lse[..., None])
-    dweights = grad @ tile.v.mT
-    dscores = weights * (dweights - (grad * out).sum(-1, keepdims=True))
-    for x in (scores, weights, dweights, dscores):
+    slopes = grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)
+    dscores = weights * slopes
+    for x in (scores, weights, slopes, dscores):
         np.copyto(x, 0.0, where=unseen)
     return Gradients(
         scores,
         weights,
-        dweights,
+        slopes,
         dscores,
         unseen,
         dq=_sum_visible(dscores, tile.k, unseen) * scale,
