@@ -26,10 +26,10 @@ def summed(a, b):
 
 
 @np.errstate(all="ignore")
-def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=False, lse_error=0.0):
+def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None, lse_error=0.0):
     """Gradients as a kernel computes them, with sums in float32; of a fault where one is given.
 
-    rounds: whether P and dS are rounded to the dtype before they are multiplied.
+    rounds: the precision that P and dS are rounded to before they are multiplied.
     """
     real, group = p.dtype.sums.type, p.group
     q, k, v, o, lse, do = (inputs[x].astype(real) for x in ("Q", "K", "V", "O", "lse", "dO"))
@@ -49,7 +49,7 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=Fals
     D = summed(do[..., None, :], o[..., None])[..., 0] if delta else real(0)
     dS = np.where(seen, P * (summed(do, v.mT) - D), real(0))
     if rounds:
-        P, dS = (reference.rounded(x, p.dtype.name).astype(real) for x in (P, dS))
+        P, dS = (reference.rounded(x, rounds).astype(real) for x in (P, dS))
     shared = (p.batch, p.kv_heads, group * p.M)
 
     def over_rows(weights, values):
@@ -64,8 +64,8 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=Fals
     return {name: x.astype(p.dtype.numpy) for name, x in found.items()}
 
 
-def worst(p, inputs, results):
-    verdicts = tolerance.compare(results, BACKWARD.expected(inputs, p))
+def worst(p, inputs, results, rounding=None):
+    verdicts = tolerance.compare(results, BACKWARD.expected(inputs, p, rounding))
     return {verdict.name: verdict.ratio for verdict in verdicts}
 
 
@@ -87,8 +87,21 @@ def test_a_correct_kernel_is_accepted(dtype, rounds, mask):
     for sizes in SIZES:
         for values in ("normal", "uniform", "integers", "equal", "one_hot", "huge", "tiny"):
             p, inputs = case(dtype, values, **sizes, **MASKS[mask])
-            ratios = worst(p, inputs, kernel(p, inputs, rounds=rounds))
+            ratios = worst(p, inputs, kernel(p, inputs, rounds=dtype if rounds else None))
             assert max(ratios.values()) < (1 if rounds else 0.8), (p, values, ratios)
+
+
+@pytest.mark.parametrize("rounding", ["tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_kernel_that_rounds_by_design_is_accepted(mask, rounding):
+    for sizes in SIZES:
+        for values in ("normal", "uniform", "integers", "equal", "one_hot"):
+            p, inputs = case("float32", values, **sizes, **MASKS[mask])
+            operands = {x: inputs[x] for x in ("O", "lse")}
+            for x in ("Q", "K", "V", "dO"):
+                operands[x] = reference.rounded(inputs[x], rounding)
+            ratios = worst(p, inputs, kernel(p, operands, rounds=rounding), rounding)
+            assert max(ratios.values()) < 1, (p, values, ratios)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
