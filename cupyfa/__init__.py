@@ -3,7 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cupyfa.api import attention, kernels, plan, softmax
+from cupyfa.api import (
+    attention,
+    attention_backward,
+    attention_vjp,
+    kernels,
+    plan,
+    softmax,
+)
 from cupyfa.backends import DeviceError
 from cupyfa.backends.simulator import Simulator
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
@@ -40,6 +47,8 @@ __all__ = [
     "Unsupported",
     "WrongResult",
     "attention",
+    "attention_backward",
+    "attention_vjp",
     "bench",
     "cdiv",
     "check",

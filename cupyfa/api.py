@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from cupyfa import calls, planning
-from cupyfa.backends import Backend
+from cupyfa.backends import Backend, overlap
 from cupyfa.backends.select import adopt, backend_named
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
@@ -74,6 +75,104 @@ def attention(
         lse = engine.empty(_rows(q, layout), problem.dtype.sums)
         outputs = {"O": view(o), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (o, lse), out, return_lse, check)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool | str | None = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    kernel: str | Kernel = "auto",
+    backend: str | Backend = "auto",
+    layout: str = "bhsd",
+    grads: Any = None,
+    check: bool = False,
+    **constants: int,
+) -> tuple[Any, Any, Any]:
+    """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
+
+    q, k, v and the options are what ``attention`` was called with, ``out`` [..., heads, M, dv] and
+    ``lse`` [..., heads, M] what it returned with ``return_lse``; dout is an array like out.
+    ``deterministic`` takes a kernel whose results are the same bits in every run. ``grads`` are
+    three arrays to write to, in place of new ones.
+
+    Returns dq, dk and dv, arrays like q, k and v; dk and dv are sums over the query heads that
+    share a key head. Rows that see no key have no gradient: theirs are 0, and they add nothing.
+
+    Raises what ``attention`` does, and Unsupported if ``deterministic`` is more than the kernel
+    named can do.
+
+    FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
+    """
+    engine, (dout, q, k, v, out, lse) = adopt(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
+    )
+    shape = (*q.shape[:-1], problem.dv)
+    _check_like("dout", dout, shape, problem.dtype.numpy)
+    _check_like("out", out, shape, problem.dtype.numpy)
+    _check_like("lse", lse, _rows(q, layout), problem.dtype.sums)
+    with engine.working_on(q):
+        plan = _plan(
+            engine, attention_backward, kernel, problem, constants, deterministic=deterministic
+        )
+        view = partial(four_axes, layout=layout)
+        named = {"Q": q, "K": k, "V": v, "O": out, "dO": dout}
+        inputs = {name: view(array) for name, array in named.items()}
+        inputs["lse"] = lse.reshape(problem.shape("batch heads M"))
+        given = _three(grads)
+        results = [
+            calls.target(engine, mine, tuple(x.shape), problem.dtype.numpy, inputs, view)
+            for x, mine in zip((q, k, v), given)
+        ]
+        _check_apart(engine, given)
+        outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
+        calls.fill(engine, plan, inputs, outputs, check=check)
+        to_host = isinstance(q, np.ndarray)
+        dq, dk, dv = (
+            calls.deliver(engine, result, mine, to_host=to_host)
+            for result, mine in zip(results, given)
+        )
+        return dq, dk, dv
+
+
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = False,
+    kernel: str | Kernel = "auto",
+    backward_kernel: str | Kernel = "auto",
+    **options: Any,
+) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
+    """The attention of q, k and v, and the function that takes its gradient back to them.
+
+    Returns out and ``pullback``, with ``pullback(dout)`` the gradients dq, dk and dv. ``kernel`` is
+    that of ``attention``, ``backward_kernel`` and ``deterministic`` are those of
+    ``attention_backward``; the other options are what both have. The pullback keeps q, k, v, out
+    and lse, and may be called again; it goes by what they hold then.
+    """
+    out, lse = attention(q, k, v, kernel=kernel, return_lse=True, **options)
+
+    def pullback(dout: Any) -> tuple[Any, Any, Any]:
+        return attention_backward(
+            dout,
+            *(q, k, v, out, lse),
+            deterministic=deterministic,
+            kernel=backward_kernel,
+            **options,
+        )
+
+    return out, pullback
 
 
 def softmax(
@@ -164,9 +263,17 @@ def _plan(
     kernel: str | Kernel,
     problem: Problem,
     constants: Mapping[str, int],
+    *,
+    deterministic: bool = False,
 ) -> Plan:
-    operation = "softmax" if function is softmax else "forward"
-    record = planning.select(kernel, operation, problem, engine.limits)
+    operations = {attention_backward: "backward", softmax: "softmax"}
+    record = planning.select(
+        kernel,
+        operations.get(function, "forward"),
+        problem,
+        engine.limits,
+        deterministic=deterministic,
+    )
     for name in constants.keys() - record.tiles[0].keys():
         options = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
         raise ValueError(
@@ -175,6 +282,37 @@ def _plan(
             f"{', '.join(x.name for x in options)}"
         )
     return planning.plan(record, problem, engine.limits, **constants)
+
+
+def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raises if an array is not what the forward pass of the same q, k and v returns."""
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}, and q, k and v make it {tuple(shape)}; "
+            "give what attention makes of them"
+        )
+    if str(array.dtype) != str(dtype):
+        raise TypeError(f"{name} is {array.dtype}, and q, k and v make it {dtype}; convert it")
+
+
+def _three(grads: Any) -> tuple[Any, Any, Any]:
+    """The arrays to write the gradients to; None for a new one."""
+    if grads is None:
+        return None, None, None
+    if not isinstance(grads, tuple | list) or len(grads) != 3:
+        raise TypeError(
+            f"grads is a {type(grads).__name__}; give the three arrays for dq, dk and dv"
+        )
+    return grads[0], grads[1], grads[2]
+
+
+def _check_apart(engine: Backend, grads: tuple[Any, Any, Any]) -> None:
+    """Raises if two of the caller's arrays share memory."""
+    names = [(name, x) for name, x in zip(("dq", "dk", "dv"), grads) if x is not None]
+    for (one, a), (other, b) in combinations(names, 2):
+        on_host = isinstance(a, np.ndarray)
+        if np.may_share_memory(a, b) if on_host else overlap(engine, a, b):
+            raise ValueError(f"{one} and {other} of grads overlap; give each memory of its own")
 
 
 def _rows_of_scores(x: Any, problem: Problem) -> Any:

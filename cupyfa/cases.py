@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from cupyfa import reference
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
@@ -61,11 +62,14 @@ class Case:
         axes = OPERATIONS[self.operation].inputs
         rng = np.random.default_rng(self.seed)
         dtype = self.problem.dtype.numpy
-        drawn = {
+        arrays = {
             name: _drawn(name, self.problem.shape(axes[name]), self.values, dtype, rng)
             for name in axes
+            if name not in ("O", "lse")
         }
-        return arranged(drawn, self.layout)
+        if "lse" in axes:
+            arrays |= _left_by_forward(self.problem, arrays)
+        return arranged({name: arrays[name] for name in axes}, self.layout)
 
     def options(self) -> list[str]:
         """The options of the command line that make it again."""
@@ -96,7 +100,7 @@ def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
     """The elements of one array, contiguous; scores are made by Q and K, or are S."""
-    makes_scores = name != "V"
+    makes_scores = name in "QKS"
     if values == "uniform":
         x = rng.random(shape, np.float32)
     elif values == "integers":
@@ -118,6 +122,18 @@ def _drawn(
     return x.astype(dtype)
 
 
+def _left_by_forward(p: Problem, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """O and lse, as a forward pass without errors would leave them in their dtypes."""
+    out, lse = reference.attention(
+        *(arrays[name] for name in "QKV"),
+        scale=p.scale,
+        diagonal=None if p.right is None else p.diagonal,
+        lower=None if p.left is None else p.lower,
+    )
+    with np.errstate(all="ignore"):
+        return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
+
+
 def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
     """Contiguous arrays in one of LAYOUTS: the same elements in other places of memory."""
     if layout == "packed":
@@ -126,6 +142,8 @@ def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray
 
 
 def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
+    if x.ndim < 4:  # lse, which nobody keeps in another way
+        return x
     if layout == "bshd":
         return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     if layout == "columns":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -62,7 +63,8 @@ def cases(
         count = FUZZ_SAMPLES if samples is None else samples
         return [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
     make = _softmax_grid if operation == "softmax" else _attention_grid
-    found = list(dict.fromkeys(make(grid, dtypes, seed)))
+    made = (replace(case, operation=operation) for case in make(grid, dtypes, seed))
+    found = list(dict.fromkeys(made))
     return found if samples is None else _sampled(found, samples, seed)
 
 

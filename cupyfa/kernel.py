@@ -59,9 +59,9 @@ class Launch:
     ``entry`` is the name of the ``extern "C"`` function and of its file; ``file`` says where that
     is if not in the folder of the kernel's operation. ``args`` are the arguments in order, out of
 
-    - arrays: the operation's (``Q K V O lse``, or ``S P lse``) and the kernel's scratch, each
-      passed as the struct Tensor of tensor.cuh, as a bare pointer if written ``Q.data``, or as the
-      struct TensorMap of tma.cuh if written ``Q.map``;
+    - arrays: the operation's (``Q K V O lse``, of gradients also ``dO dQ dK dV``; or ``S P lse``)
+      and the kernel's scratch, each passed as the struct Tensor of tensor.cuh, as a bare pointer if
+      written ``Q.data``, or as the struct TensorMap of tma.cuh if written ``Q.map``;
     - int32: ``M N heads kv_heads batch group``, of the mask ``diagonal lower``, and those of
       ``numbers``, which are more of them, as ``{"name": lambda p, c: …}``;
     - ``scale``, as float (as double for float64).
@@ -146,11 +146,15 @@ class Kernel:
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
         and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
         it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never
-        takes a kernel that was not measured, unless that is so of all that can do a precision.
+        takes a kernel that was not measured, unless that is so of all that can do a precision, or
+        of all of an operation.
     made_for: the problems that it was made for, ``lambda p, c: bool``, as grids with
-        ``c.multiprocessors``. ``kernel="auto"`` takes it for these, and for no others.
+        ``c.multiprocessors``. ``kernel="auto"`` takes it for these, once it was measured, and for
+        no others.
     predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
         as ``{counter: value in words}``, and what the kernel's page explains.
+    unordered: outputs that are sums in any order, as of atomics, so that their last bits differ
+        from run to run.
     folder: where the files of a kernel from outside the project are.
     """
 
@@ -179,6 +183,7 @@ class Kernel:
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
     predicts: Mapping[str, str] = field(default_factory=dict)
+    unordered: Sequence[str] = ()
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -362,6 +367,7 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "predicts are {counter: value in words}": lambda x: all(
         isinstance(words, str) for words in x.predicts.values()
     ),
+    "unordered are names of outputs, in a tuple": lambda x: not isinstance(x.unordered, str),
     "folder is None or a path": lambda x: isinstance(x.folder, str | Path | None),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,13 @@ class Excerpt:
     head: int
     rows: slice
 
+    def of_keys(self, p: Problem) -> Excerpt:
+        """As many rows of the key head that this head reads, as far from the first one."""
+        count = min(self.rows.stop - self.rows.start, p.N)
+        furthest = max(p.M - (self.rows.stop - self.rows.start), 1)
+        start = min(self.rows.start * (p.N - count) // furthest, p.N - count)
+        return Excerpt(self.batch, self.head // p.group, slice(start, start + count))
+
     def of(self, array: np.ndarray) -> np.ndarray:
         """These rows of an array, [1, 1, rows, …]."""
         here = slice(self.batch, self.batch + 1), slice(self.head, self.head + 1), self.rows
@@ -34,10 +42,10 @@ class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
     ``inputs`` and ``outputs`` say each array's axes; outputs also whether it holds "scalar"
-    (the dtype of the inputs) or "real" (the dtype of sums). ``reference(inputs, problem, roundings,
-    excerpt)`` is what is right, with bounds for each of these roundings: of all rows, or of an
-    excerpt of them. ``flops`` counts 2 for a multiply-add, and a masked problem by the scores that
-    are visible.
+    (the dtype of the inputs) or "real" (the dtype of sums), as the input lse does.
+    ``reference(inputs, problem, roundings, excerpt)`` is what is right, with bounds for each of
+    these roundings: of all rows, or of an excerpt of them. ``flops`` counts 2 for a multiply-add,
+    and a masked problem by the scores that are visible.
     """
 
     name: str
@@ -58,10 +66,19 @@ class Operation:
 
     def bytes(self, p: Problem) -> int:
         """The least that must move: every input is read once, every output is written once."""
-        read = sum(prod(p.shape(axes)) for axes in self.inputs.values()) * p.itemsize
+        read = ((axes, self.input_kind(name)) for name, axes in self.inputs.items())
         sizes = {"scalar": p.itemsize, "real": p.dtype.sums.itemsize}
-        written = (prod(p.shape(axes)) * sizes[kind] for axes, kind in self.outputs.values())
-        return read + sum(written)
+        moved = (*read, *self.outputs.values())
+        return sum(prod(p.shape(axes)) * sizes[kind] for axes, kind in moved)
+
+    def input_kind(self, name: str) -> str:
+        """Whether an input holds "scalar" or "real"."""
+        return "real" if name == "lse" else "scalar"
+
+    def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
+        """Which rows of an output belong to an excerpt."""
+        axes, _ = self.outputs[output]
+        return excerpt.of_keys(p) if "kv_heads" in axes.split() else excerpt
 
 
 def visible_scores(p: Problem) -> int:
@@ -100,6 +117,39 @@ def _expected_attention(
     )
 
 
+def _expected_gradients(
+    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
+) -> dict[str | None, dict[str, Expected]]:
+    """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise."""
+
+    def expected(cut: Callable[[str, np.ndarray], np.ndarray], shift: int) -> Any:
+        return tolerance.expected_gradients_of_each(
+            *(cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO")),
+            scale=p.scale,
+            diagonal=None if p.right is None else p.diagonal + shift,
+            lower=None if p.left is None else p.lower + shift,
+            dtype=p.dtype.name,
+            roundings=roundings,
+        )
+
+    if excerpt is None:
+        return expected(lambda name, array: array, 0)
+    keys = excerpt.of_keys(p)
+    batch, shared = slice(keys.batch, keys.batch + 1), slice(keys.head, keys.head + 1)
+    group = slice(keys.head * p.group, (keys.head + 1) * p.group)
+    of_rows = expected(
+        lambda name, x: x[batch, shared] if name in ("K", "V") else excerpt.of(x),
+        excerpt.rows.start,
+    )
+    of_keys = expected(
+        lambda name, x: keys.of(x) if name in ("K", "V") else x[batch, group], -keys.rows.start
+    )
+    return {
+        r: {"dQ": of_rows[r]["dQ"], "dK": of_keys[r]["dK"], "dV": of_keys[r]["dV"]}
+        for r in roundings
+    }
+
+
 def _expected_softmax(
     inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
 ) -> dict[str | None, dict[str, Expected]]:
@@ -127,6 +177,24 @@ OPERATIONS = {
             outputs={"O": ("batch heads M dv", "scalar"), "lse": ("batch heads M", "real")},
             reference=_expected_attention,
             flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (p.d + p.dv),
+        ),
+        Operation(
+            name="backward",
+            inputs={
+                "Q": "batch heads M d",
+                "K": "batch kv_heads N d",
+                "V": "batch kv_heads N dv",
+                "O": "batch heads M dv",
+                "lse": "batch heads M",
+                "dO": "batch heads M dv",
+            },
+            outputs={
+                "dQ": ("batch heads M d", "scalar"),
+                "dK": ("batch kv_heads N d", "scalar"),
+                "dV": ("batch kv_heads N dv", "scalar"),
+            },
+            reference=_expected_gradients,
+            flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (3 * p.d + 2 * p.dv),
         ),
     )
 }

@@ -153,8 +153,21 @@ def aligned_width(columns: int, itemsize: int) -> int:
     return cdiv(columns, step) * step
 
 
-def select(kernel: str | Kernel, operation: str, problem: Problem, limits: Limits) -> Kernel:
-    """The record of a kernel given by name, by itself, or as "auto"."""
+def select(
+    kernel: str | Kernel,
+    operation: str,
+    problem: Problem,
+    limits: Limits,
+    *,
+    deterministic: bool = False,
+) -> Kernel:
+    """The record of a kernel given by name, by itself, or as "auto".
+
+    With ``deterministic`` it is one whose results are the same bits in every run: Unsupported is
+    raised of others.
+    """
+    if deterministic:
+        return _deterministic(kernel, operation, problem, limits)
     if isinstance(kernel, Kernel):
         if kernel.operation != operation:
             raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
@@ -172,6 +185,22 @@ def select(kernel: str | Kernel, operation: str, problem: Problem, limits: Limit
             f"{', '.join(LADDER[operation])}, or 'auto'"
         )
     return LADDER[operation][kernel]
+
+
+def _deterministic(
+    kernel: str | Kernel, operation: str, problem: Problem, limits: Limits
+) -> Kernel:
+    ordered = {name: x for name, x in LADDER[operation].items() if not x.unordered}
+    if isinstance(kernel, str) and kernel == "auto":
+        return _fastest(operation, problem, limits, ordered)
+    record = select(kernel, operation, problem, limits)
+    if record.unordered:
+        raise Unsupported(
+            f"{record.name} adds up {', '.join(record.unordered)} in any order, so their last bits "
+            f"differ from run to run; deterministic kernels: {', '.join(ordered) or 'none'}",
+            "it is not deterministic",
+        )
+    return record
 
 
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
@@ -247,17 +276,20 @@ def folder_of(kernel: Kernel) -> str | None:
     return None if kernel.folder is None else str(Path(kernel.folder).resolve())
 
 
-def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
+def _fastest(
+    operation: str, problem: Problem, limits: Limits, ladder: Mapping[str, Kernel] | None = None
+) -> Kernel:
     """The kernel that was measured fastest among those that can do the problem on the device.
 
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
     that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
     that was not measured it is the one that was measured fastest for inputs of that dtype, or else
-    the ladder's last. Before all of these comes one that was made for such problems.
+    the ladder's last. So it is of an operation of which nothing was measured. Before all of these
+    comes one that was made for such problems.
     """
     problem = _accurate(problem)
     arithmetic = problem.arithmetic
-    kernels = LADDER[operation].values()
+    kernels = (LADDER[operation] if ladder is None else ladder).values()
     if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
         return special[-1]
     general = [k for k in kernels if k.made_for is None]
@@ -265,6 +297,8 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
         others = [k for k in general if can(k, problem, limits)]
+        if others and not any(k.tflops for k in general):
+            return others[-1]
         if others and arithmetic != problem.dtype.name:
             return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
         names = ", ".join(k.name for k in others)
@@ -282,8 +316,8 @@ def _fastest(operation: str, problem: Problem, limits: Limits) -> Kernel:
 
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
-    """Whether the problem, which the kernel can do here, is one of those that it was made for."""
-    if kernel.made_for is None:
+    """Whether the kernel was made for such problems, can do this one here, and was measured."""
+    if kernel.made_for is None or problem.arithmetic not in kernel.tflops:
         return False
     try:
         its = plan(kernel, problem, limits)

@@ -79,23 +79,29 @@ def attention_backward(
     scale: float,
     diagonal: int | None = None,
     lower: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v, for the gradient `dout` [batch, heads, M, dv] of the output.
 
-    The other arguments are those of `attention`. Returns float64 arrays shaped like q, k and v;
-    those of k and v are sums over the query heads that share a key head.
+    out [batch, heads, M, dv] and lse [batch, heads, M] are what the forward pass left, rounded as
+    it may be; without them they are computed. The other arguments are those of `attention`.
+    Returns float64 arrays shaped like q, k and v; those of k and v are sums over the query heads
+    that share a key head.
     """
     grads = tuple(np.zeros(x.shape) for x in (q, k, v))
     dq, dk, dv = (flat(x) for x in grads)
     for tile in tiles(q, k, v, diagonal, lower):
         grad = flat(dout)[tile.where].astype(np.float64)
-        out, lse, weights = attend(tile, scale)
-        unseen = _either(tile.hidden, np.isneginf(lse)[..., None])
-        dscores = weights * (grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)) * scale
-        np.copyto(dscores, 0.0, where=unseen)
-        dq[tile.where] = _sum_visible(dscores, tile.k, unseen)
-        _add(dk, (tile.key_heads, tile.keys), _sum_visible(dscores.mT, tile.q, unseen.mT))
-        _add(dv, (tile.key_heads, tile.keys), _sum_visible(weights.mT, grad, unseen.mT))
+        if out is None or lse is None:
+            its_out, its_lse, _ = attend(tile, scale)
+        else:
+            its_out, its_lse = (flat(x)[tile.where].astype(np.float64) for x in (out, lse))
+        step = differentiate(tile, grad, its_out, its_lse, scale)
+        keys = tile.key_heads, tile.keys
+        dq[tile.where] = step.dq
+        add_to_heads(dk, keys, step.dk)
+        add_to_heads(dv, keys, step.dv)
     return grads[0], grads[1], grads[2]
 
 
@@ -194,6 +200,54 @@ def attend(
     out = rounded(_sum_visible(weights, v, tile.hidden), precision)
     out[np.isnan(lse)] = np.nan
     return out, lse, weights
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one tile gives, float64.
+
+    scores, weights, slopes, dscores [n, rows, keys]: S, P, the gradient of P less its mean in the
+    row, and dS = P * slopes; 0 where a pair does not count. unseen is True there.
+    dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv].
+    """
+
+    scores: Array
+    weights: Array
+    slopes: Array
+    dscores: Array
+    unseen: Array
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+@np.errstate(all="ignore")
+def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, scale: float) -> Gradients:
+    """The gradients that the rows of one tile give, by what the forward pass left of them.
+
+    grad and out [n, rows, dv], lse [n, rows]: float64.
+    """
+    unseen = np.isneginf(lse)[..., None]
+    unseen = np.broadcast_to(
+        unseen if tile.hidden is None else tile.hidden | unseen,
+        (*lse.shape, tile.k.shape[1]),
+    )
+    scores = (tile.q @ tile.k.mT) * scale
+    weights = np.exp(scores - lse[..., None])
+    slopes = grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)
+    dscores = weights * slopes
+    for x in (scores, weights, slopes, dscores):
+        np.copyto(x, 0.0, where=unseen)
+    return Gradients(
+        scores,
+        weights,
+        slopes,
+        dscores,
+        unseen,
+        dq=_sum_visible(dscores, tile.k, unseen) * scale,
+        dk=_sum_visible(dscores.mT, tile.q, unseen.mT) * scale,
+        dv=_sum_visible(weights.mT, grad, unseen.mT),
+    )
 
 
 def rounded(x: Array, precision: str) -> Array:
@@ -296,11 +350,7 @@ def flat(x: Array) -> Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _either(hidden: Array | None, empty: Array) -> Array:
-    return empty if hidden is None else hidden | empty
-
-
-def _add(total: Array, where: tuple[Array, slice], terms: Array) -> None:
+def add_to_heads(total: Array, where: tuple[Array, slice], terms: Array) -> None:
     """Adds terms [n, keys, …] to the heads and keys `where` of total; a head may occur twice."""
     heads, keys = where
     for head, term in zip(heads, terms, strict=True):

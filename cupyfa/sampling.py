@@ -10,7 +10,7 @@ from math import inf, nan
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.operations import OPERATIONS, Arrays, Excerpt
+from cupyfa.operations import OPERATIONS, Arrays, Excerpt, Operation
 from cupyfa.planning import Plan
 from cupyfa.problem import Problem
 from cupyfa.tolerance import Expected, Verdict
@@ -24,6 +24,7 @@ _ROWS = 64  # of an excerpt
 class Sample:
     """What some rows of every output should be: excerpts, or [None] for all rows."""
 
+    operation: Operation
     problem: Problem
     excerpts: Sequence[Excerpt | None]
     expected: Sequence[Mapping[str, Expected]]
@@ -54,9 +55,9 @@ def sample(
     plan: Plan, inputs: Arrays, rounding: str | None, excerpts: Sequence[Excerpt | None]
 ) -> Sample:
     """What the reference says of these excerpts, for kernels that round so."""
-    expected = OPERATIONS[plan.kernel.operation].expected
-    p = plan.problem
-    return Sample(p, excerpts, [expected(inputs, p, rounding, excerpt) for excerpt in excerpts])
+    operation, p = OPERATIONS[plan.kernel.operation], plan.problem
+    expected = [operation.expected(inputs, p, rounding, excerpt) for excerpt in excerpts]
+    return Sample(operation, p, excerpts, expected)
 
 
 def excerpts(p: Problem, seed: int) -> list[Excerpt | None]:
@@ -89,7 +90,8 @@ def judge(results: Arrays, expected: Sample, *, finite: bool = True) -> list[Ver
 
 def _worst(name: str, array: np.ndarray, expected: Sample, finite: bool) -> Verdict:
     verdicts = []
-    for excerpt, values in zip(expected.excerpts, expected.expected):
+    for chosen, values in zip(expected.excerpts, expected.expected):
+        excerpt = chosen and expected.operation.place(name, chosen, expected.problem)
         (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
         verdicts.append(_placed(verdict, excerpt))
     if finite and expected.excerpts != [None]:

@@ -14,6 +14,7 @@ from cupyfa.problem import CAUSAL, Problem, window_of_text
 # What is measured, tuned and profiled unless other sizes are given, and predicted in records.
 USUAL: dict[str, dict[str, Any]] = {
     "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
+    "backward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
     "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
 }
 MOST = 10_000  # problems in one go

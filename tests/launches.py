@@ -15,7 +15,8 @@ from cupyfa.ladder import LADDER
 def main():
     cupy.cuda.set_allocator(None)
     backend = backend_named("cuda")
-    for kernel, dtype in claimed(FORWARD, DTYPES) + claimed(LADDER["softmax"], DTYPES):
+    kernels = (FORWARD, LADDER["softmax"], LADDER["backward"])
+    for kernel, dtype in (x for ladder in kernels for x in claimed(ladder, DTYPES)):
         for sizes in (*RAGGED, *(WINDOWED if "window" in kernel.features else ())):
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
 

@@ -323,12 +323,17 @@ CALLS = {
     "kernel None": (lambda: attention(kernel=None), T, "kernel is a NoneType", "a kernel's name"),
     "kernel list": (lambda: attention(kernel=["fa2"]), T, "kernel is a list", "a kernel's name"),
     "operation": (
-        lambda: cupyfa.kernels("backward"),
+        lambda: cupyfa.kernels("sideways"),
         V,
-        "'backward' is unknown",
-        "softmax, forward",
+        "'sideways' is unknown",
+        "softmax, forward, backward",
     ),
-    "operation list": (lambda: cupyfa.kernels([]), V, r"\[\] is unknown", "softmax, forward"),
+    "operation list": (
+        lambda: cupyfa.kernels([]),
+        V,
+        r"\[\] is unknown",
+        "softmax, forward, backward",
+    ),
     "tile 0": (lambda: attention(kernel="fa2", Br=0), V, "Br=0", "whole number from 1"),
     "tile negative": (lambda: attention(kernel="fa2", Br=-3), V, "Br=-3", "whole number from 1"),
     "tile float": (lambda: attention(kernel="fa2", Br=3.0), V, "Br=3.0", "whole number from 1"),
@@ -378,8 +383,8 @@ CALLS = {
         *(V, "values 'random' is unknown", "normal, uniform"),
     ),
     "case of another operation": (
-        lambda: Case("backward", problem()),
-        *(V, "operation 'backward' is unknown", "softmax, forward"),
+        lambda: Case("sideways", problem()),
+        *(V, "operation 'sideways' is unknown", "softmax, forward, backward"),
     ),
     # records
     "no name": (lambda: own(name=""), V, "Kernel '': name is a word"),

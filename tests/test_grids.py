@@ -11,7 +11,7 @@ from cupyfa import Problem, grids
 from cupyfa.cases import LAYOUTS, VALUES, Case
 
 EVERY_GRID = pytest.mark.parametrize("grid", grids.GRIDS)
-OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax"])
+OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax", "backward"])
 
 
 def sizes_of(case):

@@ -221,13 +221,21 @@ def test_softmax_of_infinite_and_empty_rows():
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
-    "M, N, diagonal", [(3, 5, None), (3, 5, 2), (5, 3, -2), (5, 3, 0), (1, 1, 0)]
+    "M, N, diagonal, lower, scale",
+    [
+        *((3, 5, None, None, 0.7), (3, 5, 2, None, 0.7), (5, 3, -2, None, -0.7)),
+        *((5, 3, 0, None, 0.0), (1, 1, 0, None, 0.7), (5, 4, 1, -1, 0.7), (4, 5, None, 2, -1.3)),
+    ],
 )
-def test_gradients_are_finite_differences(M, N, diagonal, kv_heads):
+def test_gradients_are_finite_differences(M, N, diagonal, lower, scale, kv_heads):
     arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
     dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
-    options = {"scale": 0.7, "diagonal": diagonal}
+    options = {"scale": scale, "diagonal": diagonal, "lower": lower}
     grads = reference.attention_backward(dout, *arrays, **options)
+    out, lse = reference.attention(*arrays, **options)
+    given = reference.attention_backward(dout, *arrays, **options, out=out, lse=lse)
+    for one, other in zip(grads, given):
+        np.testing.assert_array_equal(one, other)
 
     def loss():
         return np.sum(dout * reference.attention(*arrays, **options)[0])
@@ -264,3 +272,15 @@ def test_a_bad_gradient_stays_with_the_keys_of_its_row():
     np.testing.assert_array_equal(np.isnan(dq[0, 0]).any(-1), [False, True, False, False])
     np.testing.assert_array_equal(np.isnan(dk[0, 0]).any(-1), [True, True, False, False])
     np.testing.assert_array_equal(np.isnan(dv[0, 0]).any(-1), [True, True, False, False])
+
+
+def test_gradients_go_by_the_output_and_lse_that_are_given():
+    """As the formulas say, written out for one head."""
+    q, k, v = inputs((1, 1, 4, 3), (1, 1, 5, 3), dv=2)
+    dout, out, lse = (np.random.default_rng(7).normal(size=(1, 1, 4, n)) for n in (2, 2, 1))
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.6, out=out, lse=lse[..., 0])
+    p = np.exp(0.6 * q @ k.mT - lse)
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdims=True))
+    np.testing.assert_allclose(dq, 0.6 * ds @ k, rtol=1e-13)
+    np.testing.assert_allclose(dk, 0.6 * ds.mT @ q, rtol=1e-13)
+    np.testing.assert_allclose(dv, p.mT @ dout, rtol=1e-13)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cupyfa.kernel import Kernel
-from cupyfa.ladder import forward, softmax
+from cupyfa.ladder import backward, forward, softmax
 
 LADDER: dict[str, dict[str, Kernel]] = {}
-for _kernel in softmax.KERNELS + forward.KERNELS:
+for _kernel in softmax.KERNELS + forward.KERNELS + backward.KERNELS:
     LADDER.setdefault(_kernel.operation, {})[_kernel.name] = _kernel

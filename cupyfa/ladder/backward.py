@@ -1,0 +1,157 @@
+"""The backward ladder: the gradients of Q, K and V, by what the forward pass left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from cupyfa.kernel import Kernel, Launch, cdiv
+from cupyfa.ladder.softmax import WARP
+from cupyfa.problem import Problem
+
+FEATURES = ("causal", "window", "gqa", "strides", "dv")
+THREADS = 256
+TILES = tuple(
+    {"Br": Br, "Bc": Bc}
+    for Br, Bc in (
+        *((32, 32), (32, 16), (16, 16), (16, 8), (8, 8), (8, 4), (4, 4)),
+        *((4, 2), (2, 2), (2, 1), (1, 1)),
+    )
+)
+CANDIDATES = {"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)}
+INPUTS = "Q K V dO lse delta"
+DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
+
+DELTA = Launch(
+    "delta",
+    args="O dO delta M heads",
+    grid=lambda p, c: cdiv(p.M, THREADS // WARP) * p.heads * p.batch,
+    threads=lambda p, c: THREADS,
+)
+
+
+def odd_width(width: int, itemsize: int) -> int:
+    """The row length of gradients.cuh: an odd number of 4 bytes."""
+    return (cdiv(width, 2) | 1) * 2 if itemsize < 4 else width | 1
+
+
+def columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """dK and dV, and what the two passes have in common."""
+    return _shared(p, c, c.Bc * (p.d + p.dv))
+
+
+def rows_shared(p: Problem, c: SimpleNamespace) -> int:
+    """dQ, and what the two passes have in common."""
+    return _shared(p, c, c.Br * p.d)
+
+
+def _shared(p: Problem, c: SimpleNamespace, sums: int) -> int:
+    """The sums, P and dS, lse and delta, and the tiles of Q, dO, K and V."""
+    widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
+    weights = odd_width(c.Bc, p.dtype.sums.itemsize)
+    return p.bytes(reals=sums + 2 * c.Br * weights + 2 * c.Br, scalars=(c.Br + c.Bc) * widths)
+
+
+def columns_launch(name: str, outputs: str) -> Launch:
+    """A block for each tile of K and V; N may be 0."""
+    return Launch(
+        name,
+        args=f"{INPUTS} {outputs} M N kv_heads group diagonal lower scale",
+        grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+        threads=lambda p, c: THREADS,
+        shared=columns_shared,
+    )
+
+
+def rows_launch(name: str, outputs: str) -> Launch:
+    """A block for each tile of Q."""
+    return Launch(
+        name,
+        args=f"{INPUTS} {outputs} M N heads group diagonal lower scale",
+        grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+        threads=lambda p, c: THREADS,
+        shared=rows_shared,
+    )
+
+
+def clear(name: str) -> Launch:
+    """Zeros for the sums of dQ, dK or dV."""
+    return _on_elements("clear_sums", name, "")
+
+
+def round_off(name: str) -> Launch:
+    """The sums of dQ, dK or dV in the dtype of the inputs."""
+    return _on_elements("round_sums", name, " scale")
+
+
+def _on_elements(entry: str, name: str, scale: str) -> Launch:
+    rows, heads = ("M", "heads") if name == "dQ" else ("N", "kv_heads")
+    width = "dv" if name == "dV" else "d"
+    arrays = f"{name}_sum {name}" if scale else f"{name}_sum"
+
+    def blocks(p: Problem, c: SimpleNamespace) -> int:
+        elements = getattr(p, rows) * getattr(p, width)
+        return max(cdiv(elements, THREADS), 1) * getattr(p, heads) * p.batch
+
+    return Launch(
+        entry,
+        args=f"{arrays} {rows} {heads}{scale}",
+        grid=blocks,
+        threads=lambda p, c: THREADS,
+        constants={"width": lambda p, c: getattr(p, width), "scaled": lambda p, c: name != "dV"},
+    )
+
+
+KERNELS = (
+    Kernel(
+        name="columns",
+        adds="P again from lse; a block keeps a tile of K and V, and adds to dQ with atomics",
+        operation="backward",
+        launches=(
+            DELTA,
+            clear("dQ"),
+            columns_launch("columns", "dQ_sum dK dV"),
+            round_off("dQ"),
+        ),
+        tiles=TILES,
+        candidates=CANDIDATES,
+        features=FEATURES,
+        scratch={**DELTA_SCRATCH, "dQ_sum": ("batch heads M d", "real")},
+        unordered=("dQ",),
+    ),
+    Kernel(
+        name="rows",
+        adds="the mirror image: a block keeps a tile of Q, and adds to dK and dV",
+        operation="backward",
+        launches=(
+            DELTA,
+            clear("dK"),
+            clear("dV"),
+            rows_launch("rows", "dQ dK_sum dV_sum"),
+            round_off("dK"),
+            round_off("dV"),
+        ),
+        tiles=TILES,
+        candidates=CANDIDATES,
+        features=FEATURES,
+        scratch={
+            **DELTA_SCRATCH,
+            "dK_sum": ("batch kv_heads N d", "real"),
+            "dV_sum": ("batch kv_heads N dv", "real"),
+        },
+        unordered=("dK", "dV"),
+    ),
+    Kernel(
+        name="two_pass",
+        adds="both, each with what stays on chip: no atomics, 7 products for 5",
+        operation="backward",
+        launches=(
+            DELTA,
+            columns_launch("two_pass_columns", "dK dV"),
+            rows_launch("two_pass_rows", "dQ"),
+        ),
+        tiles=TILES,
+        candidates=CANDIDATES,
+        features=FEATURES,
+        scratch=DELTA_SCRATCH,
+    ),
+)

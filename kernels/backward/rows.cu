@@ -1,0 +1,70 @@
+// rows: a block for each tile of Q, which walks along the tiles of K and V.
+//
+// The mirror image of `columns`: dQ of a block's rows is summed on chip and written once, and what
+// each step knows of dK and dV is added to sums in memory. With shared key heads more blocks meet
+// there than in dQ, and there are two arrays to add to.
+//
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse, delta [batch, heads, M]    dK_sum, dV_sum [batch, kv_heads, N, d | dv]
+//   grid (cdiv(M, Br) * heads * batch)    block (threads)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+#include <gradients.cuh>
+#include <shared.cuh>
+
+struct Shared {
+  real dQ[Br][d];
+  Weights P, dS;
+  real lse[Br];
+  real delta[Br];
+  scalar Q[Br][odd_width<scalar>(d)];
+  scalar dO[Br][odd_width<scalar>(dv)];
+  scalar K[Bc][odd_width<scalar>(d)];
+  scalar V[Bc][odd_width<scalar>(dv)];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void rows(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, Tensor<real> dK_sum,
+    Tensor<real> dV_sum, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const Place at = place(blockIdx.x, cdiv(M, Br), heads);
+  const int batch = at.batch, head = at.head, kv_head = head / group;
+  const int first_row = at.tile * Br;
+  const int hidden = hidden_keys(first_row, N, lower);
+  const int visible = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+
+  load_row_sums(shared, lse, delta, batch, head, first_row, M);
+  share_out<Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
+  __syncthreads();  // lse is there
+  load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
+  load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
+
+  for (int first_key = hidden / Bc * Bc; first_key < visible; first_key += Bc) {
+    const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
+    __syncthreads();  // before this tile overwrites keys that a slower thread still reads
+    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
+    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+    __syncthreads();  // K and V are there
+    weigh(shared, pairs, scale);
+    __syncthreads();  // P and dS are there
+    sum_over_keys<d>(shared.dS, shared.K, pairs,
+                     [&](int row, int col, real sum) { shared.dQ[row][col] += sum; });
+    sum_over_rows<dv>(shared.P, shared.dO, pairs, [&](int key, int col, real sum) {
+      if (first_key + key >= N) return;
+      atomicAdd(&dV_sum.row(batch, kv_head, first_key + key)[col], sum);
+    });
+    sum_over_rows<d>(shared.dS, shared.Q, pairs, [&](int key, int col, real sum) {
+      if (first_key + key >= N) return;
+      atomicAdd(&dK_sum.row(batch, kv_head, first_key + key)[col], sum);
+    });
+  }
+
+  __syncthreads();  // the sums are there
+  share_out<Br * d, 4>([&](int i, int) {
+    const int row = i / d, col = i % d;
+    if (first_row + row >= M) return;
+    const real sum = shared.lse[row] == -infinity ? real(0) : shared.dQ[row][col] * scale;
+    dQ.row(batch, head, first_row + row)[col] = scalar(sum);
+  });
+}

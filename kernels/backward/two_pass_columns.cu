@@ -1,0 +1,69 @@
+// two_pass_columns: `columns` without dQ, which another pass sums.
+//
+// What is left stays on chip from the first row to the last, so nothing is added to memory, and
+// every sum has one order.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   lse, delta [batch, heads, M]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+#include <gradients.cuh>
+#include <shared.cuh>
+
+struct Shared {
+  real dK[Bc][d];
+  real dV[Bc][dv];
+  Weights P, dS;
+  real lse[Br];
+  real delta[Br];
+  scalar Q[Br][odd_width<scalar>(d)];
+  scalar dO[Br][odd_width<scalar>(dv)];
+  scalar K[Bc][odd_width<scalar>(d)];
+  scalar V[Bc][odd_width<scalar>(dv)];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV, int M,
+    int N, int kv_heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const Place at = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
+  const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
+  const Rows rows = rows_that_see(first_key, M, N, diagonal, lower);
+
+  load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
+  load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+  share_out<Bc * d, 4>([&](int i, int) { shared.dK[i / d][i % d] = 0; });
+  share_out<Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
+
+  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int first_row = rows.first / Br * Br; first_row < rows.end; first_row += Br) {
+      const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
+      __syncthreads();  // before this tile overwrites rows that a slower thread still reads
+      load_row_sums(shared, lse, delta, batch, head, first_row, M);
+      __syncthreads();  // lse is there
+      load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
+      load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
+      __syncthreads();  // Q and dO are there
+      weigh(shared, pairs, scale);
+      __syncthreads();  // P and dS are there
+      sum_over_rows<dv>(shared.P, shared.dO, pairs,
+                        [&](int key, int col, real sum) { shared.dV[key][col] += sum; });
+      sum_over_rows<d>(shared.dS, shared.Q, pairs,
+                       [&](int key, int col, real sum) { shared.dK[key][col] += sum; });
+    }
+  }
+
+  __syncthreads();  // the sums are there
+  share_out<Bc * d, 4>([&](int i, int) {
+    const int key = i / d, col = i % d;
+    if (first_key + key >= N) return;
+    dK.row(batch, kv_head, first_key + key)[col] = scalar(shared.dK[key][col] * scale);
+  });
+  share_out<Bc * dv, 4>([&](int i, int) {
+    const int key = i / dv, col = i % dv;
+    if (first_key + key >= N) return;
+    dV.row(batch, kv_head, first_key + key)[col] = scalar(shared.dV[key][col]);
+  });
+}

@@ -1,0 +1,217 @@
+"""Bounds of the gradients: a straightforward computation keeps them, one that is wrong does not."""
+
+import numpy as np
+import pytest
+
+from cupyfa import Problem, reference, sampling, tolerance
+from cupyfa.cases import Case
+from cupyfa.operations import OPERATIONS, Excerpt
+
+BACKWARD = OPERATIONS["backward"]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "top-left": {"causal": "top-left"},
+    "window": {"window": (20, 3)},
+}
+
+
+def summed(a, b):
+    """a @ b, one term after the other, which is the worst order."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., i : i + 1] * b[..., i : i + 1, :]
+    return total
+
+
+@np.errstate(all="ignore")
+def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None, lse_error=0.0):
+    """Gradients as a kernel computes them, with sums in float32; of a fault where one is given.
+
+    rounds: the precision that P and dS are rounded to before they are multiplied.
+    """
+    real, group = p.dtype.sums.type, p.group
+    q, k, v, o, lse, do = (inputs[x].astype(real) for x in ("Q", "K", "V", "O", "lse", "dO"))
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    row, key = np.arange(p.M)[:, None], np.arange(p.N)
+    seen = np.ones((p.M, p.N), bool)
+    if p.right is not None:
+        seen &= key <= row + p.diagonal + shift
+    if p.left is not None:
+        seen &= key >= row + p.lower
+    if keys is not None:
+        seen &= key < keys
+    seen = seen & ~np.isneginf(lse)[..., None]
+    scale = real(p.scale if scale is None else scale)
+    lse = lse + real(lse_error)
+    P = np.where(seen, np.exp(summed(q, k.mT) * scale - lse[..., None]), real(0))
+    D = summed(do[..., None, :], o[..., None])[..., 0] if delta else real(0)
+    dS = np.where(seen, P * (summed(do, v.mT) - D), real(0))
+    if rounds:
+        P, dS = (reference.rounded(x, rounds).astype(real) for x in (P, dS))
+    shared = (p.batch, p.kv_heads, group * p.M)
+
+    def over_rows(weights, values):
+        """Over the rows of all heads that share a key head."""
+        return summed(weights.reshape(*shared, p.N).mT, values.reshape(*shared, values.shape[-1]))
+
+    found = {
+        "dQ": summed(dS, k) * scale,
+        "dK": over_rows(dS, q) * scale,
+        "dV": over_rows(P, do),
+    }
+    return {name: x.astype(p.dtype.numpy) for name, x in found.items()}
+
+
+def worst(p, inputs, results, rounding=None):
+    verdicts = tolerance.compare(results, BACKWARD.expected(inputs, p, rounding))
+    return {verdict.name: verdict.ratio for verdict in verdicts}
+
+
+def case(dtype, values="normal", seed=0, **sizes):
+    p = Problem.of_sizes(**{"heads": 2, "kv_heads": 1, "M": 33, "d": 16, **sizes}, dtype=dtype)
+    return p, Case("backward", p, seed, values).inputs()
+
+
+SIZES = (
+    *({"M": 1, "N": 1, "d": 1}, {"M": 45, "N": 131, "d": 7, "dv": 40}, {"M": 200, "N": 60}),
+    *({"M": 70, "N": 45, "d": 64}, {"M": 33, "N": 17, "d": 512, "dv": 3}, {"scale": -0.3, "M": 9}),
+)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_correct_kernel_is_accepted(dtype, rounds, mask):
+    for sizes in SIZES:
+        for values in ("normal", "uniform", "integers", "equal", "one_hot", "huge", "tiny"):
+            p, inputs = case(dtype, values, **sizes, **MASKS[mask])
+            ratios = worst(p, inputs, kernel(p, inputs, rounds=dtype if rounds else None))
+            assert max(ratios.values()) < (1 if rounds else 0.8), (p, values, ratios)
+
+
+@pytest.mark.parametrize("rounding", ["tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_kernel_that_rounds_by_design_is_accepted(mask, rounding):
+    for sizes in SIZES:
+        for values in ("normal", "uniform", "integers", "equal", "one_hot"):
+            p, inputs = case("float32", values, **sizes, **MASKS[mask])
+            operands = {x: inputs[x] for x in ("O", "lse")}
+            for x in ("Q", "K", "V", "dO"):
+                operands[x] = reference.rounded(inputs[x], rounding)
+            ratios = worst(p, inputs, kernel(p, operands, rounds=rounding), rounding)
+            assert max(ratios.values()) < 1, (p, values, ratios)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_equal_numbers_are_accepted(dtype):
+    p, inputs = case(dtype, M=1024, N=9, d=3, scale=0.0)
+    inputs["dO"][...] = 1
+    assert max(worst(p, inputs, kernel(p, inputs)).values()) < 1
+
+
+# What is wrong, the outputs that show it, and how the kernel that does it is called.
+FAULTS = {
+    "last key dropped": ("dQ", lambda p, x: kernel(p, x, keys=p.N - 1)),
+    "mask one key short": ("dQ", lambda p, x: kernel(p, x, shift=-1)),
+    "mask one key long": ("dQ dK dV", lambda p, x: kernel(p, x, shift=1)),
+    "without D": ("dQ dK", lambda p, x: kernel(p, x, delta=False)),
+    "scale off by 1e-2": ("dQ dK dV", lambda p, x: kernel(p, x, scale=p.scale * 1.01)),
+    "lse off by 1e-2": ("dQ dK dV", lambda p, x: kernel(p, x, lse_error=0.01)),
+    "dK without scale": ("dK", lambda p, x: {"dK": kernel(p, x)["dK"] / np.float32(p.scale)}),
+    "another head's dQ": ("dQ", lambda p, x: {"dQ": kernel(p, x)["dQ"][:, ::-1]}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_faults_are_rejected(dtype, fault):
+    p, inputs = case(dtype, M=256, d=64, causal=True)
+    names, wrong = FAULTS[fault]
+    ratios = worst(p, inputs, wrong(p, inputs))
+    for name in names.split():
+        assert ratios[name] > 1, ratios
+
+
+@pytest.mark.parametrize("values", ["normal", "uniform"])
+def test_tf32_is_no_float32(values):
+    p, inputs = case("float32", values, M=128, d=64)
+    rounded = {x: reference.rounded(y, "tf32") if x != "lse" else y for x, y in inputs.items()}
+    ratios = worst(p, inputs, kernel(p, rounded))
+    assert min(ratios.values()) > 1, ratios
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_keys_without_a_partner_are_exactly_zero(dtype):
+    p, inputs = case(dtype, M=9, N=5, causal=True)
+    good = kernel(p, inputs)
+    assert max(worst(p, inputs, good).values()) < 1
+    assert (good["dQ"][:, :, :4] == 0).all()
+    good["dQ"][0, 1, 2, 3] = 1e-7
+    assert worst(p, inputs, good)["dQ"] == np.inf
+    p, inputs = case(dtype, M=5, N=9, causal="top-left")
+    good = kernel(p, inputs)
+    assert (good["dK"][:, :, 5:] == 0).all() and max(worst(p, inputs, good).values()) < 1
+    good["dV"][0, 0, 7, 3] = np.nan
+    assert worst(p, inputs, good)["dV"] == np.inf
+
+
+def test_a_nan_is_asked_for_where_it_belongs():
+    p, inputs = case("float32", M=9, causal=True)
+    inputs["dO"][0, 0, 3, 1] = np.nan
+    good = kernel(p, inputs)
+    expected = BACKWARD.expected(inputs, p)
+    assert np.isnan(expected["dV"].value[0, 0, :4, 1]).all()
+    assert np.isfinite(expected["dV"].value[0, 0, 4:]).all()
+    assert not np.isfinite(good["dV"]).all(), "this kernel multiplies hidden values with 0"
+    hidden = {name: np.where(np.isfinite(x.value), x.value, np.nan) for name, x in expected.items()}
+    assert max(worst(p, inputs, hidden).values()) == 0
+    hidden["dV"][0, 0, 3, 1] = 1.0
+    assert worst(p, inputs, hidden)["dV"] == np.inf
+
+
+def test_what_is_beyond_float16_may_be_anything():
+    p, inputs = case("float16", M=40)
+    for name in ("dO", "V"):
+        inputs[name][...] = 600
+    inputs["O"][...] = 0
+    results = kernel(p, inputs)
+    assert np.isinf(results["dK"]).any()
+    assert max(worst(p, inputs, results).values()) < 1
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_excerpts_say_what_the_whole_says(mask):
+    p, inputs = case("float32", M=90, N=131, heads=4, kv_heads=2, batch=2, **MASKS[mask])
+    whole = BACKWARD.expected(inputs, p)
+    for excerpt in (Excerpt(0, 0, slice(0, 20)), Excerpt(1, 3, slice(70, 90))):
+        part = BACKWARD.expected(inputs, p, excerpt=excerpt)
+        for name, (value, bound) in part.items():
+            rows = BACKWARD.place(name, excerpt, p)
+            np.testing.assert_allclose(value, rows.of(whole[name].value), rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(bound, rows.of(whole[name].bound), rtol=1e-9)
+    assert excerpt.of_keys(p).rows == slice(111, 131)
+    assert excerpt.of_keys(p).head == 1
+
+
+def test_sampled_gradients_are_judged_by_rows_and_keys(monkeypatch):
+    p, inputs = case("float32", M=300, N=200, causal=True)
+    monkeypatch.setattr(sampling, "_WORK", 1e5)
+    chosen = sampling.excerpts(p, 0)
+    expected = [BACKWARD.expected(inputs, p, None, x) for x in chosen]
+    sample = sampling.Sample(BACKWARD, p, chosen, expected)
+    good = kernel(p, inputs)
+    assert all(verdict.passed for verdict in sampling.judge(good, sample))
+    good["dK"][0, 0, 199, 3] += 1
+    bad = {x.name: x for x in sampling.judge(good, sample)}
+    assert bad["dK"].index == (0, 0, 199, 3) and not bad["dK"].passed and bad["dQ"].passed
+
+
+def test_the_work_and_the_bytes():
+    p = Problem.of_sizes(M=8, N=16, d=4, dv=2, heads=4, kv_heads=2, dtype="float16")
+    assert BACKWARD.flops(p) == 2 * 4 * 8 * 16 * (3 * 4 + 2 * 2)
+    q, kv, o = 4 * 8 * 4, 2 * 16 * (4 + 2), 4 * 8 * 2
+    assert BACKWARD.bytes(p) == 2 * (q + kv + 2 * o) + 4 * 4 * 8 + 2 * (q + kv)
+    same = Problem.of_sizes(M=8, d=4)
+    assert BACKWARD.flops(same) == 2.5 * OPERATIONS["forward"].flops(same)
