@@ -134,6 +134,15 @@ def test_one_part_needs_no_scratch_and_merges_nothing():
     assert several.scratch_bytes == 4 * 32 * parts(several) * (128 + 2)
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """The record as it is when its speed is known."""
+    speeds = {dtype: {128: 1} for dtype in ("float16", "float32 as float16")}
+    kernel = replace(SPLIT, tflops=speeds)
+    monkeypatch.setitem(FORWARD, SPLIT.name, kernel)
+    return kernel
+
+
 @pytest.mark.parametrize(
     "sizes, is_taken",
     [
@@ -149,15 +158,21 @@ def test_one_part_needs_no_scratch_and_merges_nothing():
     ],
 )
 @pytest.mark.parametrize("arch", ["80", "90"])
-def test_auto_takes_it_for_few_rows_and_many_keys_alone(sizes, is_taken, arch):
+def test_auto_takes_it_for_few_rows_and_many_keys_alone(measured, sizes, is_taken, arch):
     problem = Problem.of_sizes(**{"d": 128, "dtype": "float16", **sizes})
     chosen = planning.select("auto", "forward", problem, limits_of(arch))
-    assert (chosen is SPLIT) == is_taken
+    assert (chosen is measured) == is_taken
 
 
-def test_auto_takes_it_for_float32_that_may_be_rounded():
+def test_auto_takes_it_for_float32_that_may_be_rounded(measured):
     problem = Problem.of_sizes(N=8192, d=64, dtype="float32", precision="float16", **DECODE)
-    assert planning.select("auto", "forward", problem, H100) is SPLIT
+    assert planning.select("auto", "forward", problem, H100) is measured
+
+
+def test_auto_never_takes_it_unmeasured(monkeypatch):
+    monkeypatch.setitem(FORWARD, SPLIT.name, replace(SPLIT, tflops={}))
+    problem = Problem.of_sizes(N=8192, d=64, dtype="float16", **DECODE)
+    assert planning.select("auto", "forward", problem, H100).name != SPLIT.name
 
 
 @pytest.mark.parametrize("number", [0.5, 2**31, "one"])
