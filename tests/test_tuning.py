@@ -310,7 +310,7 @@ def test_auto_goes_by_speeds_measured_here():
     assert auto() == "fa2_coalesced"
     fast = entry(tflops=30.0, Br=32, Bc=8), entry("fa2_coalesced", tflops=20.0, Br=32, Bc=8)
     assert auto(*fast) == "fa2"
-    assert auto(*fast, dtype="float16") == "mma_async"
+    assert auto(*fast, dtype="float16") == "wgmma_persistent"
 
 
 def test_one_tuned_kernel_on_a_slower_device_is_not_at_a_disadvantage():
