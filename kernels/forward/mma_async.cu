@@ -9,6 +9,7 @@
 //   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
+#include <async_products.cuh>
 #include <async_tile.cuh>
 #include <cp_async.cuh>
 #include <fragments.cuh>
@@ -28,105 +29,8 @@ struct Shared {
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
-
-// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
-__device__ void apply_sign(Shared& shared, float scale) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < Br * depth; i += threads) {
-    operand& q = at(shared.Q, i / depth, i % depth / in_chunk)[i % in_chunk];
-    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
-  }
-}
-
-// S = Q K^T for the warp's rows and the tile's keys.
-__device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc][depth],
-                                                Fragments<Bc>& S, int first_row, int lane) {
-#pragma unroll
-  for (int k = 0; k < depth / step; ++k) {
-    unsigned a[Wr / step][4];
-#pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
-      load_matrices(a[i], at(shared.Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
-    }
-#pragma unroll
-    for (int n = 0; n < Bc / step; ++n) {
-      unsigned b[4];
-      load_matrices(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// P of 16 keys, two products of S side by side, is an operand of O += P V. It is computed right
-// before, so that exponentials of some keys and products of others go on together.
-__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
-                                                Fragments<width>& O, Rows& rows, int lane) {
-  float sum[Wr / step][2] = {};
-#pragma unroll
-  for (int k = 0; k < Bc / step; ++k) {
-    exponentiate(S, 2 * k, rows, sum);
-    exponentiate(S, 2 * k + 1, rows, sum);
-    unsigned a[Wr / step][4];
-#pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&p)[4] = S[i][2 * k + j / 2];
-        a[i][j] = pack<operand>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < width / step; ++n) {
-      unsigned b[4];
-      load_matrices_transposed(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-  rows.add(sum);
-}
-
-// The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
-// row takes the keys that it sees alone.
-__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
-                                                 Fragments<width>& O, Rows& rows, int first_key,
-                                                 int lane) {
-  exponentiate(P, rows);
-#pragma unroll 1
-  for (int key = 0; key < Bc; ++key) {
-    float weights[2 * (Wr / step)];
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      unsigned mine = 0;
-#pragma unroll
-      for (int c = 0; c < Bc / 4; ++c) {
-        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
-        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
-      }
-      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
-    }
-#pragma unroll
-    for (int j = 0; j < width / 4; ++j) {
-      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
-#pragma unroll
-      for (int i = 0; i < 2 * (Wr / step); ++i) {
-        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
-        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
-      }
-    }
-  }
-}
 
 // What a warp has to do with each tile of keys.
 struct Task {
@@ -156,7 +60,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   bool strange =
       stages == 2 && has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
   Fragments<Bc> S = {};
-  if (seen) multiply_scores(shared, shared.K[buffer], S, task.own_row, task.lane);
+  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     wait_for_copies<0>();
     __syncthreads();  // V is there, and K is no longer read
@@ -173,38 +77,6 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   }
   wait_for_copies<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read
-}
-
-// Writes the warp's rows of O, if it has the operands' type, by way of shared memory, so that lanes
-// store 16 bytes side by side.
-__device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<scalar> out,
-                             int batch, int head, int first_row, int M, int own_row, int lane) {
-  constexpr int chunks = width / in_chunk;
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-#pragma unroll
-    for (int n = 0; n < chunks; ++n) {
-      operand* to = at(shared.Q, own_row + i * 8 + lane / 4, n) + 2 * (lane % 4);
-      *reinterpret_cast<unsigned*>(to) =
-          pack<operand>(O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]);
-    }
-  }
-  __syncwarp();
-  const bool aligned = is_aligned(out);
-#pragma unroll 4
-  for (int i = lane; i < Wr * chunks; i += warp_size) {
-    const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
-    const int packed_row = first_row + own_row + row;
-    if (packed_row >= M * packed) continue;
-    const operand* from = at(shared.Q, own_row + row, chunk);
-    scalar* to =
-        out.row(batch, head * packed + packed_row % packed, packed_row / packed) + chunk * in_chunk;
-    if (aligned && count == in_chunk) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int j = 0; j < count; ++j) to[j] = from[j];
-    }
-  }
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
@@ -227,7 +99,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   wait_for_copies<0>();
   __syncthreads();
   if (scale <= 0) {
-    apply_sign(shared, scale);
+    apply_sign(shared.Q, scale);
     __syncthreads();
   }
   Fragments<width> sums = {};
@@ -252,7 +124,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int row = (same_tiles - 1 - same.tile) * Br;
   finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output(shared, sums, O, same.batch, same.head, row, M, own_row, lane);
+    store_output(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
   else
     store_rows(sums, rows, O, same.batch, same.head, M, lane);
 }

@@ -101,38 +101,6 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
   rows.add(sum);
 }
 
-// The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
-// row takes the keys that it sees alone.
-__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
-                                                 Fragments<width>& O, Rows& rows, int first_key,
-                                                 int lane) {
-  exponentiate(P, rows);
-#pragma unroll 1
-  for (int key = 0; key < Bc; ++key) {
-    float weights[2 * (Wr / step)];
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      unsigned mine = 0;
-#pragma unroll
-      for (int c = 0; c < Bc / 4; ++c) {
-        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
-        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
-      }
-      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
-    }
-#pragma unroll
-    for (int j = 0; j < width / 4; ++j) {
-      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
-#pragma unroll
-      for (int i = 0; i < 2 * (Wr / step); ++i) {
-        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
-        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
-      }
-    }
-  }
-}
-
 // What a warp has to do with each tile of keys.
 struct Task {
   Shared& shared;

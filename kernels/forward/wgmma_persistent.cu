@@ -13,6 +13,7 @@
 #include <recompute.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
+#include <turns.cuh>
 
 struct Shared {
   Queries Q[Q_stages];
@@ -35,18 +36,6 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
     make_barrier(shared.V_empty[i], consumers);
   }
   publish_barriers();
-}
-
-// So far, as a power of two, may a score exceed the maximum that weights are relative to. They stay
-// below 2^8, of which float16 holds 2^16.
-constexpr int slack = 8;
-
-// Warpgroups begin their products in turns; the first has one to begin with.
-__device__ __forceinline__ void await_turn(int warpgroup) {
-  barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-  barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
 }
 
 // One row tile of a head, and the keys that it goes through.

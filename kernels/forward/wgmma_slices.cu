@@ -17,6 +17,7 @@
 #include <recompute.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
+#include <turns.cuh>
 
 constexpr int slices = cdiv(d, box_columns);  // of Q and K
 constexpr int output_tiles = cdiv(dv, 256);   // equally wide
@@ -58,10 +59,6 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   }
   publish_barriers();
 }
-
-// So far, as a power of two, may a score exceed the maximum that weights are relative to. They stay
-// below 2^8, of which float16 holds 2^16.
-constexpr int slack = 8;
 
 // A row tile of a head, and the keys that some of its rows see.
 struct Work {
