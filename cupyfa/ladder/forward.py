@@ -71,8 +71,8 @@ SPLIT_K_TILES_UP_TO = {
 SPLIT_K_TILES_ON = {arch: {256: SPLIT_K_TILES[1:2]} for arch in ("100", "120")}
 SPLIT_K_TILES_FEW_ROWS = {
     Br: {
-        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": 3, "fill": 3},)
-        for d, Bc in ((64, 64), (128, 32), (256, 16))
+        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": stages, "fill": fill},)
+        for d, Bc, stages, fill in ((64, 64, 3, 3), (128, 64, 2, 2), (256, 16, 4, 2))
     }
     for Br in (16, 32, 64)
 }
