@@ -66,7 +66,7 @@ class Limits:
 
     ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
     says why there are no matrix products here, if that is so. ``multiprocessors`` are those of an
-    H100 SXM where no device is.
+    H100 SXM where no device is. ``clock`` is the highest of a multiprocessor, in GHz, where known.
     """
 
     device: str
@@ -75,6 +75,7 @@ class Limits:
     arch: str | None = None
     no_matmul: str | None = None
     multiprocessors: int = 132
+    clock: float | None = None
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 

@@ -16,7 +16,7 @@ from cupyfa.sources import INCLUDE, KERNELS, ROOT
 PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports from layers above it only.
 LAYERS = [
-    {"dtypes", "includes", "store"},
+    {"devices", "dtypes", "includes", "store"},
     {"problem", "reference"},
     {"kernel", "tolerance"},
     {"operations", "ladder"},
@@ -28,7 +28,9 @@ LAYERS = [
     {"calls", "timing"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
-    {"benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks"},
+    {"benchmark", "comparing", "tuning", "diagnosis", "tasks"},
+    {"roofs"},
+    {"plotting"},
     {"report", "workers"},
     {"pages", "checking"},
     {"commands"},
