@@ -101,7 +101,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Matmul:
-    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed."""
+    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed.
+
+    Heads of ``b`` may be shared by groups of ``a``'s, and heads of ``out`` by groups of both, whose
+    products are added up. The inputs' dtype may go in and that of sums come out.
+    """
 
     out: str
     a: str
