@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv
@@ -111,12 +112,14 @@ def _on_elements(entry: str, name: str, args: str) -> Launch:
 
 def finish(name: str) -> Launch:
     """The sums of dQ, dK or dV in the dtype of the inputs; those that are NaN are summed again."""
-    if name == "dQ":
-        return _on_elements("finish_rows", name, f"dQ_sum dQ dS K lse M N heads {MASK}")
-    products = "dS Q" if name == "dK" else "P dO"
-    return _on_elements(
-        "finish_keys", name, f"{name}_sum {name} {products} lse M N kv_heads {MASK}"
-    )
+    entry, products = {
+        "dQ": ("finish_rows", "dS K"),
+        "dK": ("finish_keys", "dS Q"),
+        "dV": ("finish_keys", "P dO"),
+    }[name]
+    heads = "heads" if name == "dQ" else "kv_heads"
+    launch = _on_elements(entry, name, f"{name}_sum {name} {products} lse M N {heads} {MASK}")
+    return replace(launch, moves=dict.fromkeys([*products.split(), "lse"], lambda p, c: 0))
 
 
 KERNELS = (
