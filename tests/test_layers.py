@@ -21,7 +21,7 @@ LAYERS = [
     {"kernel", "tolerance"},
     {"operations", "ladder"},
     {"planning"},
-    {"sources", "tuned"},
+    {"sources", "traffic", "tuned"},
     {"backends", "backends.guard"},
     {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
     {"backends.select"},
