@@ -317,7 +317,7 @@ def _apart(labels: Sequence[Any]) -> list[tuple[Any, Any]]:
     one, to where the mean of their ways is 0.
     """
     boxes = []
-    for x in {label.xy[0] for label in labels}:
+    for x in sorted({label.xy[0] for label in labels}, reverse=True):
         column = sorted((one for one in labels if one.xy[0] == x), key=lambda one: one.xy[1])
         extents = [label.get_window_extent() for label in column]
         height = 1.1 * max(extent.height for extent in extents)

@@ -211,7 +211,7 @@ def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
     Three digits of each number, for they are estimates.
     """
     table = [
-        {c: float(f"{x:.3g}") if isinstance(x, float) else x for c, x in row.row().items()}
+        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
         for row in rows
     ]
     _drop_followers(table)
@@ -227,6 +227,11 @@ def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
         else fields(table[0], width=width)
     )
     return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded
 
 
 _DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from cupyfa import benchmark, devices, peaks, planning, records, sources, sweeps
+from cupyfa import benchmark, devices, peaks, planning, records, sources, sweeps, traffic
 from cupyfa.backends import Backend, DeviceError
 from cupyfa.backends.select import backend_named
 from cupyfa.compiling import limits_of
@@ -26,7 +26,7 @@ from cupyfa.kernel import Kernel, Matmul
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS, visible_scores
-from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported
+from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 
 NAIVE, TILED = "naive", "tiled"
@@ -46,7 +46,7 @@ class Roof:
     ``computation`` is "naive", "tiled" or a kernel's name, ``precision`` what it multiplies.
     ``bytes`` are those that its loops ask for, which all come from the memory if no cache catches
     any; ``least_bytes`` are left if caches catch every repetition within a launch. ``measured`` is
-    what a benchmark found. ``note`` says why a kernel has no numbers, if it cannot do the problem.
+    what a benchmark found. ``note`` says why a kernel has no numbers, or what they leave out.
     """
 
     computation: str
@@ -59,6 +59,11 @@ class Roof:
     on_tensor_cores: bool = False
     measured: Measurement | None = None
     note: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is of a kernel that cannot do the problem."""
+        return bool(self.note) and not self.bytes
 
     @property
     def flops(self) -> int:
@@ -207,11 +212,11 @@ def roofline(
             _roof(x, operation, problem, target, limits) for x in chosen or [NAIVE, TILED, *rungs]
         ]
         if not chosen:
-            found = [row for row in found if not row.note]
+            found = [row for row in found if not row.is_refused]
         if engine and is_here and measure:
             found = _with_measurements(found, [*chosen, *rungs], engine, budget)
         rows += found
-    if rows and all(row.note for row in rows):
+    if rows and all(row.is_refused for row in rows):
         raise Unsupported(rows[0].note)
     return rows
 
@@ -227,47 +232,38 @@ def tiled_bytes(operation: str, p: Problem) -> int:
 
     Forward that is Q, K, V and O; nobody needs lse there but the gradients.
     """
-    least = OPERATIONS[operation].bytes(p)
-    return least - _bytes_of_lse(p) if operation == "forward" else least
+    return OPERATIONS[operation].bytes(p) - _unneeded(operation, p)
 
 
 def naive_bytes(operation: str, p: Problem) -> int:
     """Attention with scores in memory, by steps that read and write all of their arrays.
 
-    Forward, S = Q Kᵀ, P = softmax(S) and O = P V write and read S and P: 4 M N elements of each
-    query head beside the least. The gradients compute S and P again, and from them dV = Pᵀ dO,
-    dP = dO Vᵀ, dS = P ∘ (dP − D), dQ = dS K and dK = dSᵀ Q: 10 M N, and Q, K and dO once more.
-    Masks save nothing.
+    Those are ``traffic.naive``, but that scale and mask cost nothing of their own, as in the
+    baselines: forward 4 M N elements of each query head beside the least, of gradients 10 M N.
     """
-    scores = p.batch * p.heads * p.M * p.N * p.itemsize
-    again = p.batch * (p.heads * p.M * (p.d + p.dv) + p.kv_heads * p.N * p.d) * p.itemsize
-    if operation == "forward":
-        return tiled_bytes(operation, p) + 4 * scores
-    return tiled_bytes(operation, p) + 10 * scores + again
+    steps = [x for x in traffic.naive(operation, p) if not x.writes.keys() <= {"scaled", "masked"}]
+    return traffic.moved(steps) - _unneeded(operation, p)
 
 
-def _bytes_of_lse(p: Problem) -> int:
-    return p.batch * p.heads * p.M * p.dtype.sums.itemsize
+def _unneeded(operation: str, p: Problem) -> int:
+    """The bytes of lse, if that is an output."""
+    return traffic.outputs(operation, p).get("lse", 0)
 
 
-def least_bytes(plan: Plan) -> int:
-    """What a kernel moves if caches catch all repetitions: each array of each launch once."""
-    operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-    kinds = {"scalar": p.itemsize, "real": p.dtype.sums.itemsize}
-    sizes = {
-        name: prod(p.shape(axes)) * kinds[operation.input_kind(name)]
-        for name, axes in operation.inputs.items()
-    }
+def _moved(plan: Plan) -> tuple[int, int, str]:
+    """The bytes that a kernel's loops ask for, those left if caches catch repetitions, and a note.
+
+    The latter are each array that a launch reads or writes once, and of a mask's only what it does.
+    """
+    arrays = traffic.inputs(plan.kernel.operation, plan.problem)
     for name, (_, dtype) in {**plan.outputs, **plan.scratch}.items():
-        sizes[name] = prod(plan.stored_shape(name)) * dtype.itemsize
-    return sum(sizes.get(name, 0) for step in plan.steps for name in _arrays(step))
-
-
-def _arrays(step: PlannedLaunch | Matmul) -> set[str]:
-    """The names among a step's arguments, those of arrays among them."""
-    if isinstance(step, Matmul):
-        return {step.out, step.a.partition(".")[0], step.b.partition(".")[0]}
-    return {name for name, _ in step.launch.arrays}
+        arrays[name] = prod(plan.stored_shape(name)) * dtype.itemsize
+    steps = traffic.of(plan)
+    if steps is None:
+        least = sum(arrays.get(x, 0) for launch in plan.launches for x in traffic.arrays_of(launch))
+        return least, least, f"{plan.kernel.name} has tiles without Bc: each array counts once"
+    moves = [move for step in steps for x in (step.reads, step.writes) for move in x.items()]
+    return traffic.moved(steps), sum(min(size, arrays[name]) for name, size in moves), ""
 
 
 def uses_tensor_cores(plan: Plan) -> bool:
@@ -359,9 +355,11 @@ def _roof(
         plan = planning.plan(computation, problem, limits)
     except Unsupported as error:
         return Roof(computation.name, operation, problem, device, note=str(error))
+    moved, least, note = _moved(plan)
     return Roof(
         *(computation.name, operation, plan.problem, device),
-        *(least_bytes(plan), least_bytes(plan), _precision(plan), uses_tensor_cores(plan)),
+        *(moved, least, _precision(plan), uses_tensor_cores(plan)),
+        note=note,
     )
 
 

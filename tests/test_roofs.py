@@ -129,6 +129,22 @@ def test_what_a_device_cannot_do():
         row("wgmma")
 
 
+def test_loops_ask_for_more_than_must_move():
+    """A block of fa2 keeps Br rows and reads all keys; `rows` of gradients adds to dK and dV."""
+    naive, tiled, baseline, v1, fa2 = rows("naive", "tiled", "baseline", "v1", "fa2")
+    assert v1.bytes > baseline.bytes > naive.bytes > fa2.bytes > tiled.bytes
+    Br = cupyfa.plan(kernel="fa2", limits=roofs.limits_on(DEVICES["a100"]), batch=4, heads=16,
+                     M=2048, d=64, dtype="float16").constants["Br"]  # fmt: skip
+    of_keys = tiled.bytes // 2
+    assert fa2.bytes == pytest.approx(tiled.bytes + (2048 // Br - 1) * of_keys, rel=0.01)
+    lse = 4 * 4 * 16 * 2048
+    assert fa2.least_bytes == tiled.bytes + lse
+    assert fa2.cached.intensity == pytest.approx(fa2.flops / fa2.least_bytes)
+    for found in rows(device="h100", causal=True, backward=True):
+        assert found.least_bytes <= found.bytes
+        assert found.cached.time <= found.time
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="softmax_safe computes softmax"):
         row("softmax_safe")
