@@ -11,6 +11,7 @@ from cupyfa import Problem, plotting, roofs
 from cupyfa.devices import DEVICES, EXP2_PER_CLOCK, known_as, named
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
+from cupyfa.sources import ROOT
 
 # FLOP per clock and multiprocessor: float16 in, float32 sums, on tensor cores; float32 without.
 PER_CLOCK = {
@@ -199,6 +200,15 @@ def test_what_the_command_refuses(monkeypatch):
     assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
     assert "Br is no size" in refused("roofline", "fa2", "-p", "Br=64", code=2)
     assert "h9" in refused("roofline", "--device", "h9", code=2)
+
+
+def test_the_page_lists_the_devices():
+    page = (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8")
+    for name, device in DEVICES.items():
+        tensor, plain = device.tensor["float16"], device.plain["float32"]
+        balance = round(1e3 * tensor / device.bandwidth)
+        rates = f"{tensor:g} TFLOP/s | {plain:g} TFLOP/s | {device.bandwidth:g} | {balance}"
+        assert f"| `{name}` | {rates} |" in page
 
 
 # The picture
