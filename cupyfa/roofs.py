@@ -214,7 +214,7 @@ def roofline(
         if not chosen:
             found = [row for row in found if not row.is_refused]
         if engine and is_here and measure:
-            found = _with_measurements(found, [*chosen, *rungs], engine, budget)
+            found = _with_measurements(found, problem, chosen or rungs, engine, budget)
         rows += found
     if rows and all(row.is_refused for row in rows):
         raise Unsupported(rows[0].note)
@@ -364,14 +364,17 @@ def _roof(
 
 
 def _with_measurements(
-    rows: Sequence[Roof], kernels: Sequence[Any], engine: Backend, budget: float
+    rows: Sequence[Roof],
+    p: Problem,
+    kernels: Sequence[str | Kernel],
+    engine: Backend,
+    budget: float,
 ) -> list[Roof]:
     """The rows, those of kernels with what a benchmark of all of them finds."""
-    able = {row.computation: row for row in rows if row.bytes}
+    able = {row.computation for row in rows if row.bytes}
     timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
     if not timed:
         return list(rows)
-    p = rows[0].problem
     sizes = {x: getattr(p, x) for x in _SIZES}
     found = benchmark.bench(
         list(timed.values()), backend=engine, budget=budget, alone=True, dtype=p.dtype.name, **sizes

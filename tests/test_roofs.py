@@ -169,6 +169,10 @@ def test_what_is_here_is_measured(monkeypatch):
     assert tiled.measured is None
     assert fa2.measured.passed and fa2.measured.time > fa2.time
     assert fa2.measured.problem == fa2.problem
+    small |= {"d": 16, "dtype": "float32"}
+    rounded, fa2 = roofs.roofline(["mma_tf32", "fa2"], **small)  # each in its own precision
+    assert (rounded.measured.passed, fa2.measured.passed) == (True, True)
+    assert (rounded.precision, fa2.precision) == ("tf32", "float32")
     calculated = roofs.roofline(["fa2"], device="a100", **small)
     assert calculated[0].measured is None
 
@@ -237,3 +241,13 @@ def test_a_picture_names_every_computation_once(tmp_path):
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
     with pytest.raises(ValueError, match="nothing to draw"):
         plotting.draw_roofs([row("tiled", M=0)], tmp_path / "a.svg")
+
+
+def test_a_measured_kernel_is_a_bar_between_its_intensities():
+    found = row("fa2", device="h100")
+    ((bar,),) = plotting._series([replace(found, measured=timed(found, 33.4))])
+    assert bar.measured and bar.height == 33.4
+    assert bar.left == pytest.approx(found.intensity, rel=0.05)
+    assert bar.right == pytest.approx(found.cached.intensity, rel=0.05)
+    ((ring,),) = plotting._series([found])
+    assert ring.left == ring.right and ring.height == pytest.approx(found.tflops, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from cupyfa import plotting, report, roofs
+from cupyfa.commands import WRONG
 from cupyfa.commands.bench import check_target, split
 from cupyfa.commands.options import format_option, problem_options, progress_bar
 from cupyfa.devices import DEVICES
@@ -87,3 +89,4 @@ def roofline(
     click.echo(
         report.roofs(rows) if form == "table" else report.render([row.row() for row in rows], form)
     )
+    sys.exit(WRONG if any(row.measured and row.measured.passed is False for row in rows) else 0)
