@@ -23,6 +23,7 @@ from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
+from cupyfa.commands.roofline import roofline
 from cupyfa.commands.run import run
 from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
@@ -138,6 +139,7 @@ for command in (
     run,
     check,
     replay,
+    roofline,
     compile_kernels,
     show,
     profile,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cupyfa.comparing import compare
     from cupyfa.diagnosis import doctor
     from cupyfa.profiling import profile
+    from cupyfa.roofs import roofline
     from cupyfa.tuning import tune
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "plan",
     "profile",
     "replay",
+    "roofline",
     "softmax",
     "tune",
 ]
@@ -71,6 +73,7 @@ _TOOLS = {
     "doctor": "diagnosis",
     "profile": "profiling",
     "replay": "checking",
+    "roofline": "roofs",
     "tune": "tuning",
 }
 

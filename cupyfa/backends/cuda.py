@@ -332,6 +332,7 @@ def _limits(device: int) -> Limits:
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
         multiprocessors=attributes["MultiProcessorCount"],
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # which is told in kHz
         no_matmul=_no_cublas(),
         tuned=tuned.on(name),
     )
