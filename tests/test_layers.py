@@ -28,7 +28,7 @@ LAYERS = [
     {"calls", "timing"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
-    {"benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks"},
+    {"benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks", "footprint"},
     {"report", "workers"},
     {"pages", "checking"},
     {"commands"},
