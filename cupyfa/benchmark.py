@@ -176,7 +176,7 @@ class _Shared:
         """What to compare a kernel with that rounds so."""
         if rounding not in self.samples:
             inputs = calls.readable(plan, self.inputs)
-            excerpts = sampling.excerpts(plan.problem, self.case.seed)
+            excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
             self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
         return self.samples[rounding]
 

@@ -132,13 +132,14 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
 def _expected(plans: Mapping[str, Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
     """What is right, by what the kernels round to: computed once for all of them.
 
-    Gradients take three times as long as the forward pass: of large problems there is a sample.
+    Gradients take far longer than the forward pass: of large problems there is a sample.
     """
     if not plans:
         return {}
     plan = next(iter(plans.values()))
     operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-    chosen = sampling.excerpts(p, case.seed) if operation.name == "backward" else [None]
+    gradients = operation.name == "backward"
+    chosen = sampling.excerpts(p, case.seed, "backward") if gradients else [None]
     roundings = tuple(dict.fromkeys(plan.rounding for plan in plans.values()))
     readable = calls.readable(plan, inputs)
     found = [operation.reference(readable, p, roundings, excerpt) for excerpt in chosen]

@@ -217,6 +217,14 @@ def test_the_work_and_the_bytes():
     assert BACKWARD.flops(same) == 2.5 * OPERATIONS["forward"].flops(same)
 
 
+def test_samples_of_gradients_are_smaller():
+    p = Problem.of_sizes(batch=4, heads=16, M=2048, d=64)
+    forward, backward = (sampling.excerpts(p, 0, x) for x in ("forward", "backward"))
+    assert 4 < len(backward) < len(forward) / 4
+    small = Problem.of_sizes(batch=2, heads=4, M=300, d=16)
+    assert sampling.excerpts(small, 0, "backward") == [None]
+
+
 def test_an_element_has_the_smallest_excerpt():
     p, inputs = case("float32", M=40, N=70, heads=4, kv_heads=2, batch=2, causal=True)
     whole = BACKWARD.expected(inputs, p)
