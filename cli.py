@@ -21,6 +21,7 @@ from cupyfa.commands.compile import compile_kernels
 from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
+from cupyfa.commands.memory import memory
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -142,6 +143,7 @@ for command in (
     roofline,
     compile_kernels,
     show,
+    memory,
     profile,
     cache,
     doctor,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cupyfa.checking import check, replay
     from cupyfa.comparing import compare
     from cupyfa.diagnosis import doctor
+    from cupyfa.footprint import memory
     from cupyfa.profiling import profile
     from cupyfa.roofs import roofline
     from cupyfa.tuning import tune
@@ -56,6 +57,7 @@ __all__ = [
     "compare",
     "doctor",
     "kernels",
+    "memory",
     "padded",
     "plan",
     "profile",
@@ -71,6 +73,7 @@ _TOOLS = {
     "check": "checking",
     "compare": "comparing",
     "doctor": "diagnosis",
+    "memory": "footprint",
     "profile": "profiling",
     "replay": "checking",
     "roofline": "roofs",

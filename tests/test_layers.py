@@ -28,7 +28,7 @@ LAYERS = [
     {"calls", "timing"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
-    {"benchmark", "comparing", "tuning", "diagnosis", "tasks"},
+    {"benchmark", "comparing", "tuning", "diagnosis", "tasks", "footprint"},
     {"roofs"},
     {"plotting"},
     {"report", "workers"},

@@ -127,6 +127,11 @@ class Backend(ABC):
         """Gives memory that is kept for later back to the device, for other libraries to use."""
         return
 
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """The most bytes of the device's memory that a call holds, where that can be told."""
+        call()
+        return None
+
     def resources(self, prepared: Any) -> dict[str, int]:
         """Registers and spilled bytes of a thread, where known."""
         return {}
