@@ -33,7 +33,7 @@ DELTA = Launch(
 
 MMA_TILES = tuple(
     dict(zip(("Br", "Bc", "warps", "stages"), sizes))
-    for sizes in ((64, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))
+    for sizes in ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))
 )
 MMA_TILES_UP_TO = {
     64: (
@@ -166,9 +166,10 @@ def _are_even(c: SimpleNamespace) -> bool:
 
 def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
     """The floats that a tile of rows has in dQ_sum."""
-    depth = cdiv(p.d, 16) * 16
-    across = c.warps // parts_of_rows(c.Br, depth, c.warps)
-    return c.Br * across * cdiv(depth, across * 16) * 16
+    slices = 2 if p.d > 128 else 1
+    width = cdiv(p.d, slices * 16) * 16
+    across = c.warps // parts_of_rows(c.Br, width, c.warps)
+    return slices * c.Br * across * cdiv(width, across * 16) * 16
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:

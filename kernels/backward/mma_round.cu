@@ -14,24 +14,24 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(const float* dQ_
                                                                 Tensor<const real> lse,
                                                                 Tensor<scalar> dQ, int M, int heads,
                                                                 real scale) {
-  using Queries = Part<Br, depth>;
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
   const int lane = threadIdx.x % warp_size;
-  const float* from = dQ_sum + (long long)blockIdx.x * (Queries::fours * 4 * threads);
-  const Queries own;
-  Queries::Sums sums;
+  constexpr int fours = QueryPart::fours, blocks = QueryPart::cols / 8;
+  const float* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
+  for (int slice = 0; slice < query_slices; ++slice) {
+    const QueryPart own(slice);
+    QueryPart::Sums sums;
 #pragma unroll
-  for (int i = 0; i < Queries::rows / step; ++i) {
+    for (int i = 0; i < 2 * (QueryPart::rows / step); ++i) {
+      const int row = tile * Br + own.row + i * 8 + lane / 4;
+      const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
 #pragma unroll
-    for (int n = 0; n < Queries::cols / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = tile * Br + own.row + i * step + e / 2 * 8 + lane / 4;
-        const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
-        const float sum = from[place_of_sum(i * (Queries::cols / 8) + n, e)];
-        sums[i][n][e] = counts ? sum : 0.0f;
+      for (int j = 0; j < 2 * blocks; ++j) {
+        const int four = slice * fours + i / 2 * blocks + j / 2;
+        const float sum = from[place_of_sum(four, i % 2 * 2 + j % 2)];
+        sums[i / 2][j / 2][i % 2 * 2 + j % 2] = counts ? sum : 0.0f;
       }
     }
+    store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, M, lane);
   }
-  store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, M, lane);
 }

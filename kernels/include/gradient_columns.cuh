@@ -24,7 +24,6 @@ static_assert(Part<Br, Bc>::whole, "warps share out S evenly");
 using Scores = Part<Br, Bc>;
 using KeyPart = Part<Bc, depth>;
 using ValuePart = Part<Bc, width>;
-using QueryPart = Part<Br, depth>;
 
 // What blocks read.
 struct Inputs {
@@ -63,7 +62,7 @@ struct Sums {
 
   __device__ __forceinline__ float* of(int batch, int head, int first_row) const {
     const long long tile = ((long long)batch * heads + head) * tiles + first_row / Br;
-    return data + tile * (QueryPart::fours * 4 * threads);
+    return data + tile * (query_slices * QueryPart::fours * 4 * threads);
   }
 };
 
@@ -114,17 +113,21 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
     commit_copies();
   }
   if constexpr (adds_dQ) {
-    const QueryPart own;
-    QueryPart::Sums dQ = {};
-    if (has_mask && masked && strange_keys)
-      multiply_visible<false>(dQ, shared.dS, shared.K, own, pairs, own_lane());
-    else
-      multiply_tiles<false>(dQ, shared.dS, shared.K, own, own_lane());
     float* to = sums.of(batch, head, pairs.first_row);
+#pragma unroll 1
+    for (int slice = 0; slice < query_slices; ++slice) {
+      const QueryPart own(slice);
+      QueryPart::Sums dQ = {};
+      if (has_mask && masked && strange_keys)
+        multiply_visible<false>(dQ, shared.dS, shared.K, own, pairs, own_lane());
+      else
+        multiply_tiles<false>(dQ, shared.dS, shared.K, own, own_lane());
 #pragma unroll
-    for (int n = 0; n < QueryPart::fours; ++n) {
-      const int col = n % (QueryPart::cols / 8);
-      if (own.has(col / 2)) add_four(to, n, dQ[n / (QueryPart::cols / 8)][col]);
+      for (int n = 0; n < QueryPart::fours; ++n) {
+        const int block = n % (QueryPart::cols / 8);
+        if (own.has(block / 2))
+          add_four(to, slice * QueryPart::fours + n, dQ[n / (QueryPart::cols / 8)][block]);
+      }
     }
   }
   wait_for_copies<0>();

@@ -46,14 +46,28 @@ struct Part {
   using Sums = float[rows / step][cols / 8][4];
   static constexpr int fours = rows / step * (cols / 8);
 
-  int row, col;
+  int row, col, end = columns;
 
   __device__ __forceinline__ Part() {
     const int warp = fresh(int(threadIdx.x)) / warp_size;
     row = warp % down * rows;
     col = warp / down * cols;
   }
-  __device__ __forceinline__ bool has(int n) const { return whole || col + n * step < columns; }
+  __device__ __forceinline__ bool has(int n) const { return whole || col + n * step < end; }
+};
+
+// dQ comes in slices of its columns, for which there are registers beside dK and dV.
+constexpr int query_slices = depth > 128 ? 2 : 1;
+constexpr int query_cols = cdiv(depth, query_slices* step) * step;
+
+struct QueryPart : Part<Br, query_cols> {
+  static constexpr bool whole = Part::whole && query_cols * query_slices == depth;
+
+  __device__ __forceinline__ explicit QueryPart(int slice) {
+    col += slice * query_cols;
+    end = min(end + slice * query_cols, depth);
+  }
+  __device__ __forceinline__ bool has(int n) const { return whole || col + n * step < end; }
 };
 
 // D += A B for one step of the sum, of A's fragments and B's by columns of 16.
