@@ -81,16 +81,25 @@ __device__ __forceinline__ void multiply_visible_keys(const Fragments<Bc>& dS,
   }
 }
 
+// The keys and values of a head. Registers do not keep where they begin: that is found once more.
+struct Keys {
+  Tensor<const operand> K, V;
+  int batch, head, N;
+
+  __device__ __forceinline__ void begin_copies(Shared& shared, int first_key, int stage) const {
+    copy_rows<d>(shared.K[stage], Head(K, fresh(batch), fresh(head), N), first_key);
+    copy_rows<dv>(shared.V[stage], Head(V, fresh(batch), fresh(head), N), first_key);
+  }
+};
+
 // One tile of keys. K and V are there when it begins, and the next are when it ends.
 template <bool masked>
-__device__ __forceinline__ void step_along(Shared& shared, const Head& keys, const Head& values,
-                                           const Pairs& pairs, int end, int buffer,
-                                           Fragments<depth>& dQ, float scale2, const OwnRows& own,
-                                           int lane) {
+__device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, const Pairs& pairs,
+                                           int end, int buffer, Fragments<depth>& dQ, float scale2,
+                                           const OwnRows& own, int lane) {
   const bool more = pairs.first_key + Bc < end;
   if (stages == 2 && more) {
-    copy_rows<d>(shared.K[1 - buffer], keys, pairs.first_key + Bc);
-    copy_rows<dv>(shared.V[1 - buffer], values, pairs.first_key + Bc);
+    keys.begin_copies(shared, pairs.first_key + Bc, 1 - buffer);
   }
   commit_copies();
   bool strange = false;
@@ -107,8 +116,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Head& keys, con
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites K and V
     if (more) {
-      copy_rows<d>(shared.K[0], keys, pairs.first_key + Bc);
-      copy_rows<dv>(shared.V[0], values, pairs.first_key + Bc);
+      keys.begin_copies(shared, pairs.first_key + Bc, 0);
     }
     commit_copies();
   }
@@ -128,14 +136,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   const OwnRows own = {int(threadIdx.x) / warp_size * Wr};
   const int start = hidden_keys(first_row, N, lower) / Bc * Bc;
   const int end = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
-  Head keys(K, batch, head / group, N), values(V, batch, head / group, N);
+  const Keys keys = {K, V, batch, head / group, N};
 
   RowSums sums;
   sums.load(lse, delta, batch, head, first_row, M);
   copy_rows<d>(shared.Q, Head(Q, batch, head, M), first_row);
   copy_rows<dv>(shared.dO, Head(dO, batch, head, M), first_row);
-  copy_rows<d>(shared.K[0], keys, start);
-  copy_rows<dv>(shared.V[0], values, start);
+  keys.begin_copies(shared, start, 0);
   commit_copies();
   sums.store(shared.lse, shared.delta);
   wait_for_copies<0>();
@@ -151,9 +158,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   for (int first_key = start; first_key < end; first_key += Bc) {
     const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
     if (whole && first_key + Bc <= N && pairs.all())
-      step_along<false>(shared, keys, values, pairs, end, buffer, rows, scale * log2e, own, lane);
+      step_along<false>(shared, keys, pairs, end, buffer, rows, scale * log2e, own, lane);
     else
-      step_along<true>(shared, keys, values, pairs, end, buffer, rows, scale * log2e, own, lane);
+      step_along<true>(shared, keys, pairs, end, buffer, rows, scale * log2e, own, lane);
     buffer = stages - 1 - buffer;
   }
 #pragma unroll

@@ -93,9 +93,8 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
                                                     operand (&B)[other][length], const Own& own,
                                                     int lane) {
-  // More at once, and loads of later steps take the registers of what waits.
-  constexpr int unrolled = length / step > 4 ? 4 : 2;
-#pragma unroll unrolled
+  // With more at once, loads of later steps take the registers of what waits.
+#pragma unroll 2
   for (int k = 0; k < length / step; ++k) {
     unsigned a[rows][4];
 #pragma unroll
