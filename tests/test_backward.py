@@ -10,6 +10,7 @@ from cupyfa.backends.simulator import Simulator
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.sources import ROOT
+from cupyfa.sweeps import usual_dtype
 from cupyfa.trial import difference, trial
 
 BACKWARD = LADDER["backward"]
@@ -81,9 +82,9 @@ def test_tiles_that_are_measured(backend, kernel):
 @pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])
 def test_any_size_may_be_zero(backend, kernel, empty):
     sizes = {"batch": 2, "heads": 2, "M": 5, "N": 7, "d": 4, "dv": 3, empty: 0}
-    q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes))
+    q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes, dtype=usual_dtype(kernel)))
     grads = cupyfa.attention_backward(
-        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True
+        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True, **tiles_of(kernel)
     )
     for x, grad in zip((q, k, v), grads):
         assert grad.shape == x.shape and np.isfinite(grad).all()
