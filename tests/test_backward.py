@@ -10,41 +10,76 @@ from cupyfa.backends.simulator import Simulator
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.sources import ROOT
+from cupyfa.sweeps import usual_dtype
 from cupyfa.trial import difference, trial
 
 BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
-TILED = pytest.mark.parametrize("kernel", [x for x in BACKWARD.values() if x.tiles[0]], ids=name)
+MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
+# Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
+MMA_ROWS = ("Qr", "Qc", "Qw", "Qs")
+MMA_SIZES = {"mma_columns": ("Br", "Bc", "warps", "stages")}
+MMA_SIZES["mma_two_pass"] = (*MMA_SIZES["mma_columns"], *MMA_ROWS)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
+
+
+def tiles_of(kernel, *sizes):
+    """So many rows, keys and so on, or small ones; what a rung on tensor cores has more of."""
+    if kernel in MMA:
+        return dict(zip(MMA_SIZES[kernel.name], sizes or (16, 32, 2, 1, 32, 16, 16, 2)))
+    return dict(zip(("Br", "Bc"), sizes))
 
 
 @pytest.mark.parametrize("sizes", (*RAGGED, *WINDOWED), ids=name)
 @pytest.mark.parametrize("kernel, dtype", claimed(BACKWARD), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
-    plan = planned(kernel, backend, sizes, dtype)
+    plan = planned(kernel, backend, sizes, dtype, **tiles_of(kernel))
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
 @KERNELS
 @pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
 def test_layouts(backend, kernel, layout):
-    plan = planned(kernel, backend, {**SMALL, "causal": True})
+    plan = planned(kernel, backend, {**SMALL, "causal": True}, **tiles_of(kernel))
     inputs = calls.readable(plan, inputs_of(plan, layout=layout))
     calls.checked(backend, plan, inputs, {})
 
 
-@KERNELS
-@pytest.mark.parametrize("d", [256, 1024])
+@pytest.mark.parametrize(
+    "kernel, d",
+    [(k, d) for k in BACKWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
+    ids=name,
+)
 def test_large_head_dimensions(backend, kernel, d):
     plan = planned(kernel, backend, {"heads": 1, "M": 9, "N": 11, "d": d})
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
-@TILED
-@pytest.mark.parametrize("tile", [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)])
+SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
+MMA_TILES = [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2), (128, 16, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    "kernel, tile",
+    [
+        (k, x)
+        for k in BACKWARD.values()
+        if k.tiles[0]
+        for x in (MMA_TILES if k in MMA else SCALAR_TILES)
+    ],
+    ids=name,
+)
 def test_tiles_of_other_sizes(backend, kernel, tile):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 9, "dv": 6, "window": (17, 2)}
-    plan = planned(kernel, backend, sizes, Br=tile[0], Bc=tile[1])
+    plan = planned(kernel, backend, sizes, **tiles_of(kernel, *tile))
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("kernel", MMA, ids=name)
+def test_tiles_that_are_measured(backend, kernel):
+    """A warp's columns of dQ, 96 among four, are not all there."""
+    sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": 96, "causal": True}
+    plan = planned(kernel, backend, sizes)
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
@@ -52,9 +87,9 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 @pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])
 def test_any_size_may_be_zero(backend, kernel, empty):
     sizes = {"batch": 2, "heads": 2, "M": 5, "N": 7, "d": 4, "dv": 3, empty: 0}
-    q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes))
+    q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes, dtype=usual_dtype(kernel)))
     grads = cupyfa.attention_backward(
-        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True
+        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True, **tiles_of(kernel)
     )
     for x, grad in zip((q, k, v), grads):
         assert grad.shape == x.shape and np.isfinite(grad).all()
@@ -66,15 +101,15 @@ def test_any_size_may_be_zero(backend, kernel, empty):
 def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
     """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
-    tile = {"Br": 8, "Bc": 16} if kernel.tiles[0] else {}
-    plan = planned(kernel, backend, sizes, **tile)
+    usual = {"Br": 8, "Bc": 16} if kernel.tiles[0] else {}
+    plan = planned(kernel, backend, sizes, **(tiles_of(kernel) or usual))
     clean = inputs_of(plan)
     bad = {name: array.copy() for name, array in clean.items() if name not in ("O", "lse")}
     bad["dO"][0, 0, 2], bad["K"][0, 0, 30], bad["V"][0, 0, 35, 1] = np.nan, np.nan, np.inf
     out, lse = reference.attention(
         bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, diagonal=0
     )
-    bad["O"], bad["lse"] = out.astype(np.float32), lse.astype(np.float32)
+    bad["O"], bad["lse"] = out.astype(clean["O"].dtype), lse.astype(np.float32)
     results = calls.checked(backend, plan, bad, {})
     assert np.isnan(results["dQ"][0, 0, 2]).all()
     assert np.isfinite(results["dQ"][0, 0, 3:30]).all()
@@ -84,7 +119,8 @@ def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
 
 @KERNELS
 def test_rows_without_a_key_add_nothing(backend, kernel):
-    plan = planned(kernel, backend, {"heads": 1, "M": 30, "N": 10, "d": 8, "causal": True})
+    sizes = {"heads": 1, "M": 30, "N": 10, "d": 8, "causal": True}
+    plan = planned(kernel, backend, sizes, **tiles_of(kernel))
     inputs = inputs_of(plan)
     for name_ in ("Q", "dO"):
         inputs[name_][0, 0, :20] = np.nan
@@ -108,8 +144,10 @@ def test_products_that_heads_share(backend, heads, kv_heads, layout):
         calls.checked(backend, plan, inputs, {})
 
 
-def test_without_atomics_every_run_gives_the_same_bits():
-    plan = planned(BACKWARD["two_pass"], Simulator(), {**SMALL, "M": 70, "N": 90})
+@pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass"])
+def test_without_atomics_every_run_gives_the_same_bits(kernel):
+    kernel = BACKWARD[kernel]
+    plan = planned(kernel, Simulator(), {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
     inputs = inputs_of(plan)
     assert (
         difference(Simulator(), plan, inputs, calls.checked(Simulator(), plan, inputs, {}), 3)
@@ -117,11 +155,11 @@ def test_without_atomics_every_run_gives_the_same_bits():
     )
 
 
-@pytest.mark.parametrize("kernel", ["columns", "rows"])
+@pytest.mark.parametrize("kernel", ["columns", "rows", "mma_columns"])
 def test_with_atomics_some_do_not_and_are_right_nonetheless(kernel):
     kernel = BACKWARD[kernel]
     sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}
-    plan = planned(kernel, Simulator(), sizes, Br=8, Bc=8)
+    plan = planned(kernel, Simulator(), sizes, **(tiles_of(kernel) or {"Br": 8, "Bc": 8}))
     inputs = inputs_of(plan)
     runs = [calls.checked(Simulator(schedule=i, workers=2), plan, inputs, {}) for i in range(1, 5)]
     differing = {

@@ -90,6 +90,17 @@ def test_the_first_tiles_do_not_spill(arch, d, mask):
             assert compile_launch(launch, arch).spilled_bytes <= allowed, launch.constants
 
 
+@pytest.mark.parametrize("d, mask", [(64, "causal"), (128, "window"), (256, "causal")])
+@pytest.mark.parametrize("arch", ["80", "86", "90", "100"])
+def test_gradients_do_not_spill(arch, d, mask):
+    for name in ("mma_columns", "mma_two_pass"):
+        problem = Problem.of_sizes(M=3840, d=d, dtype="float16", **MASKS[mask])
+        plan = planning.plan(LADDER["backward"][name], problem, limits_of(arch))
+        for launch in plan.launches:
+            allowed = SPILLED.get((launch.entry, arch, d, mask), 0)
+            assert compile_launch(launch, arch).spilled_bytes <= allowed, launch.constants
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("arch", ["80", "90", "120"])
 def test_tiles_of_few_blocks_do_not_spill(arch, d):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
-from cupyfa.kernel import Kernel, Launch, Matmul, cdiv
+from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 
@@ -29,6 +31,54 @@ DELTA = Launch(
     grid=lambda p, c: cdiv(p.M, THREADS // WARP) * p.heads * p.batch,
     threads=lambda p, c: THREADS,
 )
+
+MMA_TILES = tuple(
+    dict(zip(("Br", "Bc", "warps", "stages"), sizes))
+    for sizes in ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))
+)
+MMA_TILES_UP_TO = {
+    64: (
+        {"Br": 128, "Bc": 128, "warps": 8, "stages": 2},
+        {"Br": 64, "Bc": 64, "warps": 4, "stages": 2},
+    ),
+    128: (
+        {"Br": 64, "Bc": 128, "warps": 8, "stages": 2},
+        {"Br": 64, "Bc": 64, "warps": 8, "stages": 1},
+    ),
+    256: (
+        {"Br": 64, "Bc": 64, "warps": 8, "stages": 2},
+        {"Br": 64, "Bc": 64, "warps": 8, "stages": 1},
+    ),
+}
+MMA_CANDIDATES = {
+    "Br": (32, 64, 128),
+    "Bc": (32, 64, 128),
+    "warps": (4, 8),
+    "stages": (1, 2),
+}
+MMA_ROW_TILES = tuple(
+    dict(zip(("Qr", "Qc", "Qw", "Qs"), sizes))
+    for sizes in (
+        (64, 32, 16, 1),
+        (64, 16, 16, 1),
+        (32, 32, 16, 1),
+        (32, 16, 16, 1),
+        (16, 16, 16, 1),
+    )
+)
+MMA_ROW_TILES_UP_TO = {
+    64: ({"Qr": 128, "Qc": 64, "Qw": 32, "Qs": 2}, {"Qr": 64, "Qc": 64, "Qw": 16, "Qs": 2}),
+    128: ({"Qr": 128, "Qc": 32, "Qw": 32, "Qs": 2}, {"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 2}),
+    256: ({"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 2}, {"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 1}),
+}
+MMA_ROW_CANDIDATES = {"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)}
+MMA_RULES = {
+    "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
+    "warps are a power of two, and share out S evenly": lambda c: (
+        c.warps & (c.warps - 1) == 0 and _are_even(c)
+    ),
+    "stages is 1 or 2": lambda c: c.stages in (1, 2),
+}
 
 
 def odd_width(width: int, itemsize: int) -> int:
@@ -122,6 +172,79 @@ def finish(name: str) -> Launch:
     return replace(launch, moves=dict.fromkeys([*products.split(), "lse"], lambda p, c: 0))
 
 
+def parts_of_rows(height: int, columns: int, warps: int) -> int:
+    """Into how many parts gradient_products.cuh divides the rows of a product."""
+    fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
+    fits = [x for x in fits if warps % x == 0] or [1]
+    return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
+
+
+def _are_even(c: SimpleNamespace) -> bool:
+    """Whether the warps share out S evenly."""
+    return c.Bc % (16 * (c.warps // parts_of_rows(c.Br, c.Bc, c.warps))) == 0
+
+
+def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
+    """The floats that a tile of rows has in dQ_sum."""
+    slices = 2 if p.d > 128 else 1
+    width = cdiv(p.d, slices * 16) * 16
+    across = c.warps // parts_of_rows(c.Br, width, c.warps)
+    return slices * c.Br * across * cdiv(width, across * 16) * 16
+
+
+def row_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """How many tiles of Br rows there are in all."""
+    return cdiv(p.M, c.Br) * p.heads * p.batch
+
+
+def mma_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """K, V, `stages` of Q and dO, P and dS in 16 bits; lse and delta of two tiles."""
+    widths = cdiv(p.d, 16) * 16 + cdiv(p.dv, 16) * 16
+    return 2 * ((c.Bc + c.stages * c.Br) * widths + 2 * c.Br * c.Bc) + 16 * c.Br
+
+
+def mma_rows_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Q, dO and `Qs` of K and V in 16 bits, lse and delta."""
+    widths = cdiv(p.d, 16) * 16 + cdiv(p.dv, 16) * 16
+    return 2 * (c.Qr + c.Qs * c.Qc) * widths + 8 * c.Qr
+
+
+def mma_delta(floats: Formula) -> Launch:
+    """delta, and zeros for so many sums of a tile of rows."""
+    return Launch(
+        "mma_delta",
+        args="O dO delta dQ_sum.data M heads",
+        grid=row_tiles,
+        threads=lambda p, c: THREADS,
+        constants={"floats": floats},
+    )
+
+
+def mma_columns_launch(name: str, outputs: str) -> Launch:
+    """A block for each tile of K and V; N may be 0."""
+    return replace(
+        columns_launch(name, outputs),
+        threads=lambda p, c: WARP * c.warps,
+        shared=mma_columns_shared,
+        constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+    )
+
+
+def mma_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) -> Kernel:
+    """A kernel on mma.sync, of 16-bit numbers."""
+    return Kernel(
+        name=name,
+        adds=adds,
+        operation="backward",
+        launches=launches,
+        dtypes=("float16", "bfloat16"),
+        dtype_arch={"bfloat16": "80"},
+        features=FEATURES,
+        largest_d=256,
+        **fields,
+    )
+
+
 KERNELS = (
     Kernel(
         name="baseline_backward",
@@ -207,5 +330,64 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch=DELTA_SCRATCH,
+    ),
+    mma_kernel(
+        "mma_columns",
+        "tensor cores (mma.sync); P and dS as 16-bit numbers; copies that go on (cp.async)",
+        (
+            mma_delta(sums_of_tile),
+            mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
+            Launch(
+                "mma_round",
+                args="dQ_sum.data lse dQ M heads scale",
+                grid=row_tiles,
+                threads=lambda p, c: WARP * c.warps,
+                constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+            ),
+        ),
+        tiles=MMA_TILES,
+        tiles_up_to=MMA_TILES_UP_TO,
+        candidates=MMA_CANDIDATES,
+        rules=MMA_RULES,
+        scratch={
+            **DELTA_SCRATCH,
+            "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
+        },
+        unordered=("dQ",),
+    ),
+    mma_kernel(
+        "mma_two_pass",
+        "tensor cores without atomics: dK and dV, then dQ whose dS stays in registers",
+        (
+            mma_delta(lambda p, c: 0),
+            mma_columns_launch("mma_two_pass_columns", "dK dV"),
+            Launch(
+                "mma_two_pass_rows",
+                args=f"{INPUTS} dQ M N heads group diagonal lower scale",
+                grid=lambda p, c: cdiv(p.M, c.Qr) * p.heads * p.batch,
+                threads=lambda p, c: WARP * c.Qr // c.Qw,
+                shared=mma_rows_shared,
+                constants={
+                    "Br": lambda p, c: c.Qr,
+                    "Bc": lambda p, c: c.Qc,
+                    "Wr": lambda p, c: c.Qw,
+                    "stages": lambda p, c: c.Qs,
+                    "packed": lambda p, c: 1,
+                },
+            ),
+        ),
+        tiles=tuple(tile | rows for tile, rows in zip(MMA_TILES, MMA_ROW_TILES)),
+        tiles_up_to={
+            d: tuple(tile | rows for tile, rows in zip(tiles, MMA_ROW_TILES_UP_TO[d]))
+            for d, tiles in MMA_TILES_UP_TO.items()
+        },
+        candidates=MMA_CANDIDATES | MMA_ROW_CANDIDATES,
+        rules=MMA_RULES
+        | {
+            "Qw and Qc are multiples of 16": lambda c: c.Qw % 16 == c.Qc % 16 == 0,
+            "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
+            "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
+        },
+        scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
     ),
 )

@@ -30,7 +30,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   Shared& shared = shared_memory<Shared>();
   const Place at = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
-  const Rows rows = rows_that_see(first_key, M, N, diagonal, lower);
+  const RowRange rows = rows_that_see(first_key, M, N, diagonal, lower);
 
   load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
   load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);

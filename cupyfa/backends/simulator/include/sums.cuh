@@ -1,0 +1,13 @@
+#pragma once
+// Sums in global memory that blocks add to, in an order of their own: a thread's floats lie where
+// those of its neighbours follow them, whatever rows and columns they are of.
+
+// Where number e of a thread's n-th four floats is, among the sums of a block.
+inline int place_of_sum(int n, int e) {
+  return (n * threads + int(threadIdx.x)) * 4 + e;
+}
+
+// Adds to a thread's n-th four.
+inline void add_four(float* sums, int n, const float (&more)[4]) {
+  for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum(n, e), more[e]);
+}

@@ -1,0 +1,25 @@
+#pragma once
+// Sums in global memory that blocks add to, in an order of their own: a thread's floats lie where
+// those of its neighbours follow them, whatever rows and columns they are of.
+
+// sm_90 adds four floats at once; before it a warp's sums of one float each lie side by side.
+constexpr bool sums_by_fours = __CUDA_ARCH__ >= 900;
+
+// Where number e of a thread's n-th four floats is, among the sums of a block.
+__device__ __forceinline__ int place_of_sum(int n, int e) {
+  const int thread = threadIdx.x;
+  return sums_by_fours ? (n * threads + thread) * 4 + e : (n * 4 + e) * threads + thread;
+}
+
+// Adds to a thread's n-th four.  red.global.add.v4.f32; red.global.add.f32 before sm_90
+__device__ __forceinline__ void add_four(float* sums, int n, const float (&more)[4]) {
+  if constexpr (sums_by_fours) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(
+                     __cvta_generic_to_global(sums + place_of_sum(n, 0))),
+                 "f"(more[0]), "f"(more[1]), "f"(more[2]), "f"(more[3])
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum(n, e), more[e]);
+  }
+}
