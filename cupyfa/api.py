@@ -72,7 +72,7 @@ def attention(
         shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
         inputs = {"Q": view(q), "K": view(k), "V": view(v)}
         o = calls.target(engine, out, shape, problem.dtype.numpy, inputs, view)
-        lse = engine.empty(_rows(q, layout), problem.dtype.sums)
+        lse = calls.new(engine, q, _rows(q, layout), problem.dtype.sums)
         outputs = {"O": view(o), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (o, lse), out, return_lse, check)
 
@@ -136,11 +136,7 @@ def attention_backward(
         _check_apart(engine, given)
         outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
         calls.fill(engine, plan, inputs, outputs, check=check)
-        to_host = isinstance(q, np.ndarray)
-        dq, dk, dv = (
-            calls.deliver(engine, result, mine, to_host=to_host)
-            for result, mine in zip(results, given)
-        )
+        dq, dk, dv = map(calls.deliver, results, given)
         return dq, dk, dv
 
 
@@ -200,7 +196,7 @@ def softmax(
         view = partial(_rows_of_scores, problem=problem)
         inputs = {"S": view(x)}
         p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
-        lse = engine.empty(x.shape[:-1], problem.dtype.sums)
+        lse = calls.new(engine, x, x.shape[:-1], problem.dtype.sums)
         outputs = {"P": view(p), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (p, lse), out, return_lse, check)
 
@@ -340,9 +336,8 @@ def _answer(
     """Fills the outputs, of which ``results`` are the caller's views, and hands them over."""
     if return_lse and "lse" not in plan.outputs:
         raise planning.Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
+    if not return_lse and not all(map(engine.owns, inputs.values())):
+        outputs = {name: array for name, array in outputs.items() if name != "lse"}
     calls.fill(engine, plan, inputs, outputs, check=check)
-    to_host = all(isinstance(array, np.ndarray) for array in inputs.values())
-    result = calls.deliver(engine, results[0], out, to_host=to_host)
-    if not return_lse:
-        return result
-    return result, calls.deliver(engine, results[1], None, to_host=to_host)
+    result = calls.deliver(results[0], out)
+    return (result, results[1]) if return_lse else result

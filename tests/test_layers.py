@@ -22,7 +22,7 @@ LAYERS = [
     {"operations", "ladder"},
     {"planning"},
     {"sources", "tuned"},
-    {"backends", "backends.guard"},
+    {"backends", "backends.guard", "backends.transfer"},
     {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
     {"backends.select"},
     {"calls", "timing"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,37 @@ class DeviceLost(DeviceError):
 
 class OutOfMemory(DeviceError):
     """The device has too little memory free for a call."""
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all before it is done."""
+
+    def wait(self) -> None:
+        """Returns when it is."""
+
+
+class Lane(AbstractContextManager, Protocol):
+    """Work that is done in order, beside that of other lanes: a stream. In its context memory is
+    taken and kernels are launched for it."""
+
+    def enter(self) -> None:
+        """Makes this thread one that may add to it."""
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Starts a copy of so many bytes between addresses, of which one is the device's."""
+
+    def record(self) -> Mark:
+        """The point where its work ends now."""
+
+    def wait(self, mark: Mark) -> None:
+        """What is added from now on begins after another lane's mark."""
+
+    def synchronize(self) -> None:
+        """Returns when all is done."""
 
 
 class Backend(ABC):
@@ -119,6 +150,28 @@ class Backend(ABC):
 
     def synchronize(self) -> None:
         """Waits until all work is done."""
+        return
+
+    # What a backend has whose memory is not the host's.
+
+    def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
+        """Three lanes for a call of its own: to the device, on it, and back."""
+        raise NotImplementedError
+
+    def pinned(self, size: int) -> np.ndarray:
+        """So many bytes of host memory that the device copies by itself."""
+        raise NotImplementedError
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        """Whether all of an array, that has elements, lies in such memory."""
+        raise NotImplementedError
+
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that can be had."""
+        raise NotImplementedError
+
+    def trim_pinned(self) -> None:
+        """Gives pinned memory that is kept for later back to the system."""
         return
 
     def trim(self) -> None:

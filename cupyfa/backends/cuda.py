@@ -20,6 +20,7 @@ from cupyfa.backends import (
     Mapped,
     OutOfMemory,
     blank_map,
+    span,
 )
 from cupyfa.planning import Limits, PlannedLaunch, Unsupported
 
@@ -108,6 +109,54 @@ def _failed(what: str) -> DeviceError:
     return DeviceError(what)
 
 
+class _Mark:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return self.event.done
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Lane:
+    """A stream of a device."""
+
+    def __init__(self) -> None:
+        self._device = runtime.getDevice()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def enter(self) -> None:
+        if _ready.__dict__.get("device") != self._device:
+            runtime.setDevice(self._device)
+            _ready.device = self._device
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
+
+    def record(self) -> _Mark:
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(self._stream)
+        return _Mark(event)
+
+    def wait(self, mark: Any) -> None:
+        self._stream.wait_event(mark.event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
+
+
+_ready = threading.local()  # which device a thread of transfer's works for
+
+
 class Cuda(Backend):
     """The current CUDA device. Work goes to CuPy's current stream."""
 
@@ -117,6 +166,7 @@ class Cuda(Backend):
     def __init__(self) -> None:
         self._modules: dict[tuple[int, str, str | None], Any] = {}
         self._lock = threading.Lock()
+        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -144,7 +194,7 @@ class Cuda(Backend):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
 
     def address(self, array: Any) -> int:
-        return array.data.ptr
+        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
@@ -216,6 +266,34 @@ class Cuda(Backend):
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
+
+    @contextmanager
+    def lanes(self) -> Iterator[Any]:
+        free = self._lanes.setdefault(runtime.getDevice(), [])
+        try:
+            lanes = free.pop()
+        except IndexError:
+            lanes = (_Lane(), _Lane(), _Lane())
+        try:
+            yield lanes
+        finally:
+            free.append(lanes)
+
+    def pinned(self, size: int) -> np.ndarray:
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        low, size = span(self, array)
+        return all(
+            runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost
+            for x in (low, low + size - 1)
+        )
+
+    def free_bytes(self) -> int:
+        return runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+
+    def trim_pinned(self) -> None:
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def trim(self) -> None:
         cupy.get_default_memory_pool().free_all_blocks()
