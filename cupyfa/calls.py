@@ -155,15 +155,25 @@ def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     return _aligned(plan, _seen(plan, inputs))
 
 
+def is_readable(plan: Plan, name: str, array: Any) -> bool:
+    """Whether a kernel can read an input as it is."""
+    shape = plan.problem.shape(OPERATIONS[plan.kernel.operation].inputs[name])
+    boxed = name not in plan.boxed or _can_be_boxed(array)
+    return tuple(array.shape) == shape and _is_plain(plan, array) and boxed
+
+
 def _seen(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs with shapes and strides that a kernel can see."""
-    arrays = {}
-    for name, array in _shaped(plan, inputs).items():
-        strided = "strides" in plan.kernel.features or array.flags.c_contiguous
-        aligned = not isinstance(array, np.ndarray) or array.flags.aligned
-        plain = strided and aligned and _columns_contiguous(array)
-        arrays[name] = array if plain else array.copy()
-    return arrays
+    return {
+        name: array if _is_plain(plan, array) else array.copy()
+        for name, array in _shaped(plan, inputs).items()
+    }
+
+
+def _is_plain(plan: Plan, array: Any) -> bool:
+    strided = "strides" in plan.kernel.features or array.flags.c_contiguous
+    aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+    return strided and aligned and _columns_contiguous(array)
 
 
 def _shaped(plan: Plan, inputs: Arrays) -> dict[str, Any]:
@@ -227,7 +237,12 @@ def _overlaps_itself(array: Any) -> bool:
 
 
 def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
-    """The output if the kernel can write it as it is, else memory to copy it from.
+    """The output if the kernel can write it as it is, else memory to copy it from."""
+    return array if is_writable(engine, plan, name, array) else allocated(engine, plan, name)
+
+
+def is_writable(engine: Backend, plan: Plan, name: str, array: Any) -> bool:
+    """Whether a kernel can write an output as it is.
 
     The kernel writes the planned shape, which has a column where the caller's may have none, and
     knows its strides only if it says so. Boxes are stored in whole pieces of 16 bytes, so what they
@@ -238,5 +253,4 @@ def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
     aligned = plan.stored_shape(name) == shape and (
         name not in plan.boxed or can_be_boxed(array, engine.address(array))
     )
-    as_it_is = strided and aligned and tuple(array.shape) == shape
-    return array if as_it_is else allocated(engine, plan, name)
+    return strided and aligned and tuple(array.shape) == shape

@@ -26,6 +26,7 @@ LAYERS = [
     {"backends.cuda", "backends.cublas", "backends.simulator", "backends.simulator.machine"},
     {"backends.select"},
     {"calls", "timing"},
+    {"binding"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
     {"benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks"},

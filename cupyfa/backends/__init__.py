@@ -77,12 +77,21 @@ class Lane(AbstractContextManager, Protocol):
         """Returns when all is done."""
 
 
+class Launcher(Protocol):
+    """The launches of a plan, but for the addresses of its arrays."""
+
+    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        """Launches them in a stream of the current device."""
+
+
 class Backend(ABC):
     """A place with memory and a way to launch kernels on it."""
 
     name: str
     limits: Limits
     compile_errors: tuple[type[Exception], ...] = ()  # what ``prepare`` raises for a kernel's text
+    failures: tuple[type[Exception], ...] = ()  # what ``working_on`` makes a DeviceError of
+    bound: dict[Any, Any]  # calls by what decides them; forgotten when the limits change
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
@@ -139,6 +148,17 @@ class Backend(ABC):
         everything in that place's caches was overwritten. Waits until it is done.
         """
 
+    def form(self, array: Any) -> tuple[Any, ...]:
+        """What decides how kernels see an array of this backend, but for its address."""
+        return tuple(array.shape), tuple(array.strides), array.dtype
+
+    def launcher(self, plan: Plan, arrays: Mapping[str, Any]) -> Launcher | None:
+        """What launches a plan again on arrays of these forms, by their addresses in this order.
+
+        None if there is no such short way.
+        """
+        return None
+
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """What replays the launches of a call at once, as a CUDA graph; the call, if all is one."""
         return call
@@ -147,6 +167,16 @@ class Backend(ABC):
     def stream(self) -> int | None:
         """The address of the CUDA stream that work goes to, if there is one."""
         return None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether that stream's work becomes a graph."""
+        return False
+
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return 0
 
     def synchronize(self) -> None:
         """Waits until all work is done."""
@@ -160,7 +190,7 @@ class Backend(ABC):
 
     def pinned(self, size: int) -> np.ndarray:
         """So many bytes of host memory that the device copies by itself."""
-        raise NotImplementedError
+        return np.empty(size, np.uint8)
 
     def is_pinned(self, array: np.ndarray) -> bool:
         """Whether all of an array, that has elements, lies in such memory."""
@@ -259,12 +289,12 @@ def arguments(
 def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
     """The value of an argument that is an array."""
     if form == "map":
-        return backend.tensor_map(_mapped(backend, step, name, array))
+        return backend.tensor_map(mapped(backend, step, name, array))
     address = backend.address(array)
     return np.uint64(address) if form else tensor(array, address)
 
 
-def _mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
     """What a tensor map is to say of an array. Raises ValueError if there is none for such a one.
 
     An axis of one element is never walked along: its stride becomes one that is allowed. One of no

@@ -20,11 +20,10 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +33,9 @@ from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Limits, Plan, aligned_width
 from cupyfa.problem import Problem
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
@@ -324,7 +326,7 @@ class _Call:
         cost = _needed(plan, self.plan_of(pieces[0])[0])
         self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
         moved = sum(x.nbytes for x in (*inputs.values(), *outputs.values()))
-        self.submit = host.submit if moved > _INLINE else _at_once
+        self.submit: Callable[..., Future | None] = host.submit if moved > _INLINE else _at_once
         self.grain = max(min(host.chosen.chunk_bytes, moved // (4 * host.chosen.threads)), _INLINE)
         self.grain = min(self.grain, host.chosen.chunk_bytes)
         self.pending: list[Future] = []
@@ -366,7 +368,8 @@ class _Call:
             if progress is not None:
                 progress(len(pieces), len(pieces), what)
         finally:  # nothing may be on its way to memory that is given back
-            wait(self.pending)
+            for future in self.pending:
+                future.exception()
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
 
@@ -452,7 +455,9 @@ class _Call:
                 lane.copy(to, source, place.host.nbytes)
                 continue
             for part, address, shape in place.slabs(self.grain):
-                started.append(self.submit(move, lane, buffers, part, address, shape))
+                future = self.submit(move, lane, buffers, part, address, shape)
+                if future is not None:
+                    started.append(future)
         self.pending.extend(started)
         return started
 
@@ -513,12 +518,9 @@ def _done(futures: Sequence[Future]) -> None:
         future.result()
 
 
-def _at_once(function: Callable[..., None], *arguments: Any) -> Future:
+def _at_once(function: Callable[..., None], *arguments: Any) -> None:
     """In this thread."""
-    future: Future = Future()
     function(*arguments)
-    future.set_result(None)
-    return future
 
 
 # Buffers
@@ -613,6 +615,8 @@ class _Host:
     """The buffers and threads of a backend."""
 
     def __init__(self, engine: Backend, chosen: Transfer) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         self.chosen = chosen
         self.buffers = {move: _Buffers(engine, chosen) for move in (_send, _bring)}
         self._threads = {
