@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from cupyfa import calls
 from cupyfa.backends import Backend, allocated, extent
@@ -30,12 +31,24 @@ def form(engine: Backend, array: Any) -> Form:
     return tuple(array.shape), None, array.dtype, engine.device
 
 
+class _Last(NamedTuple):
+    """The arrays of a call, and what it was launched with: all of it is the same for the same."""
+
+    q: ref
+    k: ref
+    v: ref
+    out: ref
+    addresses: tuple[int, ...]
+    stream: int | None
+
+
 class Bound:
     """Attention for arrays of the same shapes, strides and dtypes on the same device.
 
     ``plan`` is what was decided. A call launches it in CuPy's current stream, also in one that is
     being captured; the graph may be launched as long as the Bound is there. Any number of threads
-    may call.
+    may call. It is fastest with an ``out``, and with the very arrays of the call before, which it
+    knows by their identity.
     """
 
     def __init__(
@@ -63,7 +76,8 @@ class Bound:
         self._temporaries: dict[Any, list[Any]] = {}  # by stream
         self._of_graphs: list[list[Any]] = []  # those that a launch of a graph will write
         self._spare: list[Any] | None = None  # for a stream that is captured when it first comes
-        self._launch = self._launcher(arrays) if engine.owns(q) else None
+        self._last: _Last | None = None
+        self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
         """What ``attention`` returns for these arrays.
@@ -71,7 +85,20 @@ class Bound:
         Raises ValueError for arrays that are not like those that it was made for, and what
         ``attention`` raises for ``out`` and the device's failures.
         """
-        engine = self._engine
+        engine, last = self._engine, self._last
+        if (
+            last is not None
+            and out is not None
+            and (last.q() is q and last.k() is k and last.v() is v and last.out() is out)
+            and engine.device == self._device
+            and engine.stream == last.stream
+        ):
+            try:
+                self._launch(last.addresses, last.stream)
+                return out
+            except engine.failures:
+                with engine.working_on(q):
+                    raise
         try:
             same = (engine.form(q), engine.form(k), engine.form(v)) == self._forms
         except AttributeError:  # the host's, or another library's
@@ -114,15 +141,17 @@ class Bound:
             if self._boxed and (given[0] | given[1] | given[2] | to) & _BELOW_16:
                 return self._in_general(q, k, v, out, check, progress)
             stream = engine.stream
-            space = self._space(stream)
+            space = self._space(stream)  # has to be there until the launch
             own = [x.data.ptr for x in space]
-            if not self._return_lse:
-                launch((*given, to, *own), stream)
-                return o
-            lse = engine.empty(self._lse_shape, self._sums)
-            launch((*given, to, lse.data.ptr, *own), stream)
-            del space  # not before the launch: other threads may get this memory then
-            return o, lse
+            if self._return_lse:
+                lse = engine.empty(self._lse_shape, self._sums)
+                launch((*given, to, lse.data.ptr, *own), stream)
+                return o, lse
+            addresses = (*given, to, *own)
+            launch(addresses, stream)
+            if self._keep and o is out and stream != _PER_THREAD:
+                self._last = _Last(ref(q), ref(k), ref(v), ref(out), addresses, stream)
+            return o
         except engine.failures:
             with engine.working_on(q):
                 raise
@@ -136,7 +165,10 @@ class Bound:
         except AttributeError:
             return False
         end = start + self._out_bytes
-        return all(end <= x + low or x + high <= start for x, (low, high) in zip(given, self._ends))
+        for address, (low, high) in zip(given, self._ends):
+            if start < address + high and address + low < end:
+                return False
+        return True
 
     def _space(self, stream: Any) -> list[Any]:
         """Memory for temporaries, for work in a stream."""

@@ -401,17 +401,22 @@ class _Launcher:
             )
 
     def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        mine = self._mine
         try:
-            steps = self._mine.steps
+            steps = mine.steps
         except AttributeError:
             runtime.setDevice(self._device)  # a new thread has no context yet
-            steps = self._mine.steps = [_Arguments(self._engine, x) for x in self._launches]
+            steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
+            mine.addresses = None
+        if mine.addresses is not addresses:
+            for step in steps:
+                memory = step.memory
+                for slot, array in step.slots:
+                    memory[slot] = addresses[array]
+                if step.maps:
+                    step.map(addresses)
+            mine.addresses = addresses
         for step in steps:
-            memory = step.memory
-            for slot, array in step.slots:
-                memory[slot] = addresses[array]
-            if step.maps:
-                step.map(addresses)
             driver.launchKernel(*step.launch, stream, step.pointers, 0)
 
 
