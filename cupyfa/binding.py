@@ -19,6 +19,8 @@ Progress = Callable[[int, int, str], None]
 _NAMES = ("q", "k", "v")
 _BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
 _PER_THREAD = 2  # the stream that is another one in every thread
+# Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
+_of_graphs: list[list[Any]] = []
 
 
 def form(engine: Backend, array: Any) -> Form:
@@ -74,7 +76,6 @@ class Bound:
         unasked = () if return_lse or "lse" not in plan.outputs else ("lse",)
         self._temporary = (*unasked, *plan.scratch)
         self._temporaries: dict[Any, list[Any]] = {}  # by stream
-        self._of_graphs: list[list[Any]] = []  # those that a launch of a graph will write
         self._spare: list[Any] | None = None  # for a stream that is captured when it first comes
         self._last: _Last | None = None
         self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
@@ -177,7 +178,7 @@ class Bound:
         if not self._keep:
             made = self._new_space()
             if self._engine.is_capturing:
-                self._of_graphs.append(made)
+                _of_graphs.append(made)
             return made
         key = stream if stream != _PER_THREAD else (stream, threading.get_ident())
         if key not in self._temporaries:

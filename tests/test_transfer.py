@@ -222,6 +222,15 @@ def test_checked_calls_go_to_a_far_device_as_well(far):
     same(far, *arrays(1, 2, 20, 16), check=True)
 
 
+def test_progress_is_told_piece_by_piece(far):
+    told = []
+    q, k, v = arrays(4, 3, 40, 16)
+    cupyfa.attention(q, k, v, kernel="fa2", backend=far, progress=lambda *x: told.append(x))
+    total = told[0][1]
+    assert total > 3 and [done for done, _, _ in told] == list(range(total + 1))
+    assert told[0][2].startswith("fa2 on batch=4")
+
+
 # Buffers
 
 

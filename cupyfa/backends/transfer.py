@@ -55,7 +55,7 @@ class Transfer:
     write by itself; it takes results of a size that was asked for before.
     """
 
-    threads: int = min(16, os.cpu_count() or 1)
+    threads: int = min(16, len(os.sched_getaffinity(0)))
     chunk_bytes: int = 4 << 20
     buffers: int = 24
     piece_bytes: int = 32 << 20
