@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Limits, Plan, aligned_width
 from cupyfa.problem import Problem
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
@@ -326,19 +323,20 @@ class _Call:
         cost = _needed(plan, self.plan_of(pieces[0])[0])
         self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
         moved = sum(x.nbytes for x in (*inputs.values(), *outputs.values()))
-        self.submit: Callable[..., Future | None] = host.submit if moved > _INLINE else _at_once
+        self.submit: Callable[..., _Copy] = host.submit if moved > _INLINE else _at_once
         self.grain = max(min(host.chosen.chunk_bytes, moved // (4 * host.chosen.threads)), _INLINE)
         self.grain = min(self.grain, host.chosen.chunk_bytes)
-        self.pending: list[Future] = []
+        self.pending: list[_Copy] = []
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         pieces, count = self.pieces, self.count
+        later = int(count > 1)  # so that what waits for a kernel seldom keeps the bus waiting
+        what = f"{self.plan.kernel.name} on {self.plan.problem}"
         slots = [self.memory() for _ in range(count)]
         places: list[dict[str, _Place]] = []
-        sent: list[list[Future]] = []
-        brought: list[list[Future]] = []
-        ended: list[Mark] = []
-        what = f"{self.plan.kernel.name} on {self.plan.problem}"
+        sent: list[list[_Copy]] = []
+        brought: list[list[_Copy]] = []
+        computed: list[Mark] = []
         try:
             for i, piece in enumerate(pieces[:count]):
                 places.append(self.placed(piece, slots[i]))
@@ -346,20 +344,19 @@ class _Call:
             for plan in {part.problem: part for part, _ in map(self.plan_of, pieces)}.values():
                 self.prepare(plan)  # while the first pieces are on their way
             for i, piece in enumerate(pieces):
-                _done(sent[i])
-                self.work.wait(self.up.record())
+                for copy in (*sent[i], *(brought[i - count] if i >= count else ())):
+                    self.work.wait(copy.result())
                 if i >= count:
                     self.finish(i - count, places, brought)
-                    self.work.wait(ended[i - count])
                 self.execute(piece, places[i])
-                computed = self.work.record()
-                self.down.wait(computed)
+                computed.append(self.work.record())
+                self.down.wait(computed[i])
                 brought.append(self.bring(places[i]))
-                ended.append(self.down.record())
-                if i + count < len(pieces):
-                    self.up.wait(computed)
-                    places.append(self.placed(pieces[i + count], slots[i % count]))
-                    sent.append(self.send(places[-1]))
+                next_one = i - later + count
+                if count <= next_one < len(pieces):
+                    self.up.wait(computed[i - later])
+                    places.append(self.placed(pieces[next_one], slots[next_one % count]))
+                    sent.append(self.send(places[next_one]))
                 if progress is not None:
                     progress(i, len(pieces), what)
             for i in range(max(len(pieces) - count, 0), len(pieces)):
@@ -368,8 +365,8 @@ class _Call:
             if progress is not None:
                 progress(len(pieces), len(pieces), what)
         finally:  # nothing may be on its way to memory that is given back
-            for future in self.pending:
-                future.exception()
+            for copy in self.pending:
+                copy.exception()
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
 
@@ -433,18 +430,16 @@ class _Call:
             return None
         return piece.of(array, self.axes[name], self.plan.problem.group)
 
-    def send(self, places: Mapping[str, _Place]) -> list[Future]:
+    def send(self, places: Mapping[str, _Place]) -> list[_Copy]:
         return self.moved(self.up, [places[x] for x in self.given], _send)
 
-    def bring(self, places: Mapping[str, _Place]) -> list[Future]:
+    def bring(self, places: Mapping[str, _Place]) -> list[_Copy]:
         return self.moved(self.down, [places[x] for x in self.plan.outputs], _bring)
 
-    def moved(
-        self, lane: Lane, places: Sequence[_Place], move: Callable[..., None]
-    ) -> list[Future]:
+    def moved(self, lane: Lane, places: Sequence[_Place], move: Callable[..., Mark]) -> list[_Copy]:
         """Starts all copies of a piece in one direction: by themselves, or through buffers."""
         buffers = self.host.buffers[move]
-        started = []
+        started: list[_Copy] = []
         for place in places:
             if place.host is None or not place.host.size:
                 continue
@@ -453,11 +448,10 @@ class _Call:
                 there, here = place.address, place.host.ctypes.data
                 to, source = (there, here) if move is _send else (here, there)
                 lane.copy(to, source, place.host.nbytes)
+                started.append(_Started(lane.record()))
                 continue
             for part, address, shape in place.slabs(self.grain):
-                future = self.submit(move, lane, buffers, part, address, shape)
-                if future is not None:
-                    started.append(future)
+                started.append(self.submit(move, lane, buffers, part, address, shape))
         self.pending.extend(started)
         return started
 
@@ -468,9 +462,10 @@ class _Call:
             scratch = {name: allocated(self.engine, plan, name) for name in plan.scratch}
             execute(self.engine, plan, prepared, {**arrays, **scratch})
 
-    def finish(self, i: int, places: list[dict[str, _Place]], brought: list[list[Future]]) -> None:
+    def finish(self, i: int, places: list[dict[str, _Place]], brought: list[list[_Copy]]) -> None:
         """Waits until the results of a piece are there, and adds them up if keys were cut."""
-        _done(brought[i])
+        for copy in brought[i]:
+            copy.result()
         if self.by_keys:
             self.down.synchronize()
             self.merge(self.pieces[i], {x: places[i][x].host for x in self.plan.outputs})
@@ -512,15 +507,32 @@ class _Sums:
             self.o, self.lse = self.o * mine + o * its, total
 
 
-def _done(futures: Sequence[Future]) -> None:
-    """Waits for copies; raises what went wrong in one."""
-    for future in futures:
-        future.result()
+class _Copy(Protocol):
+    """A copy that somebody starts, a Future for example."""
+
+    def result(self) -> Mark:
+        """Its end in its lane, once it is started; what a thread copies after that is done too."""
+
+    def exception(self) -> BaseException | None:
+        """What went wrong in starting it."""
 
 
-def _at_once(function: Callable[..., None], *arguments: Any) -> None:
+@dataclass(frozen=True)
+class _Started:
+    """A copy that was started in this thread."""
+
+    mark: Mark
+
+    def result(self) -> Mark:
+        return self.mark
+
+    def exception(self) -> None:
+        return
+
+
+def _at_once(move: Callable[..., Mark], *arguments: Any) -> _Started:
     """In this thread."""
-    function(*arguments)
+    return _Started(move(*arguments))
 
 
 # Buffers
@@ -582,31 +594,36 @@ class _Buffers:
 
 def _send(
     lane: Lane, buffers: _Buffers, source: np.ndarray, address: int, shape: tuple[int, ...]
-) -> None:
-    """Copies a part of an array to a buffer, and starts the copy from there to the device."""
+) -> Mark:
+    """Copies a part of an array to a buffer, and starts the copy from there to the device.
+
+    Returns its end.
+    """
     lane.enter()
     buffer = buffers.take()
     try:
         there = buffer.array(shape, source.dtype)
         np.copyto(there[..., : source.shape[-1]], source)
         lane.copy(address, buffer.address, there.nbytes)
-        buffer.mark = lane.record()
+        buffer.mark = mark = lane.record()
+        return mark
     finally:
         buffers.give(buffer)
 
 
 def _bring(
     lane: Lane, buffers: _Buffers, target: np.ndarray, address: int, shape: tuple[int, ...]
-) -> None:
+) -> Mark:
     """Copies a part of a result to a buffer, and from there to where the caller has it."""
     lane.enter()
     buffer = buffers.take()
     try:
         here = buffer.array(shape, target.dtype)
         lane.copy(buffer.address, address, here.nbytes)
-        buffer.mark = lane.record()
-        buffer.mark.wait()
+        buffer.mark = mark = lane.record()
+        mark.wait()
         np.copyto(target, here[..., : target.shape[-1]])
+        return mark
     finally:
         buffers.give(buffer)
 
@@ -628,7 +645,7 @@ class _Host:
     def bytes(self) -> int:
         return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
 
-    def submit(self, move: Callable[..., None], *arguments: Any) -> Future:
+    def submit(self, move: Callable[..., Mark], *arguments: Any) -> _Copy:
         return self._threads[move].submit(move, *arguments)
 
 
