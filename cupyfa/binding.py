@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from cupyfa import calls
-from cupyfa.backends import Backend, allocated, extent
+from cupyfa.backends import Backend, allocated, extent, transfer
 from cupyfa.backends.select import adopt
 from cupyfa.planning import Plan, Unsupported
 from cupyfa.problem import four_axes
@@ -77,6 +77,7 @@ class Bound:
         self._temporary = (*unasked, *plan.scratch)
         self._temporaries: dict[Any, list[Any]] = {}  # by stream
         self._spare: list[Any] | None = None  # for a stream that is captured when it first comes
+        self._parts = transfer.Parts(plan, engine.limits)
         self._last: _Last | None = None
         self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
 
@@ -225,7 +226,12 @@ class Bound:
             if self._return_lse or engine.owns(q):
                 lse = calls.new(engine, q, self._lse_shape, self._sums)
                 outputs["lse"] = lse.reshape(plan.problem.shape("batch heads M"))
-            calls.fill(engine, plan, inputs, outputs, check=check, progress=progress)
+            calls.fill(
+                *(engine, plan, inputs, outputs),
+                check=check,
+                progress=progress,
+                parts=self._parts,
+            )
             result = calls.deliver(o, out)
         return (result, lse) if self._return_lse else result
 

@@ -80,15 +80,17 @@ def fill(
     *,
     check: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
+    parts: transfer.Parts | None = None,
 ) -> None:
     """Computes the outputs; with ``check`` from a run among canaries that was found right.
 
     Arrays are [batch, heads, rows, columns], all on the host or all with the engine, which must
-    have every output of the plan. Raises WrongResult if a check fails.
+    have every output of the plan. ``parts`` are what ``transfer.compute`` takes. Raises WrongResult
+    if a check fails.
     """
     outputs = {name: outputs[name] for name in plan.outputs if name in outputs}
     if not all(map(engine.owns, inputs.values())):
-        _fill_on_host(engine, plan, inputs, outputs, check, progress)
+        _fill_on_host(engine, plan, inputs, outputs, check, progress, parts)
         return
     inputs = _seen(plan, inputs)
     written = {name: _writable(engine, plan, name, outputs[name]) for name in outputs}
@@ -109,10 +111,11 @@ def _fill_on_host(
     outputs: Arrays,
     check: bool,
     progress: Callable[[int, int, str], None] | None,
+    parts: transfer.Parts | None,
 ) -> None:
     """``fill`` for arrays that the engine cannot reach."""
     if not check:
-        transfer.compute(engine, plan, _shaped(plan, inputs), outputs, progress)
+        transfer.compute(engine, plan, _shaped(plan, inputs), outputs, progress, parts)
         return
     results = checked(engine, plan, readable(plan, inputs), {})
     for name, array in outputs.items():

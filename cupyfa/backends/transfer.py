@@ -148,11 +148,13 @@ def compute(
     inputs: Mapping[str, np.ndarray],
     outputs: Mapping[str, np.ndarray],
     progress: Callable[[int, int, str], None] | None = None,
+    parts: Parts | None = None,
 ) -> None:
     """Fills host arrays with what a plan makes of host arrays, in pieces.
 
     The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
     not brought back. Everything is compiled, and the memory taken, before any output is written.
+    ``parts`` are those of a call before, of the same plan on the same device.
     Raises OutOfMemory, with what it takes, for a problem of which no piece fits the device.
     """
     host = _host_of(engine)
@@ -162,9 +164,10 @@ def compute(
         if size > host.chosen.piece_bytes
         else host.chosen.pieces * size
     )
-    pieces = cut(plan, engine.limits, min(host.chosen.piece_bytes, free // 2), free)
+    parts = parts or Parts(plan, engine.limits)
+    pieces = parts.cut(min(host.chosen.piece_bytes, free // 2), free)
     with engine.lanes() as lanes:
-        _Call(engine, host, lanes, plan, pieces, inputs, outputs, free).run(progress)
+        _Call(engine, host, lanes, parts, pieces, inputs, outputs, free).run(progress)
 
 
 # Pieces
@@ -221,6 +224,40 @@ def cut(plan: Plan, limits: Limits, wanted: int, most: int) -> list[Piece]:
             _ranges(p.batch, b), _ranges(p.kv_heads, h), _ranges(p.M, m), _ranges(p.N, n)
         )
     ]
+
+
+class Parts:
+    """What was found out of a plan's pieces, for the next call of any thread."""
+
+    def __init__(self, plan: Plan, limits: Limits) -> None:
+        self.plan, self.limits = plan, limits
+        self._cut: tuple[tuple[int, int], list[Piece]] | None = None
+        self._plans: dict[Problem, Plan] = {}
+        self._of: dict[Piece, Plan] = {}
+        self._prepared: dict[Problem, list[Any]] = {}
+
+    def cut(self, wanted: int, most: int) -> list[Piece]:
+        """``cut``, which is done again only for other numbers."""
+        found = self._cut
+        if found is None or found[0] != (wanted, most):
+            found = self._cut = (wanted, most), cut(self.plan, self.limits, wanted, most)
+            self._of = {}
+        return found[1]
+
+    def of(self, piece: Piece) -> Plan:
+        """The plan of a piece."""
+        if (plan := self._of.get(piece)) is None:
+            problem = piece.problem(self.plan.problem)
+            if problem not in self._plans:
+                self._plans[problem] = part_of(self.plan, self.limits, problem)
+            plan = self._of[piece] = self._plans[problem]
+        return plan
+
+    def prepared(self, engine: Backend, plan: Plan) -> list[Any]:
+        """The kernels of a piece's plan."""
+        if plan.problem not in self._prepared:
+            self._prepared[plan.problem] = [engine.prepare(launch) for launch in plan.launches]
+        return self._prepared[plan.problem]
 
 
 def part_of(plan: Plan, limits: Limits, problem: Problem) -> Plan:
@@ -305,22 +342,22 @@ class _Call:
         engine: Backend,
         host: _Host,
         lanes: tuple[Lane, Lane, Lane],
-        plan: Plan,
+        parts: Parts,
         pieces: Sequence[Piece],
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
         most: int,
     ) -> None:
+        plan = parts.plan
         self.engine, self.host, self.plan, self.pieces = engine, host, plan, pieces
         self.up, self.work, self.down = lanes
         self.given, self.results = dict(inputs), dict(outputs)
-        self.limits = engine.limits
-        self.plans: dict[Problem, tuple[Plan, list[Any]]] = {}
+        self.parts = parts
         operation = OPERATIONS[plan.kernel.operation]
         self.axes = {**operation.inputs, **{x: axes for x, (axes, _) in operation.outputs.items()}}
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         self.sums: _Sums | None = None
-        cost = _needed(plan, self.plan_of(pieces[0])[0])
+        cost = _needed(plan, parts.of(pieces[0]))
         self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
         moved = sum(x.nbytes for x in (*inputs.values(), *outputs.values()))
         self.submit: Callable[..., _Copy] = host.submit if moved > _INLINE else _at_once
@@ -341,8 +378,8 @@ class _Call:
             for i, piece in enumerate(pieces[:count]):
                 places.append(self.placed(piece, slots[i]))
                 sent.append(self.send(places[i]))
-            for plan in {part.problem: part for part, _ in map(self.plan_of, pieces)}.values():
-                self.prepare(plan)  # while the first pieces are on their way
+            for piece in pieces:  # while the first ones are on their way
+                self.parts.prepared(self.engine, self.parts.of(piece))
             for i, piece in enumerate(pieces):
                 for copy in (*sent[i], *(brought[i - count] if i >= count else ())):
                     self.work.wait(copy.result())
@@ -370,19 +407,9 @@ class _Call:
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
 
-    def plan_of(self, piece: Piece) -> tuple[Plan, list[Any]]:
-        """The plan of a piece, and its kernels once they are prepared."""
-        problem = piece.problem(self.plan.problem)
-        if problem not in self.plans:
-            self.plans[problem] = (part_of(self.plan, self.limits, problem), [])
-        return self.plans[problem]
-
-    def prepare(self, plan: Plan) -> None:
-        self.plans[plan.problem][1].extend(self.engine.prepare(x) for x in plan.launches)
-
     def memory(self) -> dict[str, Any]:
         """Memory on the device for the arrays of a piece; the first one is the largest."""
-        plan, _ = self.plan_of(self.pieces[0])
+        plan = self.parts.of(self.pieces[0])
         with self.work:
             return {
                 name: self.engine.empty(
@@ -401,7 +428,7 @@ class _Call:
 
     def placed(self, piece: Piece, memory: Mapping[str, Any]) -> dict[str, _Place]:
         """The arrays of a piece: what belongs together on the host and on the device."""
-        plan, _ = self.plan_of(piece)
+        plan = self.parts.of(piece)
         places = {}
         for name, (shape, dtype) in self.arrays_of(plan).items():
             part = self.part(name, piece, shape, dtype)
@@ -456,7 +483,8 @@ class _Call:
         return started
 
     def execute(self, piece: Piece, places: Mapping[str, _Place]) -> None:
-        plan, prepared = self.plan_of(piece)
+        plan = self.parts.of(piece)
+        prepared = self.parts.prepared(self.engine, plan)
         arrays = {name: place.array for name, place in places.items()}
         with self.work:
             scratch = {name: allocated(self.engine, plan, name) for name in plan.scratch}
@@ -472,7 +500,7 @@ class _Call:
         places[i] = {}
 
     def merge(self, piece: Piece, parts: Mapping[str, Any]) -> None:
-        shape = self.plan_of(piece)[0].outputs
+        shape = self.parts.of(piece).outputs
         o, lse = (parts[name].view(shape[name][1]) for name in ("O", "lse"))
         if piece.keys.start == 0:
             self.sums = _Sums(lse.dtype)
