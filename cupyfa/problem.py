@@ -188,13 +188,19 @@ class Problem:
 
     @property
     def diagonal(self) -> int:
-        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1."""
-        return 0 if self.right is None else min(self._position + self.right, max(self.N - 1, 0))
+        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1.
+
+        With one on the left, too, it is never below ``lower``.
+        """
+        if self.right is None:
+            return 0
+        diagonal = min(self._position + self.right, max(self.N - 1, 0))
+        return diagonal if self.left is None else max(diagonal, self.lower)
 
     @property
     def lower(self) -> int:
-        """With a limit on the left query i sees keys j >= i + lower, which is at least -M."""
-        return 0 if self.left is None else max(self._position - self.left, -self.M)
+        """With a limit on the left query i sees keys j >= i + lower, from -M to N."""
+        return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
 
     @property
     def _position(self) -> int:

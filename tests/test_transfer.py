@@ -170,6 +170,23 @@ def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
     assert len({x.rows for x in pieces}) > 1 and len({x.keys for x in pieces}) > 1
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
+@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_k", "mma_slices", "wgmma_persistent"])
+def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
+    transfer.configure(device_bytes=20_000)
+    q, k, v = arrays(1, 2, 150, 32, N=170, dtype=np.float16)
+    same(far, q, k, v, tolerance=2e-3, kernel=kernel, **options)
+
+
+def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
+    plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
+    parts, done, again = transfer.Parts(plan, LIMITS), [], transfer.cut
+    monkeypatch.setattr(transfer, "cut", lambda *x: done.append(x) or again(*x))
+    for wanted, most in ((30_000, 10**6), (30_000, 10**7), (20_000, 10**6), (9000, 9000)):
+        assert parts.cut(wanted, most) == again(plan, LIMITS, wanted, most)
+    assert [x[2] for x in done] == [30_000, 20_000, 9000]
+
+
 def test_the_device_never_holds_more_than_it_may(far):
     transfer.configure(device_bytes=60_000)
     far.limits  # noqa: B018
@@ -311,7 +328,10 @@ def test_a_part_sees_the_keys_that_the_whole_does(options):
         right = p.right is None or j <= i + p.diagonal
         return right and (p.left is None or j >= i + p.lower)
 
-    for m, n in product((0, 3), (0, 4, 8)):
-        part = whole.part(1, 1, range(m, 7), range(n, 9))
+    for (m, last_m), (n, last_n) in product(
+        [(0, 7), (3, 7), (6, 7)], [(0, 9), (0, 2), (4, 5), (8, 9)]
+    ):
+        part = whole.part(1, 1, range(m, last_m), range(n, last_n))
+        assert part.left is None or part.right is None or part.diagonal >= part.lower
         for i, j in product(range(part.M), range(part.N)):
             assert sees(part, i, j) == sees(whole, i + m, j + n)

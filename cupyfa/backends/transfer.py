@@ -231,18 +231,19 @@ class Parts:
 
     def __init__(self, plan: Plan, limits: Limits) -> None:
         self.plan, self.limits = plan, limits
-        self._cut: tuple[tuple[int, int], list[Piece]] | None = None
+        self._cut: tuple[int, int, list[Piece]] | None = None  # what was wanted, what it needs
         self._plans: dict[Problem, Plan] = {}
         self._of: dict[Piece, Plan] = {}
         self._prepared: dict[Problem, list[Any]] = {}
 
     def cut(self, wanted: int, most: int) -> list[Piece]:
-        """``cut``, which is done again only for other numbers."""
+        """``cut``, which is done again only where it would give something else."""
         found = self._cut
-        if found is None or found[0] != (wanted, most):
-            found = self._cut = (wanted, most), cut(self.plan, self.limits, wanted, most)
+        if found is None or found[0] != wanted or not found[1] <= wanted <= most:
+            pieces = cut(self.plan, self.limits, wanted, most)
             self._of = {}
-        return found[1]
+            found = self._cut = wanted, _needed(self.plan, self.of(pieces[0])), pieces
+        return found[2]
 
     def of(self, piece: Piece) -> Plan:
         """The plan of a piece."""
