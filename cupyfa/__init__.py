@@ -7,6 +7,11 @@ from cupyfa.api import (
     attention,
     attention_backward,
     attention_vjp,
+    compile,
+    configure_transfer,
+    empty_pinned,
+    free_buffers,
+    held_buffers,
     kernels,
     plan,
     softmax,
@@ -14,6 +19,8 @@ from cupyfa.api import (
 from cupyfa.backends import DeviceError
 from cupyfa.backends.simulator import Simulator
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
+from cupyfa.backends.transfer import Transfer
+from cupyfa.binding import Bound
 from cupyfa.cases import Case
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.measurement import Measurement
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bound",
     "Case",
     "CompilerNotFound",
     "DeviceError",
@@ -46,6 +54,7 @@ __all__ = [
     "Problem",
     "Simulator",
     "SimulatorFault",
+    "Transfer",
     "Unsupported",
     "WrongResult",
     "attention",
@@ -55,7 +64,12 @@ __all__ = [
     "cdiv",
     "check",
     "compare",
+    "compile",
+    "configure_transfer",
     "doctor",
+    "empty_pinned",
+    "free_buffers",
+    "held_buffers",
     "kernels",
     "memory",
     "padded",

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupyfa import calls, planning
-from cupyfa.backends import Backend, overlap
+from cupyfa.backends import Backend, overlap, transfer
 from cupyfa.backends.select import adopt, backend_named
+from cupyfa.backends.transfer import Transfer
+from cupyfa.binding import Bound, Progress, form, rows_of
+from cupyfa.dtypes import dtype_named
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.planning import Limits, Plan
 from cupyfa.problem import Problem, Window, four_axes
+
+_MOST_BOUND = 256  # calls that are remembered, each by its arrays' forms and options
 
 
 def attention(
@@ -34,6 +40,7 @@ def attention(
     return_lse: bool = False,
     out: Any = None,
     check: bool = False,
+    progress: Progress | None = None,
     **constants: int,
 ) -> Any:
     """softmax(q kᵀ · scale) v, row by row and without ever holding all the scores.
@@ -51,7 +58,8 @@ def attention(
     only another. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
     ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
     fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
-    float64 reference, among canaries.
+    float64 reference, among canaries. ``progress(done, total, what)`` is called as pieces of NumPy
+    arrays are done.
 
     Returns out [..., heads, M, dv] of the inputs' dtype and kind, in ``out`` if that is given; with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
@@ -64,17 +72,51 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    problem = Problem.of(
-        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
+    bound = _found(
+        *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
+        constants,
     )
-    with engine.working_on(q):
-        plan = _plan(engine, attention, kernel, problem, constants)
-        shape, view = (*q.shape[:-1], problem.dv), partial(four_axes, layout=layout)
-        inputs = {"Q": view(q), "K": view(k), "V": view(v)}
-        o = calls.target(engine, out, shape, problem.dtype.numpy, inputs, view)
-        lse = engine.empty(_rows(q, layout), problem.dtype.sums)
-        outputs = {"O": view(o), "lse": lse.reshape(problem.shape("batch heads M"))}
-        return _answer(engine, plan, inputs, outputs, (o, lse), out, return_lse, check)
+    return bound.run(q, k, v, out, check=check, progress=progress)
+
+
+def compile(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dtype: str | None = None,
+    causal: bool | str | None = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    precision: str | None = None,
+    kernel: str | Kernel = "auto",
+    backend: str | Backend = "auto",
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    **constants: int,
+) -> Bound:
+    """``attention`` with all but the arrays decided, its kernels compiled: call it on arrays.
+
+    q, k and v are arrays like those to come, or the shapes of contiguous ones of ``dtype`` in the
+    backend's own memory (CuPy's; NumPy's in the simulator). The options are those of ``attention``.
+
+    Returns what ``bound(q, k, v, out=None)`` calls, in a few microseconds for CuPy arrays. It
+    refuses arrays of other shapes, strides or dtypes, or on another device. Raises what
+    ``attention`` would.
+    """
+    shapes = [isinstance(x, tuple | list) for x in (q, k, v)]
+    if any(shapes) != (dtype is not None) or any(shapes) != all(shapes):
+        raise TypeError("give q, k and v as arrays, or as three shapes, and with those a dtype")
+    if dtype is not None:
+        engine = backend_named(backend)
+        with engine.working_on(None):
+            q, k, v = (engine.empty(tuple(x), dtype_named(dtype).numpy) for x in (q, k, v))
+    engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
+    return _bind(
+        *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
+        constants,
+        keep=True,
+    )
 
 
 def attention_backward(
@@ -119,7 +161,7 @@ def attention_backward(
     shape = (*q.shape[:-1], problem.dv)
     _check_like("dout", dout, shape, problem.dtype.numpy)
     _check_like("out", out, shape, problem.dtype.numpy)
-    _check_like("lse", lse, _rows(q, layout), problem.dtype.sums)
+    _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
     with engine.working_on(q):
         plan = _plan(
             engine, attention_backward, kernel, problem, constants, deterministic=deterministic
@@ -136,11 +178,7 @@ def attention_backward(
         _check_apart(engine, given)
         outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
         calls.fill(engine, plan, inputs, outputs, check=check)
-        to_host = isinstance(q, np.ndarray)
-        dq, dk, dv = (
-            calls.deliver(engine, result, mine, to_host=to_host)
-            for result, mine in zip(results, given)
-        )
+        dq, dk, dv = map(calls.deliver, results, given)
         return dq, dk, dv
 
 
@@ -200,7 +238,7 @@ def softmax(
         view = partial(_rows_of_scores, problem=problem)
         inputs = {"S": view(x)}
         p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
-        lse = engine.empty(x.shape[:-1], problem.dtype.sums)
+        lse = calls.new(engine, x, x.shape[:-1], problem.dtype.sums)
         outputs = {"P": view(p), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (p, lse), out, return_lse, check)
 
@@ -255,6 +293,115 @@ def plan(
     limits = limits or backend_named(backend).limits
     record = planning.select(kernel, "forward", problem, limits)
     return planning.plan(record, problem, limits, **constants)
+
+
+def empty_pinned(
+    shape: int | Sequence[int], dtype: Any = "float32", *, backend: str | Backend = "auto"
+) -> np.ndarray:
+    """A NumPy array with unspecified elements in pinned memory, which the GPU copies by itself.
+
+    ``attention`` reads and writes such arrays where they are, and so every call that NumPy arrays
+    are given to; they are slower to make than others. In the simulator it is an array like others.
+    """
+    sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)
+    engine = backend_named(backend)
+    with engine.working_on(None):
+        memory = engine.pinned(max(prod(sizes) * of.itemsize, 1))
+        return memory[: prod(sizes) * of.itemsize].view(of).reshape(sizes)
+
+
+def configure_transfer(**changes: Any) -> Transfer:
+    """Chooses how NumPy arrays are moved to and from the GPU, from the next call on.
+
+    The names are the fields of ``Transfer``: threads, chunk_bytes, buffers, piece_bytes, pieces,
+    device_bytes, pinned_results. Returns all that is chosen. Raises TypeError or ValueError for
+    what is no such choice.
+    """
+    return transfer.configure(**changes)
+
+
+def held_buffers() -> int:
+    """Bytes of pinned memory that are held for NumPy arrays: buffers, and results in your hands.
+
+    Buffers take up to ``configure_transfer().most_held``.
+    """
+    return transfer.held()
+
+
+def free_buffers() -> None:
+    """Gives the pinned memory of buffers and of results that are no more back to the system.
+
+    Calls of other threads go on; the next call makes buffers again.
+    """
+    transfer.release()
+
+
+def _found(
+    engine: Backend,
+    q: Any,
+    k: Any,
+    v: Any,
+    kernel: str | Kernel,
+    causal: bool | str | None,
+    window: Window | None,
+    scale: float | None,
+    precision: str | None,
+    layout: str,
+    return_lse: bool,
+    constants: Mapping[str, int],
+) -> Bound:
+    """What a call like this one was bound to before; a kernel from outside may have changed."""
+    options = (kernel, causal, window, scale, precision, layout, return_lse)
+    key = (
+        *(form(engine, q), form(engine, k), form(engine, v)),
+        *(kernel if isinstance(kernel, str) else id(kernel), causal, type(causal), scale),
+        *(type(scale), None if window is None else repr(window), precision, layout, return_lse),
+        repr(constants) if constants else None,
+    )
+    try:
+        found = engine.bound.get(key)
+    except TypeError:  # an option that is nothing to compare, and will be refused
+        return _bind(engine, q, k, v, *options, constants, keep=False)
+    if found is None:
+        found = _bind(engine, q, k, v, *options, constants, keep=False)
+        if found.plan.kernel.folder is None:
+            if len(engine.bound) >= _MOST_BOUND:
+                engine.bound.clear()
+            engine.bound[key] = found
+    return found
+
+
+def _bind(
+    engine: Backend,
+    q: Any,
+    k: Any,
+    v: Any,
+    kernel: str | Kernel,
+    causal: bool | str | None,
+    window: Window | None,
+    scale: float | None,
+    precision: str | None,
+    layout: str,
+    return_lse: bool,
+    constants: Mapping[str, int],
+    *,
+    keep: bool,
+) -> Bound:
+    """The call for arrays like these. With ``keep`` everything is compiled, too."""
+    problem = Problem.of(
+        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
+    )
+    devices = [form(engine, x)[3:] for x in (q, k, v)]
+    if len(set(devices)) > 1:
+        where = ", ".join(str(number) for (number,) in devices)
+        raise ValueError(f"q, k and v are on devices {where}; copy them to one")
+    with engine.working_on(q):
+        plan = _plan(engine, attention, kernel, problem, constants)
+        if keep:
+            for launch in plan.launches:
+                engine.prepare(launch)
+        return Bound(engine, plan, (q, k, v), layout=layout, return_lse=return_lse, keep=keep)
 
 
 def _plan(
@@ -320,13 +467,6 @@ def _rows_of_scores(x: Any, problem: Problem) -> Any:
     return x.reshape(problem.shape("batch heads M N"))
 
 
-def _rows(q: Any, layout: str) -> tuple[int, ...]:
-    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
-    if layout == "bshd" and q.ndim > 2:
-        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return tuple(q.shape[:-1])
-
-
 def _answer(
     engine: Backend,
     plan: Plan,
@@ -340,9 +480,8 @@ def _answer(
     """Fills the outputs, of which ``results`` are the caller's views, and hands them over."""
     if return_lse and "lse" not in plan.outputs:
         raise planning.Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
+    if not return_lse and not all(map(engine.owns, inputs.values())):
+        outputs = {name: array for name, array in outputs.items() if name != "lse"}
     calls.fill(engine, plan, inputs, outputs, check=check)
-    to_host = all(isinstance(array, np.ndarray) for array in inputs.values())
-    result = calls.deliver(engine, results[0], out, to_host=to_host)
-    if not return_lse:
-        return result
-    return result, calls.deliver(engine, results[1], None, to_host=to_host)
+    result = calls.deliver(results[0], out)
+    return (result, results[1]) if return_lse else result

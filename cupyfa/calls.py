@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.backends import Backend, allocated, can_be_boxed, overlap, run
+from cupyfa.backends import Backend, allocated, can_be_boxed, overlap, run, transfer
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, aligned_width
@@ -24,15 +24,16 @@ def target(
     inputs: Arrays,
     view: Callable[[Any], Any],
 ) -> Any:
-    """The array a kernel writes its result to: the caller's, if it lies on the GPU, or a new one.
+    """The array that a result is written to: the caller's, or a new one where the inputs are.
 
     ``view`` is how the kernel sees it; where that is a copy, the caller's array is filled at the
-    end. So is host memory: only when nothing can fail any more. Raises if the caller's array
-    cannot hold the result or overlaps an input.
+    end. So it is in the simulator, where kernels may fail. Raises if the caller's array cannot hold
+    the result or overlaps an input.
     """
+    first = next(iter(inputs.values()))
     if out is None:
-        return engine.empty(shape, dtype)
-    on_host = isinstance(next(iter(inputs.values())), np.ndarray)
+        return new(engine, first, shape, dtype)
+    on_host, ours = isinstance(first, np.ndarray), engine.owns(first)
     if not (isinstance(out, np.ndarray) if on_host else engine.owns(out)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
@@ -58,30 +59,68 @@ def target(
                 f"out overlaps the input {name}, which must not be written; "
                 "give it memory of its own, or drop out="
             )
-    in_place = not on_host and _columns_contiguous(out)
+    in_place = _columns_contiguous(out) if not on_host else not ours
     if in_place and engine.address(view(out)) == engine.address(out):
         return out
-    return engine.empty(shape, dtype)
+    return new(engine, first, shape, dtype)
 
 
-def fill(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays, *, check: bool) -> None:
+def new(engine: Backend, beside: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array for a result, where an input lies."""
+    if engine.owns(beside):
+        return engine.empty(shape, dtype)
+    return transfer.fresh(engine, shape, dtype)
+
+
+def fill(
+    engine: Backend,
+    plan: Plan,
+    inputs: Arrays,
+    outputs: Arrays,
+    *,
+    check: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+    parts: transfer.Parts | None = None,
+) -> None:
     """Computes the outputs; with ``check`` from a run among canaries that was found right.
 
-    Arrays are [batch, heads, rows, columns]. Inputs may lie on the host or with the engine,
-    outputs lie with the engine. Raises WrongResult if a check fails.
+    Arrays are [batch, heads, rows, columns], all on the host or all with the engine, which must
+    have every output of the plan. ``parts`` are what ``transfer.compute`` takes. Raises WrongResult
+    if a check fails.
     """
+    outputs = {name: outputs[name] for name in plan.outputs if name in outputs}
+    if not all(map(engine.owns, inputs.values())):
+        _fill_on_host(engine, plan, inputs, outputs, check, progress, parts)
+        return
     inputs = _seen(plan, inputs)
-    outputs = {name: outputs[name] for name in plan.outputs}
     written = {name: _writable(engine, plan, name, outputs[name]) for name in outputs}
     if check:
         for name, array in checked(engine, plan, _aligned(plan, inputs), written).items():
             written[name][...] = engine.upload(array)
     else:
-        uploaded = {name: engine.upload(x) for name, x in inputs.items()}
-        run(engine, plan, _aligned(plan, uploaded), written)
+        run(engine, plan, _aligned(plan, inputs), written)
     for name, array in outputs.items():
         if written[name] is not array and array.size:
             array[...] = written[name]
+
+
+def _fill_on_host(
+    engine: Backend,
+    plan: Plan,
+    inputs: Arrays,
+    outputs: Arrays,
+    check: bool,
+    progress: Callable[[int, int, str], None] | None,
+    parts: transfer.Parts | None,
+) -> None:
+    """``fill`` for arrays that the engine cannot reach."""
+    if not check:
+        transfer.compute(engine, plan, _shaped(plan, inputs), outputs, progress, parts)
+        return
+    results = checked(engine, plan, readable(plan, inputs), {})
+    for name, array in outputs.items():
+        if array.size:
+            array[...] = results[name]
 
 
 def checked(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays) -> dict[str, np.ndarray]:
@@ -101,10 +140,8 @@ def judge(
     return tolerance.compare(results, expected)
 
 
-def deliver(engine: Backend, result: Any, out: Any, *, to_host: bool) -> Any:
-    """A result as the caller gets it: in ``out`` if that was given, on the host if inputs were."""
-    if to_host:
-        result = engine.download(result)
+def deliver(result: Any, out: Any) -> Any:
+    """A result as the caller gets it: in ``out`` if that was given."""
     if out is None or result is out:
         return result
     out[...] = result
@@ -121,19 +158,42 @@ def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     return _aligned(plan, _seen(plan, inputs))
 
 
+def is_readable(plan: Plan, name: str, array: Any) -> bool:
+    """Whether a kernel can read an input as it is."""
+    shape = plan.problem.shape(OPERATIONS[plan.kernel.operation].inputs[name])
+    boxed = name not in plan.boxed or _can_be_boxed(array)
+    return tuple(array.shape) == shape and _is_plain(plan, array) and boxed
+
+
 def _seen(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs with shapes and strides that a kernel can see."""
+    return {
+        name: array if _is_plain(plan, array) else array.copy()
+        for name, array in _shaped(plan, inputs).items()
+    }
+
+
+def _is_plain(plan: Plan, array: Any) -> bool:
+    strided = "strides" in plan.kernel.features or array.flags.c_contiguous
+    aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+    return strided and aligned and _columns_contiguous(array)
+
+
+def _shaped(plan: Plan, inputs: Arrays) -> dict[str, Any]:
+    """The inputs with the shapes that were planned: zeros for one without columns."""
     axes = OPERATIONS[plan.kernel.operation].inputs
-    arrays = {}
-    for name, array in inputs.items():
-        shape = plan.problem.shape(axes[name])
-        if tuple(array.shape) != shape:
-            array = np.zeros(shape, array.dtype)
-        strided = "strides" in plan.kernel.features or array.flags.c_contiguous
-        aligned = not isinstance(array, np.ndarray) or array.flags.aligned
-        plain = strided and aligned and _columns_contiguous(array)
-        arrays[name] = array if plain else array.copy()
-    return arrays
+    shapes = {name: plan.problem.shape(axes[name]) for name in inputs}
+    return {
+        name: array if tuple(array.shape) == shapes[name] else _like(array, shapes[name])
+        for name, array in inputs.items()
+    }
+
+
+def _like(array: Any, shape: tuple[int, ...]) -> Any:
+    """Zeros of an array's own kind."""
+    zeros = np.empty_like(array, order="C", shape=shape)
+    zeros[...] = 0
+    return zeros
 
 
 def _aligned(plan: Plan, inputs: Arrays) -> dict[str, Any]:
@@ -180,7 +240,12 @@ def _overlaps_itself(array: Any) -> bool:
 
 
 def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
-    """The output if the kernel can write it as it is, else memory to copy it from.
+    """The output if the kernel can write it as it is, else memory to copy it from."""
+    return array if is_writable(engine, plan, name, array) else allocated(engine, plan, name)
+
+
+def is_writable(engine: Backend, plan: Plan, name: str, array: Any) -> bool:
+    """Whether a kernel can write an output as it is.
 
     The kernel writes the planned shape, which has a column where the caller's may have none, and
     knows its strides only if it says so. Boxes are stored in whole pieces of 16 bytes, so what they
@@ -191,5 +256,4 @@ def _writable(engine: Backend, plan: Plan, name: str, array: Any) -> Any:
     aligned = plan.stored_shape(name) == shape and (
         name not in plan.boxed or can_be_boxed(array, engine.address(array))
     )
-    as_it_is = strided and aligned and tuple(array.shape) == shape
-    return array if as_it_is else allocated(engine, plan, name)
+    return strided and aligned and tuple(array.shape) == shape

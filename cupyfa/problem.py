@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ class Problem:
     a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
     limit on the right, so a window under it has none of its own. Scores are multiplied with
     ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to; None
-    leaves it to the kernel. A softmax over rows is a problem without d: its scores are
-    [batch, heads, M, N].
+    leaves it to the kernel. ``shift`` is added to every query's position, so that a part of a
+    problem has its rows and keys where they are in the whole. A softmax over rows is a problem
+    without d: its scores are [batch, heads, M, N].
     """
 
     batch: int
@@ -47,6 +48,7 @@ class Problem:
     scale: float = 1.0
     window: Window = NO_WINDOW
     precision: str | None = None
+    shift: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
@@ -186,18 +188,39 @@ class Problem:
 
     @property
     def diagonal(self) -> int:
-        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1."""
-        return 0 if self.right is None else min(self._position + self.right, max(self.N - 1, 0))
+        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1.
+
+        With one on the left, too, it is never below ``lower``.
+        """
+        if self.right is None:
+            return 0
+        diagonal = min(self._position + self.right, max(self.N - 1, 0))
+        return diagonal if self.left is None else max(diagonal, self.lower)
 
     @property
     def lower(self) -> int:
-        """With a limit on the left query i sees keys j >= i + lower, which is at least -M."""
-        return 0 if self.left is None else max(self._position - self.left, -self.M)
+        """With a limit on the left query i sees keys j >= i + lower, from -M to N."""
+        return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
 
     @property
     def _position(self) -> int:
         """Where the first query stands among the keys."""
-        return 0 if self.causal == "top-left" else self.N - self.M
+        return self.shift + (0 if self.causal == "top-left" else self.N - self.M)
+
+    def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
+        """The problem of so many batch elements and key heads, for some rows and some keys."""
+        part = replace(
+            self,
+            batch=batch,
+            kv_heads=kv_heads,
+            heads=kv_heads * self.group,
+            M=len(rows),
+            N=len(keys),
+            shift=0,
+        )
+        if not self.is_masked:
+            return part
+        return replace(part, shift=self._position + rows.start - keys.start - part._position)
 
     @property
     def itemsize(self) -> int:
@@ -239,6 +262,7 @@ class Problem:
         d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
         mask = f" causal={self.causal}" if self.causal else ""
         mask += f" window={self.window_text}" if self.window_text else ""
+        mask += f" shift={self.shift}" if self.shift else ""
         dtype = self.dtype.name + (f" precision={self.precision}" if self.precision else "")
         return (
             f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {dtype}{mask} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,12 +46,52 @@ class OutOfMemory(DeviceError):
     """The device has too little memory free for a call."""
 
 
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all before it is done."""
+
+    def wait(self) -> None:
+        """Returns when it is."""
+
+
+class Lane(AbstractContextManager, Protocol):
+    """Work that is done in order, beside that of other lanes: a stream. In its context memory is
+    taken and kernels are launched for it."""
+
+    def enter(self) -> None:
+        """Makes this thread one that may add to it."""
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Starts a copy of so many bytes between addresses, of which one is the device's."""
+
+    def record(self) -> Mark:
+        """The point where its work ends now."""
+
+    def wait(self, mark: Mark) -> None:
+        """What is added from now on begins after another lane's mark."""
+
+    def synchronize(self) -> None:
+        """Returns when all is done."""
+
+
+class Launcher(Protocol):
+    """The launches of a plan, but for the addresses of its arrays."""
+
+    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        """Launches them in a stream of the current device."""
+
+
 class Backend(ABC):
     """A place with memory and a way to launch kernels on it."""
 
     name: str
     limits: Limits
     compile_errors: tuple[type[Exception], ...] = ()  # what ``prepare`` raises for a kernel's text
+    failures: tuple[type[Exception], ...] = ()  # what ``working_on`` makes a DeviceError of
+    bound: dict[Any, Any]  # calls by what decides them; forgotten when the limits change
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
@@ -110,6 +150,17 @@ class Backend(ABC):
         everything in that place's caches was overwritten. Waits until it is done.
         """
 
+    def form(self, array: Any) -> tuple[Any, ...]:
+        """What decides how kernels see an array of this backend, but for its address."""
+        return tuple(array.shape), tuple(array.strides), array.dtype
+
+    def launcher(self, plan: Plan, arrays: Mapping[str, Any]) -> Launcher | None:
+        """What launches a plan again on arrays of these forms, by their addresses in this order.
+
+        None if there is no such short way.
+        """
+        return None
+
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """What replays the launches of a call at once, as a CUDA graph; the call, if all is one."""
         return call
@@ -119,8 +170,40 @@ class Backend(ABC):
         """The address of the CUDA stream that work goes to, if there is one."""
         return None
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether that stream's work becomes a graph."""
+        return False
+
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return 0
+
     def synchronize(self) -> None:
         """Waits until all work is done."""
+        return
+
+    # What a backend has whose memory is not the host's.
+
+    def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
+        """Three lanes for a call of its own: to the device, on it, and back."""
+        raise NotImplementedError
+
+    def pinned(self, size: int) -> np.ndarray:
+        """So many bytes of host memory that the device copies by itself."""
+        return np.empty(size, np.uint8)
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        """Whether all of an array, that has elements, lies in such memory."""
+        raise NotImplementedError
+
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that can be had."""
+        raise NotImplementedError
+
+    def trim_pinned(self) -> None:
+        """Gives pinned memory that is kept for later back to the system."""
         return
 
     def trim(self) -> None:
@@ -213,12 +296,12 @@ def arguments(
 def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
     """The value of an argument that is an array."""
     if form == "map":
-        return backend.tensor_map(_mapped(backend, step, name, array))
+        return backend.tensor_map(mapped(backend, step, name, array))
     address = backend.address(array)
     return np.uint64(address) if form else tensor(array, address)
 
 
-def _mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
     """What a tensor map is to say of an array. Raises ValueError if there is none for such a one.
 
     An axis of one element is never walked along: its stride becomes one that is allowed. One of no

@@ -6,7 +6,9 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,21 @@ from cupyfa.backends import (
     DeviceLost,
     Mapped,
     OutOfMemory,
+    arguments,
     blank_map,
+    mapped,
+    span,
 )
-from cupyfa.planning import Limits, PlannedLaunch, Unsupported
+from cupyfa.kernel import cdiv
+from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported
 
 store.give_cupy_a_folder()
 import cupy  # noqa: E402
 from cupy.cuda import nvrtc  # noqa: E402
+from cupy.cuda.stream import get_current_stream  # noqa: E402
 from cupy_backends.cuda.api import driver, runtime  # noqa: E402
 
+ARRAY = cupy.ndarray
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _STATIC_LIMIT = 48 * 1024  # more shared memory than this has to be asked for
 _HEAD_START = 600_000  # cycles, about 0.3 ms
@@ -108,15 +116,72 @@ def _failed(what: str) -> DeviceError:
     return DeviceError(what)
 
 
+class _Mark:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return self.event.done
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Lane:
+    """A stream of a device."""
+
+    def __init__(self) -> None:
+        self._device = runtime.getDevice()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def enter(self) -> None:
+        if _ready.__dict__.get("device") != self._device:
+            runtime.setDevice(self._device)
+            _ready.device = self._device
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
+
+    def record(self) -> _Mark:
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(self._stream)
+        return _Mark(event)
+
+    def wait(self, mark: Any) -> None:
+        self._stream.wait_event(mark.event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
+
+
+_MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays
+_ready = threading.local()  # which device a thread of transfer's works for
+
+
 class Cuda(Backend):
     """The current CUDA device. Work goes to CuPy's current stream."""
 
     name = "cuda"
     compile_errors = (cupy.cuda.compiler.CompileException,)
+    failures = (
+        cupy.cuda.memory.OutOfMemoryError,
+        runtime.CUDARuntimeError,
+        driver.CUDADriverError,
+    )
+    form: Any = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
 
     def __init__(self) -> None:
+        self.bound = {}
         self._modules: dict[tuple[int, str, str | None], Any] = {}
         self._lock = threading.Lock()
+        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -144,7 +209,7 @@ class Cuda(Backend):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
 
     def address(self, array: Any) -> int:
-        return array.data.ptr
+        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
@@ -217,12 +282,52 @@ class Cuda(Backend):
             self.synchronize()
         return pool.total_bytes()
 
+    def launcher(self, plan: Plan, arrays: Mapping[str, Any]) -> _Launcher | None:
+        launches = len(plan.launches) == len(plan.steps)
+        return _Launcher(self, plan, arrays) if launches else None
+
     @property
     def stream(self) -> int | None:
-        return cupy.cuda.get_current_stream().ptr
+        return get_current_stream().ptr
+
+    @property
+    def is_capturing(self) -> bool:
+        return runtime.streamIsCapturing(get_current_stream().ptr)
+
+    @property
+    def device(self) -> int:
+        return runtime.getDevice()
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
+
+    @contextmanager
+    def lanes(self) -> Iterator[Any]:
+        free = self._lanes.setdefault(runtime.getDevice(), [])
+        try:
+            lanes = free.pop()
+        except IndexError:
+            lanes = (_Lane(), _Lane(), _Lane())
+        try:
+            yield lanes
+        finally:
+            free.append(lanes)
+
+    def pinned(self, size: int) -> np.ndarray:
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        low, size = span(self, array)
+        return all(
+            runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost
+            for x in (low, low + size - 1)
+        )
+
+    def free_bytes(self) -> int:
+        return runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+
+    def trim_pinned(self) -> None:
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def trim(self) -> None:
         cupy.get_default_memory_pool().free_all_blocks()
@@ -245,12 +350,114 @@ class Cuda(Backend):
 
     def refresh(self) -> None:
         _limits.cache_clear()
+        self.bound.clear()
 
     @contextmanager
     def working_on(self, array: Any) -> Iterator[None]:
         device = array.device if self.owns(array) else cupy.cuda.Device()
         with device_errors(), device:
             yield
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A launch but for its arguments: the function, grid, threads, and bytes of shared memory."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    values: tuple[bytes, ...]  # of the arguments, in which addresses are filled in
+    addresses: tuple[tuple[int, int], ...]  # (argument that begins with one, which array's)
+    maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
+
+
+class _Launcher:
+    """Launches by the driver itself, with arguments that are laid out once for each thread.
+
+    RawKernel makes its arguments' memory anew in every call, which takes longer than a launch does.
+    """
+
+    def __init__(self, engine: Cuda, plan: Plan, arrays: Mapping[str, Any]) -> None:
+        self._engine, self._device, self._mine = engine, runtime.getDevice(), threading.local()
+        names = list(arrays)
+        self._launches = []
+        for step in plan.launches:
+            if not all(step.grid):
+                continue
+            values = arguments(engine, plan, step, arrays)
+            forms = [
+                (at, names.index(x), f)
+                for at, (x, f) in enumerate(step.launch.arrays)
+                if x in arrays
+            ]
+            self._launches.append(
+                _Launch(
+                    engine.prepare(step).kernel.ptr,
+                    step.grid,
+                    step.threads,
+                    step.shared_bytes,
+                    tuple(np.asarray(value).tobytes() for value in values),
+                    tuple((at, array) for at, array, form in forms if form != "map"),
+                    tuple(
+                        (at, array, mapped(engine, step, names[array], arrays[names[array]]))
+                        for at, array, form in forms
+                        if form == "map"
+                    ),
+                )
+            )
+
+    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        mine = self._mine
+        try:
+            steps = mine.steps
+        except AttributeError:
+            runtime.setDevice(self._device)  # a new thread has no context yet
+            steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
+            mine.addresses = None
+        if mine.addresses is not addresses:
+            for step in steps:
+                memory = step.memory
+                for slot, array in step.slots:
+                    memory[slot] = addresses[array]
+                if step.maps:
+                    step.map(addresses)
+            mine.addresses = addresses
+        for step in steps:
+            driver.launchKernel(*step.launch, stream, step.pointers, 0)
+
+
+class _Arguments:
+    """A launch with the memory of its arguments, for one thread."""
+
+    def __init__(self, engine: Cuda, launch: _Launch) -> None:
+        size = 8  # of every number in the memory, so that each argument begins at a multiple
+        starts, total = [], 0
+        for value in launch.values:
+            starts.append(total)
+            total += cdiv(len(value), size)
+        self.memory = (ctypes.c_uint64 * max(total, 1))()
+        base = ctypes.addressof(self.memory)
+        for start, value in zip(starts, launch.values):
+            ctypes.memmove(base + size * start, value, len(value))
+        self._table = (ctypes.c_uint64 * len(starts))(*(base + size * x for x in starts))
+        self.pointers = ctypes.addressof(self._table)
+        self.slots = [(starts[at], array) for at, array in launch.addresses]
+        self.maps = launch.maps
+        self._engine, self._encoded = engine, dict[tuple[int, int], tuple[Any, int]]()
+        self.launch = (launch.function, *launch.grid, launch.threads, 1, 1, launch.shared_bytes)
+
+    def map(self, addresses: Sequence[int]) -> None:
+        """Has the tensor maps name these addresses."""
+        if len(self._encoded) >= _MOST_MAPS:
+            self._encoded.clear()
+        for at, array, like in self.maps:
+            key = (at, addresses[array])
+            if key not in self._encoded:
+                address = addresses[array] if like.address else 0
+                encoded = self._engine.tensor_map(like._replace(address=address))
+                self._encoded[key] = (encoded, encoded.ctypes.data)
+            self._table[at] = self._encoded[key][1]
 
 
 def _dotted(version: int) -> str:

@@ -20,6 +20,7 @@ AT_THE_CALLER: Any = (
     else {"stacklevel": 2}
 )
 NAMES = ("auto", "cuda", "simulator")
+_owners: dict[type, Backend] = {}  # by the type of their own arrays
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 
 
@@ -46,6 +47,14 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
     on CUDA. Raises TypeError for anything else and for a mixture.
     """
+    values = list(arrays.values())
+    owner = _owners.get(type(values[0]))
+    if (
+        owner is not None
+        and (backend is owner or (isinstance(backend, str) and backend in ("auto", owner.name)))
+        and all(type(x) is type(values[0]) for x in values)
+    ):
+        return owner, values
     host = {name: _on_host(name, array) for name, array in arrays.items()}
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
@@ -114,9 +123,11 @@ def _cuda() -> Backend:
     reason = _no_cuda()
     if reason is not None:
         raise DeviceError(f"{reason}; use backend 'simulator', or 'auto'")
-    from cupyfa.backends.cuda import Cuda
+    from cupyfa.backends.cuda import ARRAY, Cuda
 
-    return Cuda()
+    engine = Cuda()
+    _owners[ARRAY] = engine
+    return engine
 
 
 def _no_cuda() -> str | None:

@@ -68,6 +68,7 @@ class Simulator(Backend):
                 raise ValueError(f"{name} is {value!r}; give a whole number from {least}, or None")
         self.schedule = schedule
         self.workers = workers
+        self.bound = {}
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -143,6 +144,7 @@ class Simulator(Backend):
 
     def refresh(self) -> None:
         _limits.cache_clear()
+        self.bound.clear()
 
 
 def try_out() -> str:

@@ -1,0 +1,719 @@
+"""NumPy arrays to and from the device at the speed of the bus, and problems that do not fit it.
+
+A problem is cut into pieces along batch and key heads. While one piece is computed, the next ones
+are on their way to the device and the results of those before are on their way back. A copy that
+goes on by itself needs pinned memory, so several threads copy chunks of the caller's arrays to a
+few pinned buffers, whatever their strides, and chunks of results out of others; that is also what
+touches new memory first, which one thread alone would take longer for than the bus does. Arrays
+that are pinned already are read and written where they are.
+
+The device holds a few pieces at a time, so a problem may be larger than its memory. Where a single
+head is, its rows are cut too, and its keys: then partial results are merged by their lse.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+
+from cupyfa import planning
+from cupyfa.backends import Backend, Lane, Mark, OutOfMemory, allocated, execute
+from cupyfa.kernel import cdiv
+from cupyfa.operations import OPERATIONS
+from cupyfa.planning import Limits, Plan, aligned_width
+from cupyfa.problem import Problem
+
+_INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
+_POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
+_ALIGNMENT = 512  # bytes, of what CuPy's memory pool hands out
+_SPARE = 0.9  # of the memory that is free, what a call may take
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How NumPy arrays are moved: each number, and so the memory that is held, can be chosen.
+
+    threads: that copy to pinned memory, and as many more that copy out of it.
+    chunk_bytes: of one buffer. buffers: of each direction; made when they are first needed.
+    piece_bytes: of all arrays of a piece, as far as that can be chosen. pieces: on the device at a
+    time. device_bytes: that a call may take on the device; None is most of what is free.
+    pinned_results: bytes of results that may lie in pinned memory at a time, for the device to
+    write by itself; it takes results of a size that was asked for before.
+    """
+
+    threads: int = min(16, len(os.sched_getaffinity(0)))
+    chunk_bytes: int = 4 << 20
+    buffers: int = 24
+    piece_bytes: int = 32 << 20
+    pieces: int = 4
+    device_bytes: int | None = None
+    pinned_results: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is None and name == "device_bytes":
+                continue
+            least = 0 if name == "pinned_results" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give a whole number from {least}")
+
+    @property
+    def most_held(self) -> int:
+        """Bytes of pinned memory that buffers may take, both ways together."""
+        return 2 * self.buffers * self.chunk_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a problem: ranges of its batch, its key heads, its rows and its keys."""
+
+    batch: range
+    kv_heads: range
+    rows: range
+    keys: range
+
+    def problem(self, whole: Problem) -> Problem:
+        return whole.part(len(self.batch), len(self.kv_heads), self.rows, self.keys)
+
+    def of(self, array: np.ndarray, axes: str, group: int) -> np.ndarray:
+        """This part of an array with such axes."""
+        heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
+        ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
+        ranges |= {"M": self.rows, "N": self.keys}
+        index = (ranges.get(axis) for axis in axes.split())
+        return array[tuple(slice(r.start, r.stop) if r is not None else slice(None) for r in index)]
+
+
+_chosen = Transfer()
+_hosts: weakref.WeakKeyDictionary[Backend, _Host] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def configure(**changes: Any) -> Transfer:
+    """Chooses how NumPy arrays are moved from now on; returns all that is chosen.
+
+    The names are those of ``Transfer``. Buffers that were made otherwise are freed.
+    """
+    global _chosen
+    if unknown := changes.keys() - {x.name for x in fields(Transfer)}:
+        known = ", ".join(x.name for x in fields(Transfer))
+        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; there are {known}")
+    if changes:
+        _chosen = replace(_chosen, **changes)
+        release()
+    return _chosen
+
+
+def held() -> int:
+    """Bytes of pinned memory that buffers and results take now."""
+    with _lock:
+        return _results.bytes + sum(host.bytes for host in _hosts.values())
+
+
+def release() -> None:
+    """Gives the buffers back to the system; calls that go on keep theirs until they end."""
+    with _lock:
+        engines = list(_hosts)
+        _hosts.clear()  # with them their threads end, once nothing is left to do
+        _results.asked.clear()
+    for engine in engines:
+        engine.trim_pinned()
+
+
+def fresh(engine: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Host memory for a result, pinned if it is large and one of its size was asked for before.
+
+    Pinned memory goes back to a pool, for later results, when the caller drops the array.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _POOLED or not _results.admits(size):
+        return np.empty(shape, dtype)
+    return np.asarray(_Result(engine, size)).view(dtype).reshape(shape)
+
+
+def compute(
+    engine: Backend,
+    plan: Plan,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Mapping[str, np.ndarray],
+    progress: Callable[[int, int, str], None] | None = None,
+    parts: Parts | None = None,
+) -> None:
+    """Fills host arrays with what a plan makes of host arrays, in pieces.
+
+    The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
+    not brought back. Everything is compiled, and the memory taken, before any output is written.
+    ``parts`` are those of a call before, of the same plan on the same device.
+    Raises OutOfMemory, with what it takes, for a problem of which no piece fits the device.
+    """
+    host = _host_of(engine)
+    size = _needed(plan, plan)
+    free = host.chosen.device_bytes or (
+        int(_SPARE * engine.free_bytes())
+        if size > host.chosen.piece_bytes
+        else host.chosen.pieces * size
+    )
+    parts = parts or Parts(plan, engine.limits)
+    pieces = parts.cut(min(host.chosen.piece_bytes, free // 2), free)
+    with engine.lanes() as lanes:
+        _Call(engine, host, lanes, parts, pieces, inputs, outputs, free).run(progress)
+
+
+# Pieces
+
+
+def cut(plan: Plan, limits: Limits, wanted: int, most: int) -> list[Piece]:
+    """The pieces of a plan's problem that need as many bytes on the device as wanted, or fewer.
+
+    Only batch and heads are cut for that, and rows where no array is needed for all of them. What
+    then needs more than the most bytes is cut along rows and keys, if the outputs allow it.
+    """
+    p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
+    axes_of_outputs = [axes.split() for axes, _ in operation.outputs.values()]
+    axes = [*axes_of_outputs, *map(str.split, operation.inputs.values())]
+    by_rows = all("M" in x for x in axes_of_outputs)
+    by_keys = (
+        "O" in operation.outputs
+        and "lse" in plan.outputs
+        and "causal" in (plan.kernel.features if p.is_masked else ("causal",))
+    )
+
+    @cache
+    def size(b: int, h: int, m: int, n: int) -> int:
+        part = p.part(b, h, range(m), range(n))
+        return _needed(plan, part_of(plan, limits, part))
+
+    def largest(total: int, fits: Callable[[int], bool]) -> int:
+        """As many as fit, at least one; evenly."""
+        found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
+        return cdiv(total, cdiv(total, found)) if total else 1
+
+    b, h, m, n = p.batch, p.kv_heads, p.M, p.N
+    if _needed(plan, plan) > wanted:
+        b = largest(b, lambda x: size(x, h, m, n) <= wanted)
+        if size(b, h, m, n) > wanted:
+            h = largest(h, lambda x: size(b, x, m, n) <= wanted)
+        if size(b, h, m, n) > wanted and all("M" in x for x in axes):
+            m = largest(m, lambda x: size(b, h, x, n) <= wanted)
+    while size(b, h, m, n) > most:
+        rows, keys = by_rows and m > 1, by_keys and n > 1
+        if not (rows or keys):
+            what = "its smallest piece" if by_rows or by_keys else "one head of it"
+            raise OutOfMemory(
+                f"{plan.kernel.name} on {p}: {what} needs {size(b, h, m, n):,} bytes on the "
+                f"device, and {most:,} may be taken; free memory there, or name another kernel"
+            )
+        if rows and (m * p.group >= n or not keys):
+            m = cdiv(m, 2)
+        else:
+            n = cdiv(n, 2)
+    return [
+        Piece(*ranges)
+        for ranges in product(
+            _ranges(p.batch, b), _ranges(p.kv_heads, h), _ranges(p.M, m), _ranges(p.N, n)
+        )
+    ]
+
+
+class Parts:
+    """What was found out of a plan's pieces, for the next call of any thread."""
+
+    def __init__(self, plan: Plan, limits: Limits) -> None:
+        self.plan, self.limits = plan, limits
+        self._cut: tuple[int, int, list[Piece]] | None = None  # what was wanted, what it needs
+        self._plans: dict[Problem, Plan] = {}
+        self._of: dict[Piece, Plan] = {}
+        self._prepared: dict[Problem, list[Any]] = {}
+
+    def cut(self, wanted: int, most: int) -> list[Piece]:
+        """``cut``, which is done again only where it would give something else."""
+        found = self._cut
+        if found is None or found[0] != wanted or not found[1] <= wanted <= most:
+            pieces = cut(self.plan, self.limits, wanted, most)
+            self._of = {}
+            found = self._cut = wanted, _needed(self.plan, self.of(pieces[0])), pieces
+        return found[2]
+
+    def of(self, piece: Piece) -> Plan:
+        """The plan of a piece."""
+        if (plan := self._of.get(piece)) is None:
+            problem = piece.problem(self.plan.problem)
+            if problem not in self._plans:
+                self._plans[problem] = part_of(self.plan, self.limits, problem)
+            plan = self._of[piece] = self._plans[problem]
+        return plan
+
+    def prepared(self, engine: Backend, plan: Plan) -> list[Any]:
+        """The kernels of a piece's plan."""
+        if plan.problem not in self._prepared:
+            self._prepared[plan.problem] = [engine.prepare(launch) for launch in plan.launches]
+        return self._prepared[plan.problem]
+
+
+def part_of(plan: Plan, limits: Limits, problem: Problem) -> Plan:
+    """The plan of a part of a plan's problem, with the same constants."""
+    if problem == plan.problem:
+        return plan
+    return planning.plan(plan.kernel, problem, limits, **plan.constants)
+
+
+def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Parts of a contiguous array, in order: each contiguous, and of at most so many elements."""
+    if not math.prod(shape):
+        return
+    inner = math.prod(shape[1:])
+    if inner > most:
+        for i in range(shape[0]):
+            for rest in slabs(shape[1:], most):
+                yield (slice(i, i + 1), *rest)
+        return
+    step, rest = max(most // inner, 1), tuple(slice(0, n) for n in shape[1:])
+    for i in range(0, shape[0], step):
+        yield (slice(i, min(i + step, shape[0])), *rest)
+
+
+def _ranges(total: int, step: int) -> list[range]:
+    return [range(i, min(i + step, total)) for i in range(0, total, max(step, 1))] or [range(0)]
+
+
+def _needed(whole: Plan, part: Plan) -> int:
+    """Bytes on the device that a part takes."""
+    operation = OPERATIONS[whole.kernel.operation]
+    p, sizes = (
+        part.problem,
+        {"scalar": part.problem.itemsize, "real": part.problem.dtype.sums.itemsize},
+    )
+    arrays = [
+        math.prod(_memory_shape(part, name, p.shape(axes))) * sizes[operation.input_kind(name)]
+        for name, axes in operation.inputs.items()
+    ]
+    arrays += [
+        math.prod(part.stored_shape(name)) * dtype.itemsize
+        for name, (_, dtype) in part.outputs.items()
+    ]
+    return sum(cdiv(x, _ALIGNMENT) * _ALIGNMENT for x in arrays) + part.scratch_bytes
+
+
+def _memory_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of the memory for an array, whose rows may have columns to spare."""
+    if name not in plan.boxed:
+        return shape
+    return (*shape[:-1], aligned_width(shape[-1], plan.problem.itemsize))
+
+
+# One call
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An array of a piece: the host's part of it and the device's memory, outer axes first."""
+
+    array: Any  # as the kernel sees it
+    address: int
+    host: np.ndarray | None  # with the axes of the memory
+    shape: tuple[int, ...]  # of the memory
+
+    def slabs(self, most: int) -> Iterator[tuple[np.ndarray, int, tuple[int, ...]]]:
+        """Parts of the host's array, and where each lies on the device: address and shape."""
+        assert self.host is not None
+        size = self.host.itemsize
+        steps = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        for index in slabs(self.shape, max(most // size, 1)):
+            offset = sum(part.start * step for part, step in zip(index, steps))
+            shape = tuple(part.stop - part.start for part in index)
+            yield self.host[index], self.address + offset, shape
+
+
+class _Call:
+    """A problem on its way through the device."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        host: _Host,
+        lanes: tuple[Lane, Lane, Lane],
+        parts: Parts,
+        pieces: Sequence[Piece],
+        inputs: Mapping[str, np.ndarray],
+        outputs: Mapping[str, np.ndarray],
+        most: int,
+    ) -> None:
+        plan = parts.plan
+        self.engine, self.host, self.plan, self.pieces = engine, host, plan, pieces
+        self.up, self.work, self.down = lanes
+        self.given, self.results = dict(inputs), dict(outputs)
+        self.parts = parts
+        operation = OPERATIONS[plan.kernel.operation]
+        self.axes = {**operation.inputs, **{x: axes for x, (axes, _) in operation.outputs.items()}}
+        self.by_keys = len({piece.keys for piece in pieces}) > 1
+        self.sums: _Sums | None = None
+        cost = _needed(plan, parts.of(pieces[0]))
+        self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
+        moved = sum(x.nbytes for x in (*inputs.values(), *outputs.values()))
+        self.submit: Callable[..., _Copy] = host.submit if moved > _INLINE else _at_once
+        self.grain = max(min(host.chosen.chunk_bytes, moved // (4 * host.chosen.threads)), _INLINE)
+        self.grain = min(self.grain, host.chosen.chunk_bytes)
+        self.pending: list[_Copy] = []
+
+    def run(self, progress: Callable[[int, int, str], None] | None) -> None:
+        pieces, count = self.pieces, self.count
+        later = int(count > 1)  # so that what waits for a kernel seldom keeps the bus waiting
+        what = f"{self.plan.kernel.name} on {self.plan.problem}"
+        slots = [self.memory() for _ in range(count)]
+        places: list[dict[str, _Place]] = []
+        sent: list[list[_Copy]] = []
+        brought: list[list[_Copy]] = []
+        computed: list[Mark] = []
+        try:
+            for i, piece in enumerate(pieces[:count]):
+                places.append(self.placed(piece, slots[i]))
+                sent.append(self.send(places[i]))
+            for piece in pieces:  # while the first ones are on their way
+                self.parts.prepared(self.engine, self.parts.of(piece))
+            for i, piece in enumerate(pieces):
+                for copy in (*sent[i], *(brought[i - count] if i >= count else ())):
+                    self.work.wait(copy.result())
+                if i >= count:
+                    self.finish(i - count, places, brought)
+                self.execute(piece, places[i])
+                computed.append(self.work.record())
+                self.down.wait(computed[i])
+                brought.append(self.bring(places[i]))
+                next_one = i - later + count
+                if count <= next_one < len(pieces):
+                    self.up.wait(computed[i - later])
+                    places.append(self.placed(pieces[next_one], slots[next_one % count]))
+                    sent.append(self.send(places[next_one]))
+                if progress is not None:
+                    progress(i, len(pieces), what)
+            for i in range(max(len(pieces) - count, 0), len(pieces)):
+                self.finish(i, places, brought)
+            self.down.synchronize()
+            if progress is not None:
+                progress(len(pieces), len(pieces), what)
+        finally:  # nothing may be on its way to memory that is given back
+            for copy in self.pending:
+                copy.exception()
+            for lane in (self.up, self.work, self.down):
+                lane.synchronize()
+
+    def memory(self) -> dict[str, Any]:
+        """Memory on the device for the arrays of a piece; the first one is the largest."""
+        plan = self.parts.of(self.pieces[0])
+        with self.work:
+            return {
+                name: self.engine.empty(
+                    (math.prod(_memory_shape(plan, name, shape)) * dtype.itemsize,),
+                    np.dtype(np.uint8),
+                )
+                for name, (shape, dtype) in self.arrays_of(plan).items()
+            }
+
+    def arrays_of(self, plan: Plan) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        inputs = {
+            name: (plan.problem.shape(self.axes[name]), array.dtype)
+            for name, array in self.given.items()
+        }
+        return {**inputs, **plan.outputs}
+
+    def placed(self, piece: Piece, memory: Mapping[str, Any]) -> dict[str, _Place]:
+        """The arrays of a piece: what belongs together on the host and on the device."""
+        plan = self.parts.of(piece)
+        places = {}
+        for name, (shape, dtype) in self.arrays_of(plan).items():
+            part = self.part(name, piece, shape, dtype)
+            order = tuple(range(len(shape)))
+            if part is not None and "strides" in self.plan.kernel.features and len(shape) == 4:
+                outer = sorted(order[:-1], key=lambda axis: -abs(part.strides[axis]))
+                order = (*outer, order[-1])
+            whole = _memory_shape(plan, name, shape)
+            in_memory = tuple(whole[axis] for axis in order)
+            strides = [0] * len(shape)
+            for at, axis in enumerate(order):
+                strides[axis] = dtype.itemsize * math.prod(in_memory[at + 1 :])
+            array = self.engine.view(memory[name], shape, dtype, 0, tuple(strides))
+            bits = None if part is None else part.view(f"u{dtype.itemsize}").transpose(order)
+            places[name] = _Place(array, self.engine.address(array), bits, in_memory)
+        return places
+
+    def part(
+        self, name: str, piece: Piece, shape: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray | None:
+        """The host's side of an array of a piece; None if it is not wanted there."""
+        if self.by_keys and name in self.plan.outputs:
+            return np.empty(shape, dtype)
+        array = self.given.get(name, self.results.get(name))
+        if array is None or not array.size:
+            return None
+        return piece.of(array, self.axes[name], self.plan.problem.group)
+
+    def send(self, places: Mapping[str, _Place]) -> list[_Copy]:
+        return self.moved(self.up, [places[x] for x in self.given], _send)
+
+    def bring(self, places: Mapping[str, _Place]) -> list[_Copy]:
+        return self.moved(self.down, [places[x] for x in self.plan.outputs], _bring)
+
+    def moved(self, lane: Lane, places: Sequence[_Place], move: Callable[..., Mark]) -> list[_Copy]:
+        """Starts all copies of a piece in one direction: by themselves, or through buffers."""
+        buffers = self.host.buffers[move]
+        started: list[_Copy] = []
+        for place in places:
+            if place.host is None or not place.host.size:
+                continue
+            contiguous = place.host.flags.c_contiguous and place.host.shape == place.shape
+            if contiguous and self.engine.is_pinned(place.host):
+                there, here = place.address, place.host.ctypes.data
+                to, source = (there, here) if move is _send else (here, there)
+                lane.copy(to, source, place.host.nbytes)
+                started.append(_Started(lane.record()))
+                continue
+            for part, address, shape in place.slabs(self.grain):
+                started.append(self.submit(move, lane, buffers, part, address, shape))
+        self.pending.extend(started)
+        return started
+
+    def execute(self, piece: Piece, places: Mapping[str, _Place]) -> None:
+        plan = self.parts.of(piece)
+        prepared = self.parts.prepared(self.engine, plan)
+        arrays = {name: place.array for name, place in places.items()}
+        with self.work:
+            scratch = {name: allocated(self.engine, plan, name) for name in plan.scratch}
+            execute(self.engine, plan, prepared, {**arrays, **scratch})
+
+    def finish(self, i: int, places: list[dict[str, _Place]], brought: list[list[_Copy]]) -> None:
+        """Waits until the results of a piece are there, and adds them up if keys were cut."""
+        for copy in brought[i]:
+            copy.result()
+        if self.by_keys:
+            self.down.synchronize()
+            self.merge(self.pieces[i], {x: places[i][x].host for x in self.plan.outputs})
+        places[i] = {}
+
+    def merge(self, piece: Piece, parts: Mapping[str, Any]) -> None:
+        shape = self.parts.of(piece).outputs
+        o, lse = (parts[name].view(shape[name][1]) for name in ("O", "lse"))
+        if piece.keys.start == 0:
+            self.sums = _Sums(lse.dtype)
+        assert self.sums is not None
+        self.sums.add(o, lse)
+        if piece.keys.stop == self.plan.problem.N:
+            for name, total in (("O", self.sums.o), ("lse", self.sums.lse)):
+                if name in self.results and self.results[name].size:
+                    part = piece.of(self.results[name], self.axes[name], self.plan.problem.group)
+                    part[...] = total
+
+
+class _Sums:
+    """Outputs of parts of the keys, merged: each counts by exp of its lse."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.o: Any = None
+        self.lse: Any = None
+
+    def add(self, o: np.ndarray, lse: np.ndarray) -> None:
+        o = o.astype(self.dtype)
+        if self.o is None:
+            self.o, self.lse = o, lse
+            return
+        with np.errstate(all="ignore"):  # rows that see no key are -inf, and NaN is data
+            total = np.logaddexp(self.lse, lse)
+            mine, its = (
+                np.where(np.isneginf(total), 0, np.exp(x - total))[..., None]
+                for x in (self.lse, lse)
+            )
+            self.o, self.lse = self.o * mine + o * its, total
+
+
+class _Copy(Protocol):
+    """A copy that somebody starts, a Future for example."""
+
+    def result(self) -> Mark:
+        """Its end in its lane, once it is started; what a thread copies after that is done too."""
+
+    def exception(self) -> BaseException | None:
+        """What went wrong in starting it."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A copy that was started in this thread."""
+
+    mark: Mark
+
+    def result(self) -> Mark:
+        return self.mark
+
+    def exception(self) -> None:
+        return
+
+
+def _at_once(move: Callable[..., Mark], *arguments: Any) -> _Started:
+    """In this thread."""
+    return _Started(move(*arguments))
+
+
+# Buffers
+
+
+class _Buffer:
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.address = memory, memory.ctypes.data
+        self.mark: Mark | None = None  # of the copy out of it
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.ndarray(shape, dtype, self.memory)
+
+
+class _Buffers:
+    """The pinned buffers of one direction, handed out in turn."""
+
+    def __init__(self, engine: Backend, chosen: Transfer) -> None:
+        self._engine, self._size, self._most = (
+            weakref.ref(engine),
+            chosen.chunk_bytes,
+            chosen.buffers,
+        )
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._lock, self.made = threading.Lock(), 0
+
+    def take(self) -> _Buffer:
+        """A buffer that nothing is on its way out of."""
+        with self._lock:
+            if make := self.made < self._most and self._free.empty():
+                self.made += 1
+        if make:
+            return self._new()
+        buffer = self._free.get()
+        if buffer.mark is None or buffer.mark.done:
+            return buffer
+        with self._lock:
+            if make := self.made < self._most:
+                self.made += 1
+        if make:
+            self.give(buffer)
+            return self._new()
+        buffer.mark.wait()
+        return buffer
+
+    def give(self, buffer: _Buffer) -> None:
+        self._free.put(buffer)
+
+    def _new(self) -> _Buffer:
+        engine = self._engine()
+        assert engine is not None
+        try:
+            return _Buffer(engine.pinned(self._size))
+        except BaseException:
+            with self._lock:
+                self.made -= 1
+            raise
+
+
+def _send(
+    lane: Lane, buffers: _Buffers, source: np.ndarray, address: int, shape: tuple[int, ...]
+) -> Mark:
+    """Copies a part of an array to a buffer, and starts the copy from there to the device.
+
+    Returns its end.
+    """
+    lane.enter()
+    buffer = buffers.take()
+    try:
+        there = buffer.array(shape, source.dtype)
+        np.copyto(there[..., : source.shape[-1]], source)
+        lane.copy(address, buffer.address, there.nbytes)
+        buffer.mark = mark = lane.record()
+        return mark
+    finally:
+        buffers.give(buffer)
+
+
+def _bring(
+    lane: Lane, buffers: _Buffers, target: np.ndarray, address: int, shape: tuple[int, ...]
+) -> Mark:
+    """Copies a part of a result to a buffer, and from there to where the caller has it."""
+    lane.enter()
+    buffer = buffers.take()
+    try:
+        here = buffer.array(shape, target.dtype)
+        lane.copy(buffer.address, address, here.nbytes)
+        buffer.mark = mark = lane.record()
+        mark.wait()
+        np.copyto(target, here[..., : target.shape[-1]])
+        return mark
+    finally:
+        buffers.give(buffer)
+
+
+class _Host:
+    """The buffers and threads of a backend."""
+
+    def __init__(self, engine: Backend, chosen: Transfer) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.chosen = chosen
+        self.buffers = {move: _Buffers(engine, chosen) for move in (_send, _bring)}
+        self._threads = {
+            move: ThreadPoolExecutor(chosen.threads, f"cupyfa{move.__name__}")
+            for move in (_send, _bring)
+        }
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
+
+    def submit(self, move: Callable[..., Mark], *arguments: Any) -> _Copy:
+        return self._threads[move].submit(move, *arguments)
+
+
+def _host_of(engine: Backend) -> _Host:
+    with _lock:
+        if engine not in _hosts:
+            _hosts[engine] = _Host(engine, _chosen)
+        return _hosts[engine]
+
+
+class _Results:
+    """How many bytes of results lie in pinned memory, and which sizes were asked for."""
+
+    def __init__(self) -> None:
+        self.bytes, self.asked, self._lock = 0, set[int](), threading.Lock()
+
+    def admits(self, size: int) -> bool:
+        """Whether a result of this size may be pinned; remembers that there was one."""
+        with self._lock:
+            before = size in self.asked
+            self.asked.add(size)
+            return before and self.bytes + size <= _chosen.pinned_results
+
+    def count(self, size: int) -> None:
+        with self._lock:
+            self.bytes += size
+
+
+_results = _Results()
+
+
+class _Result:
+    """Pinned memory that an array lies in; what NumPy keeps as the array's base."""
+
+    def __init__(self, engine: Backend, size: int) -> None:
+        self._memory, self._size = engine.pinned(size), size
+        self.__array_interface__ = self._memory.__array_interface__
+        _results.count(size)
+
+    def __del__(self) -> None:
+        if hasattr(self, "__array_interface__"):
+            _results.count(-self._size)

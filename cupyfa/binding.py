@@ -1,0 +1,249 @@
+"""Attention with everything decided once: what ``attention`` finds again, and ``compile`` gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+from cupyfa import calls
+from cupyfa.backends import Backend, allocated, extent, transfer
+from cupyfa.backends.select import adopt
+from cupyfa.planning import Plan, Unsupported
+from cupyfa.problem import four_axes
+
+Form = tuple[Any, ...]
+Progress = Callable[[int, int, str], None]
+_NAMES = ("q", "k", "v")
+_BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
+_PER_THREAD = 2  # the stream that is another one in every thread
+# Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
+_of_graphs: list[list[Any]] = []
+
+
+def form(engine: Backend, array: Any) -> Form:
+    """What decides how a call sees an array: shape, strides and dtype, and the device.
+
+    Of arrays of the host that a device cannot reach the strides do not matter.
+    """
+    if engine.owns(array):
+        return engine.form(array)
+    return tuple(array.shape), None, array.dtype, engine.device
+
+
+class _Last(NamedTuple):
+    """The arrays of a call, and what it was launched with: all of it is the same for the same."""
+
+    q: ref
+    k: ref
+    v: ref
+    out: ref
+    addresses: tuple[int, ...]
+    stream: int | None
+
+
+class Bound:
+    """Attention for arrays of the same shapes, strides and dtypes on the same device.
+
+    ``plan`` is what was decided. A call launches it in CuPy's current stream, also in one that is
+    being captured; the graph may be launched as long as the Bound is there. Any number of threads
+    may call. It is fastest with an ``out``, and with the very arrays of the call before, which it
+    knows by their identity.
+    """
+
+    def __init__(
+        self,
+        engine: Backend,
+        plan: Plan,
+        arrays: tuple[Any, Any, Any],
+        *,
+        layout: str,
+        return_lse: bool,
+        keep: bool,
+    ) -> None:
+        """``keep`` holds the memory for temporaries from call to call, one for each stream."""
+        if return_lse and "lse" not in plan.outputs:
+            raise Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
+        q, _, v = arrays
+        self.plan = plan
+        self._engine, self._device = engine, engine.device
+        self._layout, self._return_lse, self._keep = layout, return_lse, keep
+        self._forms = tuple(form(engine, x) for x in arrays)
+        self._shape, self._lse_shape = (*q.shape[:-1], v.shape[-1]), rows_of(q, layout)
+        self._dtype, self._sums = plan.problem.dtype.numpy, plan.problem.dtype.sums
+        unasked = () if return_lse or "lse" not in plan.outputs else ("lse",)
+        self._temporary = (*unasked, *plan.scratch)
+        self._temporaries: dict[Any, list[Any]] = {}  # by stream
+        self._spare: list[Any] | None = None  # for a stream that is captured when it first comes
+        self._parts = transfer.Parts(plan, engine.limits)
+        self._last: _Last | None = None
+        self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
+
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
+        """What ``attention`` returns for these arrays.
+
+        Raises ValueError for arrays that are not like those that it was made for, and what
+        ``attention`` raises for ``out`` and the device's failures.
+        """
+        engine, last = self._engine, self._last
+        if (
+            last is not None
+            and out is not None
+            and (last.q() is q and last.k() is k and last.v() is v and last.out() is out)
+            and engine.device == self._device
+            and engine.stream == last.stream
+        ):
+            try:
+                self._launch(last.addresses, last.stream)
+                return out
+            except engine.failures:
+                with engine.working_on(q):
+                    raise
+        try:
+            same = (engine.form(q), engine.form(k), engine.form(v)) == self._forms
+        except AttributeError:  # the host's, or another library's
+            same = False
+        if same:
+            return self.run(q, k, v, out)
+        _, (q, k, v) = adopt(engine, q=q, k=k, v=v)
+        for name, array, wanted in zip(_NAMES, (q, k, v), self._forms):
+            given = form(engine, array)
+            if given != wanted:
+                raise ValueError(
+                    f"{name} is {_told(given)}, and this was compiled for {_told(wanted)}; "
+                    "compile it again, or call cupyfa.attention"
+                )
+        return self.run(q, k, v, out)
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any = None,
+        *,
+        check: bool = False,
+        progress: Progress | None = None,
+    ) -> Any:
+        """The call, for arrays that are known to be like those that it was made for."""
+        engine, launch = self._engine, self._launch
+        if launch is None or check:
+            return self._in_general(q, k, v, out, check, progress)
+        if engine.device != self._device:
+            with engine.working_on(q):
+                return self.run(q, k, v, out)
+        try:
+            given = q.data.ptr, k.data.ptr, v.data.ptr
+            if out is not None and not self._takes(out, given):
+                return self._in_general(q, k, v, out, check, progress)
+            o = engine.empty(self._shape, self._dtype) if out is None else out
+            to = o.data.ptr
+            if self._boxed and (given[0] | given[1] | given[2] | to) & _BELOW_16:
+                return self._in_general(q, k, v, out, check, progress)
+            stream = engine.stream
+            space = self._space(stream)  # has to be there until the launch
+            own = [x.data.ptr for x in space]
+            if self._return_lse:
+                lse = engine.empty(self._lse_shape, self._sums)
+                launch((*given, to, lse.data.ptr, *own), stream)
+                return o, lse
+            addresses = (*given, to, *own)
+            launch(addresses, stream)
+            if self._keep and o is out and stream != _PER_THREAD:
+                self._last = _Last(ref(q), ref(k), ref(v), ref(out), addresses, stream)
+            return o
+        except engine.failures:
+            with engine.working_on(q):
+                raise
+
+    def _takes(self, out: Any, given: tuple[int, int, int]) -> bool:
+        """Whether a kernel can write the caller's array as it is; else it is looked at closely."""
+        try:
+            if self._engine.form(out) != self._out_form:
+                return False
+            start = out.data.ptr
+        except AttributeError:
+            return False
+        end = start + self._out_bytes
+        for address, (low, high) in zip(given, self._ends):
+            if start < address + high and address + low < end:
+                return False
+        return True
+
+    def _space(self, stream: Any) -> list[Any]:
+        """Memory for temporaries, for work in a stream."""
+        if not self._temporary:
+            return []
+        if not self._keep:
+            made = self._new_space()
+            if self._engine.is_capturing:
+                _of_graphs.append(made)
+            return made
+        key = stream if stream != _PER_THREAD else (stream, threading.get_ident())
+        if key not in self._temporaries:
+            if self._spare is not None and self._engine.is_capturing:  # where none can be had
+                self._temporaries[key], self._spare = self._spare, None
+            else:
+                self._temporaries[key] = self._new_space()
+        return self._temporaries[key]
+
+    def _new_space(self) -> list[Any]:
+        return [allocated(self._engine, self.plan, name) for name in self._temporary]
+
+    def _launcher(self, arrays: tuple[Any, Any, Any]) -> Any:
+        """The short way to launch the plan, if these arrays need no copy for it."""
+        engine, plan, view = self._engine, self.plan, partial(four_axes, layout=self._layout)
+        inputs = dict(zip("QKV", map(view, arrays)))
+        if len(plan.launches) < len(plan.steps):  # products of cuBLAS launch themselves
+            return None
+        if not all(calls.is_readable(plan, name, array) for name, array in inputs.items()):
+            return None
+        o = engine.empty(self._shape, self._dtype)
+        if not calls.is_writable(engine, plan, "O", view(o)):
+            return None
+        self._boxed, self._out_form, self._out_bytes = bool(plan.boxed), form(engine, o), o.nbytes
+        self._ends = [extent(x) for x in arrays]
+        space = self._new_space()
+        outputs = {"O": view(o)}
+        if self._return_lse:
+            outputs["lse"] = allocated(engine, plan, "lse")
+        if self._keep:
+            self._spare = space
+        return engine.launcher(plan, {**inputs, **outputs, **dict(zip(self._temporary, space))})
+
+    def _in_general(
+        self, q: Any, k: Any, v: Any, out: Any, check: bool, progress: Progress | None
+    ) -> Any:
+        """The call with all that arrays may need: copies, another layout, a way to the device."""
+        engine, plan, view = self._engine, self.plan, partial(four_axes, layout=self._layout)
+        with engine.working_on(q):
+            inputs = {"Q": view(q), "K": view(k), "V": view(v)}
+            o = calls.target(engine, out, self._shape, self._dtype, inputs, view)
+            outputs = {"O": view(o)}
+            lse = None
+            if self._return_lse or engine.owns(q):
+                lse = calls.new(engine, q, self._lse_shape, self._sums)
+                outputs["lse"] = lse.reshape(plan.problem.shape("batch heads M"))
+            calls.fill(
+                *(engine, plan, inputs, outputs),
+                check=check,
+                progress=progress,
+                parts=self._parts,
+            )
+            result = calls.deliver(o, out)
+        return (result, lse) if self._return_lse else result
+
+
+def rows_of(q: Any, layout: str) -> tuple[int, ...]:
+    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
+    if layout == "bshd" and q.ndim > 2:
+        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return tuple(q.shape[:-1])
+
+
+def _told(form: Form) -> str:
+    shape, strides, dtype, *device = form
+    how = f" with strides {strides}" if strides is not None else " in host memory"
+    return f"{dtype} {shape}{how}" + (f" on device {device[0]}" if device else "")

@@ -1,0 +1,122 @@
+"""A device whose memory is not the host's, made of the simulator: streams are threads."""
+
+import ctypes
+import queue
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+
+from cupyfa import Simulator
+
+
+class Far(np.ndarray):
+    """An array in the device's memory."""
+
+
+class Mark:
+    def __init__(self):
+        self.event = threading.Event()
+
+    @property
+    def done(self):
+        return self.event.is_set()
+
+    def wait(self):
+        self.event.wait()
+
+
+class Lane:
+    def __init__(self, device):
+        self.device, self.work, self.error = device, queue.SimpleQueue(), None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while True:
+            function, *arguments = self.work.get()
+            try:
+                function(*arguments)
+            except Exception as error:
+                self.error = error
+
+    def add(self, function, *arguments):
+        self.work.put((function, *arguments))
+
+    def enter(self):
+        pass
+
+    def copy(self, to, source, size):
+        self.device.copied.append((to, source, size))
+        if self.device.failing:
+            raise RuntimeError("the bus failed")
+        self.add(time.sleep, 0.0005)
+        self.add(ctypes.memmove, to, source, size)
+
+    def record(self):
+        mark = Mark()
+        self.add(mark.event.set)
+        return mark
+
+    def wait(self, mark):
+        self.add(mark.wait)
+
+    def synchronize(self):
+        self.record().wait()
+        if self.error:
+            raise self.error
+
+    def __enter__(self):
+        self.device.current.lane = self
+
+    def __exit__(self, *error):
+        self.device.current.lane = None
+
+
+class FarDevice(Simulator):
+    """Runs in the simulator what it is sent, and as late as a stream may."""
+
+    def __init__(self, free=1 << 40):
+        super().__init__(workers=1)
+        self.free, self.copied, self.failing = free, [], False
+        self.largest, self.taken = 0, []
+        self.current, self.memory = threading.local(), []
+
+    def owns(self, array):
+        return isinstance(array, Far)
+
+    def upload(self, array):
+        return array.copy().view(Far)
+
+    def download(self, array):
+        return np.array(array)
+
+    def empty(self, shape, dtype):
+        made = np.empty(shape, dtype)
+        made.reshape(-1).view(np.uint8)[...] = 0xFF
+        return made.view(Far)
+
+    def view(self, memory, shape, dtype, offset, strides):
+        return super().view(memory, shape, dtype, offset, strides).view(Far)
+
+    def launch(self, prepared, launch, arguments, arrays):
+        lane = getattr(self.current, "lane", None)
+        start = super().launch
+        if lane is None:
+            start(prepared, launch, arguments, arrays)
+        else:
+            lane.add(start, prepared, launch, arguments, arrays)
+
+    @contextmanager
+    def lanes(self):
+        yield tuple(Lane(self) for _ in range(3))
+
+    def pinned(self, size):
+        self.memory.append(np.full(size, 0xFF, np.uint8))
+        return self.memory[-1]
+
+    def is_pinned(self, array):
+        return any(np.may_share_memory(array, memory) for memory in self.memory)
+
+    def free_bytes(self):
+        return self.free

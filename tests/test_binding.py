@@ -1,0 +1,367 @@
+"""Calls that are decided once: on a device that the simulator stands for, and as the driver sees
+them."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from problems import FORWARD, name, planned
+
+import cupyfa
+from cupyfa import Simulator, binding, planning
+from cupyfa.backends import arguments, execute, extent, select
+from cupyfa.sweeps import usual_dtype
+
+
+class Near(np.ndarray):
+    """An array in the device's memory; its address is where CuPy's arrays have it."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class NearDevice(Simulator):
+    """Launches by addresses, as a GPU does."""
+
+    failures = (ZeroDivisionError,)
+
+    def __init__(self):
+        super().__init__(workers=1)
+        self.made, self.stream, self.is_capturing, self.short = [], 7, False, 0
+
+    stream = is_capturing = None  # not the properties of others
+
+    def owns(self, array):
+        return isinstance(array, Near)
+
+    def form(self, array):
+        return array.shape, array.strides, array.dtype, array.data.ptr and 0
+
+    def empty(self, shape, dtype):
+        self.made.append(tuple(shape))
+        return np.empty(shape, dtype).view(Near)
+
+    def launcher(self, plan, arrays):
+        prepared = [self.prepare(launch) for launch in plan.launches]
+        forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
+
+        def launch(addresses, stream):
+            self.short += 1
+            there = {}
+            for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
+                memory = (ctypes.c_char * (high - low)).from_address(address + low)
+                there[x] = np.ndarray(shape, dtype, memory, -low, strides).view(Near)
+            execute(self, plan, prepared, there)
+
+        return launch
+
+
+@pytest.fixture
+def near(monkeypatch):
+    device = NearDevice()
+    monkeypatch.setitem(select._owners, Near, device)
+    return device
+
+
+def arrays(*shape, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype).view(Near) for _ in range(3)]
+
+
+def right(q, k, v, **options):
+    host = (np.array(x) for x in (q, k, v))
+    return cupyfa.attention(*host, backend="simulator", kernel="fa2", **options)
+
+
+def compiled(near, *like, **options):
+    return cupyfa.compile(*like, backend=near, kernel="fa2", **options)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_bound_call_gives_what_attention_does(near, layout, return_lse):
+    options = {"layout": layout, "return_lse": return_lse, "causal": True}
+    bound = compiled(near, *arrays(2, 3, 3, 16), **options)
+    for seed in (1, 2):
+        q, k, v = arrays(2, 3, 3, 16, seed=seed)
+        got, expected = bound(q, k, v), right(q, k, v, **options)
+        for a, b in zip(got, expected) if return_lse else [(got, expected)]:
+            assert isinstance(a, Near)
+            np.testing.assert_array_equal(a, b)
+    assert near.short == 2
+
+
+def test_strided_inputs_are_bound_with_their_strides(near):
+    def views(seed):
+        return [np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays(2, 3, 20, 16, seed=seed)]
+
+    bound = compiled(near, *views(0))
+    np.testing.assert_array_equal(bound(*views(1)), right(*views(1)))
+    assert near.short == 1
+
+
+def test_shapes_and_a_dtype_will_do(near):
+    bound = compiled(near, (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16), dtype="float32")
+    q, (k, v, _) = arrays(2, 3, 20, 16)[0], arrays(2, 3, 30, 16)
+    np.testing.assert_array_equal(bound(q, k, v), right(q, k, v))
+    with pytest.raises(TypeError, match="with those a dtype"):
+        compiled(near, (20, 16), (20, 16), (20, 16))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda x: x[:, :, :10],
+            r"q is float32 \(2, 3, 10, 16\).* for .*\(2, 3, 20, 16\)",
+        ),
+        (lambda x: x.astype(np.float64), "q is float64.* compiled for float32"),
+        (lambda x: x[:, :, ::-1], "q is .*strides .*-64.* compiled for"),
+        (lambda x: np.array(x), "different kinds|in host memory"),
+    ],
+    ids=["shape", "dtype", "strides", "kind"],
+)
+def test_arrays_that_do_not_match_are_refused(near, change, message):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound = compiled(near, q, k, v)
+    with pytest.raises((ValueError, TypeError), match=message):
+        bound(change(q), k, v)
+    assert near.short == 0
+
+
+def test_out_is_written_in_place_or_looked_at_closely(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound, expected = compiled(near, q, k, v), right(q, k, v)
+    out = near.empty(q.shape, q.dtype)
+    near.made.clear()
+    assert bound(q, k, v, out=out) is out
+    assert bound(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert near.short == 2 and len(near.made) == 1  # lse, of this stream
+    wide = near.empty((2, 3, 40, 16), q.dtype)[:, :, ::2]
+    assert bound(q, k, v, out=wide) is wide
+    np.testing.assert_array_equal(wide, expected)
+    with pytest.raises(ValueError, match="out overlaps the input Q"):
+        bound(q, k, v, out=q)
+    with pytest.raises(ValueError, match="out is float32"):
+        bound(q, k, v, out=near.empty((2, 3, 21, 16), q.dtype))
+
+
+def test_the_arrays_of_the_call_before_are_known_again_and_no_others(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound, out = compiled(near, q, k, v), near.empty(q.shape, q.dtype)
+    for _ in range(3):
+        q += 1
+        assert bound(q, k, v, out=out) is out
+        np.testing.assert_array_equal(out, right(q, k, v))
+    for other in [(k, k, v), (q, v, v), (q, k, k), (q, k, v)]:
+        np.testing.assert_array_equal(bound(*other, out=out), right(*other))
+    near.stream = 9
+    near.made.clear()
+    np.testing.assert_array_equal(bound(q, k, v, out=out), right(q, k, v))
+    assert near.made == [(2, 3, 20)]  # of lse, for this stream
+    new = bound(q, k, v)
+    assert new is not out
+    np.testing.assert_array_equal(new, out)
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma_async"])
+def test_addresses_that_boxes_cannot_begin_at(near, kernel):
+    def moved(x):
+        memory = np.zeros(x.nbytes + 32, np.uint8)
+        start = -memory.ctypes.data % 16 + 2
+        there = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape).view(Near)
+        there[...] = x
+        return there
+
+    q, k, v = arrays(1, 2, 40, 64, dtype=np.float16)
+    bound = cupyfa.compile(q, k, v, backend=near, kernel=kernel)
+    np.testing.assert_array_equal(bound(*map(moved, (q, k, v))), bound(q, k, v))
+
+
+# What attention finds again
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """How often something was planned."""
+    made, plan = [], planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *a, **k: made.append(a) or plan(*a, **k))
+    return made
+
+
+def test_attention_plans_once(near, plans):
+    q, k, v = arrays(2, 3, 20, 16)
+    for seed in range(3):
+        cupyfa.attention(*arrays(2, 3, 20, 16, seed=seed), backend=near, kernel="fa2")
+    assert len(plans) == 1 and near.short == 3
+    for options in ({"causal": True}, {"scale": 0.3}, {"Br": 16, "Bc": 8}, {"window": (3, 0)}):
+        got = cupyfa.attention(q, k, v, backend=near, kernel="fa2", **options)
+        np.testing.assert_array_equal(got, right(q, k, v, **options))
+    assert len(plans) == 9  # those of the simulator, too
+    near.refresh()
+    cupyfa.attention(q, k, v, backend=near, kernel="fa2")
+    assert len(plans) == 10
+
+
+def test_options_that_are_equal_but_wrong_are_still_refused(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    cupyfa.attention(q, k, v, backend=near, causal=True, scale=1.0)
+    with pytest.raises(ValueError, match="causal=1 is unknown"):
+        cupyfa.attention(q, k, v, backend=near, causal=1, scale=1.0)
+    with pytest.raises(TypeError, match="scale is True"):
+        cupyfa.attention(q, k, v, backend=near, causal=True, scale=True)
+    with pytest.raises((TypeError, ValueError), match="causal"):
+        cupyfa.attention(q, k, v, backend=near, causal=[True])
+
+
+def test_host_arrays_of_any_strides_are_one_form(plans):
+    q = np.zeros((2, 3, 20, 16), np.float32)
+    simulator = Simulator()
+    for x in (q, q, q[:, ::-1]):
+        cupyfa.attention(x, x, x, backend=simulator, kernel="fa2")
+    assert len(plans) == 2  # the simulator's own arrays have strides
+
+
+# Temporaries and threads
+
+
+def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    out = near.empty(q.shape, q.dtype)
+    bound = compiled(near, q, k, v)
+    near.is_capturing = True  # nothing can be allocated now
+    near.made.clear()
+    bound(q, k, v, out=out)
+    bound(q, k, v, out=out)
+    assert near.made == []
+    near.is_capturing, near.stream = False, 8
+    bound(q, k, v, out=out)
+    assert near.made == [(2, 3, 20)]
+    near.is_capturing = True
+    cupyfa.attention(q, k, v, out=out, backend=near, kernel="fa2")
+    assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
+
+
+def test_threads_share_a_bound_call(near):
+    bound = compiled(near, *arrays(2, 3, 20, 16))
+    problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]
+    results = {}
+
+    def call(i):
+        for _ in range(3):
+            results[i] = bound(*problems[i])
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, problem in enumerate(problems):
+        np.testing.assert_array_equal(results[i], right(*problem))
+
+
+# What the driver is given
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """CuPy's arrays over host memory, and launches that are only written down."""
+    from cupyfa.backends import cuda
+
+    launched = []
+
+    def launch(function, gx, gy, gz, x, y, z, shared, stream, pointers, extra):
+        launched.append((function, (gx, gy, gz), x, shared, stream, pointers))
+
+    runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
+    monkeypatch.setattr(cuda, "runtime", runtime)
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    return launched
+
+
+def on_device(shape, dtype):
+    import cupy
+
+    size = max(int(np.prod(shape)), 1) * dtype.itemsize
+    memory = np.zeros(size + 512, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 512
+    owned = cupy.cuda.UnownedMemory(start, size, memory, 0)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
+
+
+class Driven:
+    """CUDA without a device."""
+
+    def __new__(cls):
+        from cupyfa.backends.cuda import Cuda
+
+        class Engine(Cuda):
+            def prepare(self, launch):
+                return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(launch.entry) & 0xFFFF))
+
+            def tensor_map(self, mapped):
+                return np.frombuffer(repr(mapped).encode().ljust(256)[:256], "V256").reshape(())
+
+        return Engine()
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
+    engine = Driven()
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 32}
+    if "gqa" not in kernel.features:
+        sizes["kv_heads"] = 4
+    plan = planned(kernel, Simulator(), sizes, usual_dtype(kernel))
+    p = plan.problem
+    shapes = {"Q": "batch heads M d", "K": "batch kv_heads N d", "V": "batch kv_heads N dv"}
+
+    def made():
+        inputs = {x: on_device(p.shape(axes), p.dtype.numpy) for x, axes in shapes.items()}
+        others = {**plan.outputs, **plan.scratch}
+        return inputs | {x: on_device(shape, dtype) for x, (shape, dtype) in others.items()}
+
+    first, second = made(), made()
+    launcher = engine.launcher(plan, first)
+    if launcher is None:
+        assert len(plan.launches) < len(plan.steps)
+        return
+    for arrays in (first, second, first):
+        driver.clear()
+        addresses = tuple(x.data.ptr for x in arrays.values())
+        launcher(addresses, 42)
+        assert len(driver) == len(plan.launches)
+        for step, (_, grid, threads, shared, stream, pointers) in zip(plan.launches, driver):
+            assert (grid, threads, shared) == (step.grid, step.threads, step.shared_bytes)
+            assert stream == 42
+            values = arguments(engine, plan, step, arrays)
+            table = (ctypes.c_uint64 * len(values)).from_address(pointers)
+            for value, address in zip(values, table):
+                size = np.asarray(value).nbytes
+                assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
+
+
+def test_each_thread_has_arguments_of_its_own(driver):
+    engine = Driven()
+    plan = planned(FORWARD["fa2"], Simulator(), {"M": 5, "N": 5, "d": 8}, "float32")
+    arrays = {x: on_device((1, 1, 5, 8), np.dtype("f4")) for x in ("Q", "K", "V", "O")}
+    arrays["lse"] = on_device((1, 1, 5), np.dtype("f4"))
+    launcher = engine.launcher(plan, arrays)
+    call = [x.data.ptr for x in arrays.values()]
+    launcher(call, 0)
+    thread = threading.Thread(target=launcher, args=(call, 0))
+    thread.start()
+    thread.join()
+    launcher(call, 0)
+    assert driver[0][-1] == driver[2][-1] != driver[1][-1]
+
+
+def test_bfloat16_has_a_place_in_pinned_memory():
+    x = cupyfa.empty_pinned((3, 4), "bfloat16", backend="simulator")
+    assert x.shape == (3, 4) and x.dtype == ml_dtypes.bfloat16
+    assert cupyfa.empty_pinned(5, np.float16, backend="simulator").shape == (5,)
+    assert cupyfa.empty_pinned((0, 5), backend="simulator").dtype == np.float32

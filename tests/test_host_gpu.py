@@ -1,0 +1,212 @@
+"""The host's side on a GPU: buffers, overlap, graphs, threads, streams of others."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa.backends import transfer
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def usual(cuda):
+    before = transfer.configure()
+    yield
+    transfer.configure(**vars(before))
+
+
+def arrays(*shape, dtype=np.float16, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(3)]
+
+
+def on_device(*host):
+    import cupy
+
+    return [cupy.asarray(x) for x in host]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("kernel", ["fa2", "mma_async", "auto"])
+def test_the_way_through_buffers_gives_the_same_bits(kernel, layout):
+    transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 21)
+    q, k, v = arrays(4, 300, 8, 64) if layout == "bshd" else arrays(4, 8, 300, 64)
+    options = {"kernel": kernel, "layout": layout, "causal": True, "return_lse": True}
+    for got, right in zip(
+        cupyfa.attention(q, k, v, **options), cupyfa.attention(*on_device(q, k, v), **options)
+    ):
+        np.testing.assert_array_equal(got, right.get())
+
+
+def test_pinned_arrays_go_straight_through():
+    host = arrays(4, 8, 300, 64)
+    pinned = [cupyfa.empty_pinned(x.shape, x.dtype) for x in (*host, host[0])]
+    for mine, x in zip(pinned, host):
+        mine[...] = x
+    transfer.release()
+    assert transfer.held() == 0
+    assert cupyfa.attention(*pinned[:3], out=pinned[3]) is pinned[3]
+    assert transfer.held() == 0
+    np.testing.assert_array_equal(pinned[3], cupyfa.attention(*on_device(*host)).get())
+
+
+def test_registered_memory_is_pinned_too():
+    import cupy
+
+    x = arrays(4, 8, 300, 64)[0]
+    cuda = cupyfa.backends.select.backend_named("cuda")
+    assert not cuda.is_pinned(x)
+    cupy.cuda.runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    try:
+        assert cuda.is_pinned(x) and cuda.is_pinned(x[:, ::-1])
+    finally:
+        cupy.cuda.runtime.hostUnregister(x.ctypes.data)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 20)}], ids=str)
+def test_a_problem_larger_than_the_memory_it_may_take(options):
+    q, k, v = arrays(2, 2, 700, 64, dtype=np.float32)
+    right = cupyfa.attention(*on_device(q, k, v), kernel="fa2", **options).get()
+    transfer.configure(device_bytes=200_000)
+    got = cupyfa.attention(q, k, v, kernel="fa2", **options)
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+
+
+def test_uploads_and_downloads_overlap():
+    import time
+
+    shape = (8, 16, 2048, 128)
+    q, k, v = (cupyfa.empty_pinned(shape, np.float16) for _ in range(3))
+    for x in (q, k, v):
+        x[...] = 0
+    out = cupyfa.empty_pinned(shape, np.float16)
+
+    def seconds(call):
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    together = seconds(lambda: cupyfa.attention(q, k, v, out=out))
+
+    def in_turn():
+        cupyfa.attention(*on_device(q, k, v)).get(out=out)
+
+    assert together < 0.9 * seconds(in_turn)
+
+
+def test_a_bound_call_in_a_graph():
+    import cupy
+
+    q, k, v = on_device(*arrays(2, 4, 100, 64))
+    out = cupy.empty_like(q)
+    bound = cupyfa.compile(q, k, v, causal=True)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        bound(q, k, v, out=out)
+        graph = stream.end_capture()
+        q *= 2
+        graph.launch()
+        stream.synchronize()
+    cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_k", "fa2", "wgmma", "auto"])
+def test_eight_threads_with_streams_of_their_own(kernel):
+    import cupy
+
+    problems = [on_device(*arrays(1, 4, 200, 64, seed=seed)) for seed in range(8)]
+    try:
+        bound = cupyfa.compile(*problems[0], kernel=kernel)
+    except cupyfa.Unsupported as reason:
+        pytest.skip(str(reason))
+    right = [cupyfa.attention(*problem, kernel=kernel) for problem in problems]
+    cupy.cuda.Device().synchronize()
+    wrong = []
+
+    def call(i):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            out = cupy.empty_like(right[i])
+            for _ in range(50):
+                out.fill(0)
+                bound(*problems[i], out=out)
+                stream.synchronize()
+                if not (out == right[i]).all():
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_eight_threads_with_numpy_arrays():
+    problems = [arrays(2, 4, 300, 64, seed=seed) for seed in range(8)]
+    right = [cupyfa.attention(*on_device(*problem)).get() for problem in problems]
+    wrong = []
+
+    def call(i):
+        for _ in range(10):
+            if not (cupyfa.attention(*problems[i]) == right[i]).all():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_producers_stream_is_waited_for():
+    """Of an array that says what stream it is written in, which is still at it."""
+    import cupy
+
+    class Foreign:
+        def __init__(self, array, stream):
+            self.__cuda_array_interface__ = {
+                **array.__cuda_array_interface__,
+                "stream": stream.ptr,
+            }
+            self.shape, self.ndim, self.dtype = array.shape, array.ndim, array.dtype
+
+    slow = cupy.RawKernel(
+        'extern "C" __global__ void slow(float* x) {'
+        " const long long start = clock64(); while (clock64() - start < 100000000) {}"
+        " x[threadIdx.x] = 1; }",
+        "slow",
+    )
+    x = cupy.zeros((1, 32), np.float32)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        slow((1,), (32,), (x,))
+    theirs = Foreign(x, stream)
+    out = cupyfa.attention(theirs, theirs, theirs, kernel="fa2")
+    assert (out == 1).all()
+
+
+def test_arrays_of_another_device():
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one device")
+    host = arrays(1, 2, 100, 64)
+    right = cupyfa.attention(*on_device(*host)).get()
+    with cupy.cuda.Device(1):
+        there = on_device(*host)
+        bound = cupyfa.compile(*there)
+    for call in (cupyfa.attention, bound):
+        out = call(*there)
+        assert out.device.id == 1
+        np.testing.assert_array_equal(out.get(), right)
+    with pytest.raises(ValueError, match="on devices 1, 0, 0"):
+        cupyfa.attention(there[0], *on_device(*host[1:]))
