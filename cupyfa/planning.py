@@ -22,7 +22,7 @@ from cupyfa.dtypes import DTYPES, DType
 from cupyfa.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
-from cupyfa.problem import MOST_ELEMENTS, Problem
+from cupyfa.problem import FLOAT8, MOST_ELEMENTS, Problem
 
 BOX_ALIGNMENT = 16  # bytes
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -292,7 +292,7 @@ def _fastest(
     kernels = (LADDER[operation] if ladder is None else ladder).values()
     if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
         return special[-1]
-    general = [k for k in kernels if k.made_for is None]
+    general = [k for k in kernels if k.made_for is None and _is_accurate(k, problem)]
     measured = [k for k in general if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
@@ -350,7 +350,9 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     if given and can(kernel, problem, limits):
         return f"leave {', '.join(given)} to the plan"
     problem = _accurate(problem)
-    others = [k for k in LADDER[kernel.operation].values() if k is not kernel]
+    others = [
+        k for k in LADDER[kernel.operation].values() if k is not kernel and _is_accurate(k, problem)
+    ]
     able = [k.name for k in others if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
 
@@ -360,6 +362,11 @@ def _accurate(problem: Problem) -> Problem:
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
     return replace(problem, precision="float32")
+
+
+def _is_accurate(kernel: Kernel, problem: Problem) -> bool:
+    """Whether nobody is surprised by the kernel: what rounds to float8 has to be asked for."""
+    return kernel.rounding != FLOAT8 or problem.precision == FLOAT8
 
 
 def _rounding(kernel: Kernel, problem: Problem) -> str | None:
@@ -421,10 +428,12 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
+    can_do = kernel.precisions_of(problem.dtype.name)
     if not kernel.takes(problem.dtype.name):
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
-    elif problem.precision and problem.precision not in kernel.float32_as:
-        reason = f"it computes float32 in {' or '.join(kernel.float32_as)}"
+    elif problem.precision and problem.precision not in can_do:
+        own = problem.dtype.name
+        reason = f"it computes {own} in {' or '.join(can_do or (own,))}"
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
     elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
@@ -679,7 +688,12 @@ def _dtypes(problem: Problem, operand: DType | None = None) -> dict[str, np.dtyp
     """What kinds of arrays are made of."""
     scalar = problem.dtype.numpy
     operand_dtype = operand.numpy if operand else scalar
-    return {"scalar": scalar, "real": problem.dtype.sums, "operand": operand_dtype}
+    return {
+        "scalar": scalar,
+        "real": problem.dtype.sums,
+        "operand": operand_dtype,
+        "byte": np.dtype(np.uint8),
+    }
 
 
 def _listed(constants: Mapping[str, int]) -> str:
