@@ -73,9 +73,9 @@ class Launch:
     device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
     ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
-    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes need rows that
-    begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a broadcast
-    axis, an odd offset) is copied to memory where they do, or, if an output, from there.
+    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes
+    need rows that begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a
+    broadcast axis, an odd offset) is copied to memory where they do, or, if an output, from there.
     """
 
     entry: str
@@ -132,9 +132,10 @@ class Kernel:
     features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
         also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
         contiguous), "lse" (else it is not returned), "dv" (dv other than d).
-    scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand" | "byte")}``; a problem has
-        those that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8,
-        ``d16`` is d to one of 16 and ``N32`` is N to one of 32. In place of axes a formula may count the elements, ``lambda p, c: …``, as grids with
+    scratch: temporaries, as ``{name: (axes, kind)}``, of a kind "real", "scalar", "operand" or
+        "byte"; a problem has those that its launches name. ``d8`` and ``dv8`` are d and dv rounded
+        up to a multiple of 8, ``d16`` is d to one of 16 and ``N32`` is N to one of 32. In place of
+        axes a formula may count the elements, ``lambda p, c: …``, as grids with
         ``c.multiprocessors``.
     arch: the least compute capability; or one with the instructions that only it has, as "90a",
         which then runs on devices of that one alone.
@@ -216,6 +217,10 @@ class Kernel:
         if dtype == "float32":
             return self.float32_as
         return (FLOAT8,) if self.rounding == FLOAT8 else ()
+
+    def suits(self, precision: str | None) -> bool:
+        """Whether it may be taken unnamed: what rounds to float8 is for who asks for float8."""
+        return self.rounding != FLOAT8 or precision == FLOAT8
 
     def takes(self, dtype: str) -> bool:
         """Whether it computes inputs of a dtype, in whatever precision."""

@@ -22,7 +22,7 @@ from cupyfa.dtypes import DTYPES, DType
 from cupyfa.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
-from cupyfa.problem import FLOAT8, MOST_ELEMENTS, Problem
+from cupyfa.problem import MOST_ELEMENTS, Problem
 
 BOX_ALIGNMENT = 16  # bytes
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -292,7 +292,7 @@ def _fastest(
     kernels = (LADDER[operation] if ladder is None else ladder).values()
     if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
         return special[-1]
-    general = [k for k in kernels if k.made_for is None and _is_accurate(k, problem)]
+    general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
     measured = [k for k in general if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
@@ -351,7 +351,9 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
         return f"leave {', '.join(given)} to the plan"
     problem = _accurate(problem)
     others = [
-        k for k in LADDER[kernel.operation].values() if k is not kernel and _is_accurate(k, problem)
+        k
+        for k in LADDER[kernel.operation].values()
+        if k is not kernel and k.suits(problem.precision)
     ]
     able = [k.name for k in others if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
@@ -362,11 +364,6 @@ def _accurate(problem: Problem) -> Problem:
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
     return replace(problem, precision="float32")
-
-
-def _is_accurate(kernel: Kernel, problem: Problem) -> bool:
-    """Whether nobody is surprised by the kernel: what rounds to float8 has to be asked for."""
-    return kernel.rounding != FLOAT8 or problem.precision == FLOAT8
 
 
 def _rounding(kernel: Kernel, problem: Problem) -> str | None:

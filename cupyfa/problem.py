@@ -32,8 +32,8 @@ class Problem:
     a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
     limit on the right, so a window under it has none of its own. Scores are multiplied with
     ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to, and
-    "float8_e4m3" also what 16-bit ones may; None leaves it to the kernel. A softmax over rows is a problem without d: its scores are
-    [batch, heads, M, N].
+    "float8_e4m3" also what 16-bit ones may; None leaves it to the kernel. A softmax over rows is a
+    problem without d: its scores are [batch, heads, M, N].
     """
 
     batch: int

@@ -29,7 +29,14 @@ a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is 
 do to numbers of order 1; it keeps the sum from being zero by luck. lse, which is kept in float32,
 may have 2 * e. A kernel that rounds its operands by design, to float16 for the tensor cores say,
 is held to that format in the same way, O to the coarser of the two; and it may have the error
-that rounding q and k makes in a score: half an eps * size * min(2, 4 / sqrt(d)).
+that rounding q and k makes in a score, r = half an eps * size * min(2, 4 / sqrt(d)): in lse r, in a
+weight its share exp(r) - 1.
+
+Of float8_e4m3 half an eps is 2**-4. Plainly, Q, K, V and P are rounded to it, each matrix with a
+power of two for which its largest number comes to lie in the last binade; scores and O stay
+float32, and O is rounded to the arrays' dtype alone. Tensor cores keep about 14 bits of a sum of
+such products, so eps, that of the sums, is 2**-13. It has no infinity: NaN stands for it, and what
+that reaches in the plain computation may hold anything.
 
 Infinity and NaN must be where the reference has them and nowhere else; rows without a visible key
 must be exactly 0 and -inf.
@@ -230,7 +237,7 @@ def expected_attention_of_each(
             bounds[r]["O"] += 2 * plain[r]["O"] + _two_roundings(value["O"], kernel.coarsest)
             bounds[r]["lse"] += 2 * plain[r]["lse"]
         for bound in bounds[r].values():
-            bound[empty] = 0.0
+            bound[empty] = np.where(np.isinf(bound[empty]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 

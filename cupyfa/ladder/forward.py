@@ -409,7 +409,8 @@ def wgmma_kernel(
 FP8_TILES = tuple({"Br": Br, "Bc": Bc, "stages": 2} for Br in (128, 64) for Bc in (128, 64, 32))
 FP8_TILES_UP_TO = {
     64: ({"Br": 192, "Bc": 128, "stages": 2},),
-    128: ({"Br": 128, "Bc": 128, "stages": 2},),
+    192: ({"Br": 128, "Bc": 128, "stages": 2},),
+    256: ({"Br": 128, "Bc": 96, "stages": 2},),
 }
 
 
@@ -443,7 +444,7 @@ def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
             ),
             Launch(
                 name,
-                args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse M N "
+                args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data V O lse M N "
                 "heads group diagonal lower scale",
                 boxes={
                     "Q8": lambda p, c: c.Br,

@@ -2,8 +2,9 @@
 //
 // Of a tile the largest finite number comes to lie between 224 and 448, where e4m3 ends. A power of
 // two takes nothing from a number's three bits of mantissa: what is 2^15 times smaller than the
-// largest of its tile begins to lose some. Infinity becomes NaN, for e4m3 has none. Q also takes
-// the sign of the scale, or its being 0.
+// largest of its tile begins to lose some. In Q and K infinity becomes NaN, for e4m3 has none. In V
+// both become 0, so that a key which is masked does no harm, and its tile's scale is negative. Q
+// also takes the sign of the scale, or its being 0.
 //
 // Products of e4m3 take both operands by rows, so V is transposed; and 32 keys stand in the order
 // in which a thread of wgmma_fp8 has their weights.
@@ -34,16 +35,27 @@ __device__ __forceinline__ float unit_for(float largest) {
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
+// That of a tile, and whether it has numbers that are not finite.
+struct Found {
+  float unit;
+  bool strange;
+};
+
 template <int rows, int cols>
-__device__ float find_unit(Shared& shared, Tensor<const scalar> from, int batch, int head,
-                           int first_row, int end) {
+__device__ Found look_at(Shared& shared, Tensor<const scalar> from, int batch, int head,
+                         int first_row, int end) {
   float largest = 0;
+  bool strange = false;
   share_out<rows * cols, 8>([&](int i, int) {
     const int row = first_row + i / cols;
     const float x = row < end ? fabs(float(from.row(batch, head, row)[i % cols])) : 0.0f;
-    if (x < infinity) largest = fmax(largest, x);
+    if (x < infinity)
+      largest = fmax(largest, x);
+    else
+      strange = true;
   });
-  return unit_for(block_max(largest, shared.partial));
+  largest = block_max(largest, shared.partial);
+  return {unit_for(largest), block_max(strange ? 1.0f : 0.0f, shared.partial) > 0};
 }
 
 __device__ __forceinline__ float scaled(scalar x, float factor) {
@@ -72,7 +84,8 @@ __device__ void transpose_values(Tensor<const scalar> from, Tensor<unsigned char
     const int first = first_key + i / dv * 32, col = i % dv;
     if (first >= N) return;
     const auto at = [&](int key) {
-      return key < N ? scaled(from.row(batch, head, key)[col], factor) : 0.0f;
+      const float value = key < N ? float(from.row(batch, head, key)[col]) : 0.0f;
+      return fabs(value) < infinity ? value * factor : 0.0f;
     };
     uint4* keys = reinterpret_cast<uint4*>(to.row(batch, head, col) + first);
 #pragma unroll
@@ -96,19 +109,19 @@ extern "C" __global__ __launch_bounds__(threads) void quantise(
   const int index = blockIdx.x, of_Q = cdiv(M, Br) * heads * batch;
   if (index < of_Q) {
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
-    const float unit = find_unit<Br, d>(shared, Q, of_batch, head, tile * Br, M);
+    const float unit = look_at<Br, d>(shared, Q, of_batch, head, tile * Br, M).unit;
     const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
     round_rows<Br, d>(Q, Q8, of_batch, head, tile * Br, M, sign / unit);
     if (threadIdx.x == 0) Q_scale[index] = unit;
   } else {
     const auto [tile, head, of_batch] = place(index - of_Q, cdiv(N, Bc), kv_heads);
-    const float K_unit = find_unit<Bc, d>(shared, K, of_batch, head, tile * Bc, N);
-    round_rows<Bc, d>(K, K8, of_batch, head, tile * Bc, N, 1 / K_unit);
-    const float V_unit = find_unit<Bc, dv>(shared, V, of_batch, head, tile * Bc, N);
-    transpose_values(V, V8, of_batch, head, tile * Bc, N, 1 / V_unit);
+    const float unit = look_at<Bc, d>(shared, K, of_batch, head, tile * Bc, N).unit;
+    round_rows<Bc, d>(K, K8, of_batch, head, tile * Bc, N, 1 / unit);
+    const Found of_V = look_at<Bc, dv>(shared, V, of_batch, head, tile * Bc, N);
+    transpose_values(V, V8, of_batch, head, tile * Bc, N, 1 / of_V.unit);
     if (threadIdx.x == 0) {
-      K_scale[index - of_Q] = K_unit;
-      V_scale[index - of_Q] = V_unit;
+      K_scale[index - of_Q] = unit;
+      V_scale[index - of_Q] = of_V.strange ? -of_V.unit : of_V.unit;
     }
   }
 }

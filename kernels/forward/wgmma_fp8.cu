@@ -14,7 +14,6 @@
 #include <consumers.cuh>
 #include <e4m3.cuh>
 #include <mask.cuh>
-#include <recompute.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
 #include <turns.cuh>
@@ -103,13 +102,16 @@ struct Units {
   float K, V;
 };
 
-// The scale of a head's tiles of keys, and what O is in units of.
+// The scales of a head's tiles of keys, and what O is in units of.
 struct Scales {
   const float *K, *V;
   float own, of_O = 0;
+  bool strange = false;  // whether a tile of V has what is infinite or NaN
 
-  __device__ __forceinline__ Units at(int first_key) const {
-    return {K[first_key / Bc], V[first_key / Bc]};
+  __device__ __forceinline__ Units at(int first_key) {
+    const float of_V = V[first_key / Bc];
+    strange |= of_V < 0;
+    return {K[first_key / Bc], fabs(of_V)};
   }
   // That of scores as they come, neither 0 nor infinite: masked ones are to stay -infinity.
   __device__ __forceinline__ float of_scores(float of_K) const {
@@ -200,12 +202,30 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
   wait_for_products<0>(flat(O));
 }
 
+// Adds what is infinite or NaN in V, for which V8 has 0, to the warp's rows that see it.
+__device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O, const Rows& rows,
+                                   const Scales& scales, const Work& work, int kv_head, int M) {
+  const int lane = threadIdx.x % warp_size, first = __shfl_sync(full_warp, rows.first, 0);
+  __syncwarp();  // before a lane adds to what others have stored
+  for (int key = work.start; key < work.end; ++key) {
+    if (scales.V[key / Bc] > 0) continue;
+    for (int col = lane; col < dv; col += warp_size) {
+      const float value = float(V.row(work.batch, kv_head, key)[col]);
+      if (fabs(value) < infinity) continue;
+      for (int row = first; row < min(first + step, M); ++row) {
+        if (!sees_key(row, key, rows.N, rows.diagonal, rows.lower)) continue;
+        scalar& o = O.row(work.batch, work.head, row)[col];
+        o = scalar(float(o) + value);
+      }
+    }
+  }
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
-    const float* V_scale, Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
-    Tensor<scalar> O, Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower,
-    real scale) {
+    const float* V_scale, Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N,
+    int heads, int group, int diagonal, int lower, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
@@ -232,10 +252,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
   const float unit[1][2] = {{scales.of_O, scales.of_O}};
   scale_rows(sums, unit);
-  if (has_mask && is_strange(sums))
-    recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
-  else if constexpr (sizeof(scalar) == 2)
+  if constexpr (sizeof(scalar) == 2)
     store_pieces(sums, rows, O, work.batch, work.head, M, lane);
   else
     store_rows(sums, rows, O, work.batch, work.head, M, lane);
+  if (scales.strange) add_strange_values(V, O, rows, scales, work, kv_head, M);
 }
