@@ -28,7 +28,7 @@ LAYERS = [
     {"calls", "timing"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
-    {"benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks"},
+    {"accuracies", "benchmark", "comparing", "plotting", "tuning", "diagnosis", "tasks"},
     {"report", "workers"},
     {"pages", "checking"},
     {"commands"},
