@@ -35,25 +35,56 @@ __device__ __forceinline__ float unit_for(float largest) {
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
-// That of a tile, and whether it has numbers that are not finite.
+// Eight neighbours of a row; zeros where there are none.
+struct alignas(16) Eight {
+  scalar x[8];
+};
+
+// A thread's share of a tile, as it is in memory.
+template <int rows, int cols>
+struct Tile {
+  static constexpr int in_row = cdiv(cols, 16) * 2, turns = cdiv(rows * in_row, threads);
+  Eight eights[turns];
+
+  __device__ __forceinline__ Tile(Tensor<const scalar> from, int batch, int head, int first_row,
+                                  int end) {
+    const bool aligned = cols % 8 == 0 && is_aligned(from);
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) {
+      const int i = turn * threads + threadIdx.x, row = first_row + i / in_row;
+      const int col = i % in_row * 8;
+      const bool inside = i < rows * in_row && row < end;
+      const scalar* x = from.row(batch, head, inside ? row : 0) + col;
+      if (inside && aligned && col < cols) {
+        eights[turn] = *reinterpret_cast<const Eight*>(x);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          eights[turn].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
+      }
+    }
+  }
+};
+
+// The scale of a tile, and whether it has numbers that are not finite.
 struct Found {
   float unit;
   bool strange;
 };
 
 template <int rows, int cols>
-__device__ Found look_at(Shared& shared, Tensor<const scalar> from, int batch, int head,
-                         int first_row, int end) {
+__device__ Found look_at(const Tile<rows, cols>& tile, Shared& shared) {
   float largest = 0;
   bool strange = false;
-  share_out<rows * cols, 8>([&](int i, int) {
-    const int row = first_row + i / cols;
-    const float x = row < end ? fabs(float(from.row(batch, head, row)[i % cols])) : 0.0f;
-    if (x < infinity)
-      largest = fmax(largest, x);
-    else
-      strange = true;
-  });
+#pragma unroll
+  for (const Eight& eight : tile.eights) {
+#pragma unroll
+    for (const scalar& element : eight.x) {
+      const float x = fabs(float(element));
+      strange |= !(x < infinity);
+      largest = fmax(largest, x < infinity ? x : 0.0f);
+    }
+  }
   largest = block_max(largest, shared.partial);
   return {unit_for(largest), block_max(strange ? 1.0f : 0.0f, shared.partial) > 0};
 }
@@ -64,17 +95,19 @@ __device__ __forceinline__ float scaled(scalar x, float factor) {
 }
 
 template <int rows, int cols>
-__device__ void round_rows(Tensor<const scalar> from, Tensor<unsigned char> to, int batch, int head,
-                           int first_row, int end, float factor) {
-  constexpr int fours = cdiv(cols, 16) * 4;
-  share_out<rows * fours, 4>([&](int i, int) {
-    const int row = first_row + i / fours, col = i % fours * 4;
-    if (row >= end) return;
-    const scalar* x = from.row(batch, head, row);
-    const auto at = [&](int j) { return j < cols ? scaled(x[j], factor) : 0.0f; };
-    *reinterpret_cast<unsigned*>(to.row(batch, head, row) + col) =
-        pack_e4m3(at(col), at(col + 1), at(col + 2), at(col + 3));
-  });
+__device__ void round_rows(const Tile<rows, cols>& tile, Tensor<unsigned char> to, int batch,
+                           int head, int first_row, int end, float factor) {
+#pragma unroll
+  for (int turn = 0; turn < tile.turns; ++turn) {
+    const int i = turn * threads + threadIdx.x, row = first_row + i / tile.in_row;
+    if (i >= rows * tile.in_row || row >= end) continue;
+    const scalar(&x)[8] = tile.eights[turn].x;
+    const auto pack = [&](int j) {
+      return pack_e4m3(scaled(x[j], factor), scaled(x[j + 1], factor), scaled(x[j + 2], factor),
+                       scaled(x[j + 3], factor));
+    };
+    *reinterpret_cast<uint2*>(to.row(batch, head, row) + i % tile.in_row * 8) = {pack(0), pack(4)};
+  }
 }
 
 // A thread transposes 32 keys of a column.
@@ -109,15 +142,18 @@ extern "C" __global__ __launch_bounds__(threads) void quantise(
   const int index = blockIdx.x, of_Q = cdiv(M, Br) * heads * batch;
   if (index < of_Q) {
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
-    const float unit = look_at<Br, d>(shared, Q, of_batch, head, tile * Br, M).unit;
+    const Tile<Br, d> q(Q, of_batch, head, tile * Br, M);
+    const float unit = look_at(q, shared).unit;
     const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
-    round_rows<Br, d>(Q, Q8, of_batch, head, tile * Br, M, sign / unit);
+    round_rows(q, Q8, of_batch, head, tile * Br, M, sign / unit);
     if (threadIdx.x == 0) Q_scale[index] = unit;
   } else {
     const auto [tile, head, of_batch] = place(index - of_Q, cdiv(N, Bc), kv_heads);
-    const float unit = look_at<Bc, d>(shared, K, of_batch, head, tile * Bc, N).unit;
-    round_rows<Bc, d>(K, K8, of_batch, head, tile * Bc, N, 1 / unit);
-    const Found of_V = look_at<Bc, dv>(shared, V, of_batch, head, tile * Bc, N);
+    const Tile<Bc, d> k(K, of_batch, head, tile * Bc, N);
+    const float unit = look_at(k, shared).unit;
+    round_rows(k, K8, of_batch, head, tile * Bc, N, 1 / unit);
+    const Tile<Bc, dv> v(V, of_batch, head, tile * Bc, N);
+    const Found of_V = look_at(v, shared);
     transpose_values(V, V8, of_batch, head, tile * Bc, N, 1 / of_V.unit);
     if (threadIdx.x == 0) {
       K_scale[index - of_Q] = unit;
