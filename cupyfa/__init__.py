@@ -29,6 +29,7 @@ from cupyfa.problem import Problem
 from cupyfa.tolerance import WrongResult
 
 if TYPE_CHECKING:
+    from cupyfa.accuracies import accuracy
     from cupyfa.benchmark import bench
     from cupyfa.checking import check, replay
     from cupyfa.comparing import compare
@@ -57,6 +58,7 @@ __all__ = [
     "Transfer",
     "Unsupported",
     "WrongResult",
+    "accuracy",
     "attention",
     "attention_backward",
     "attention_vjp",
@@ -83,6 +85,7 @@ __all__ = [
 
 # The tools around the kernels take as long to import as all the rest: they are imported when used.
 _TOOLS = {
+    "accuracy": "accuracies",
     "bench": "benchmark",
     "check": "checking",
     "compare": "comparing",

@@ -55,7 +55,8 @@ def attention(
     position, or i if ``causal`` is "top-left"; None is no limit, and causal is right = 0.
     ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
     "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
-    only another. ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
+    only another. "float8_e4m3", three bits of mantissa, is for float16 and bfloat16 inputs too.
+    ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
     ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
     fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
     float64 reference, among canaries. ``progress(done, total, what)`` is called as pieces of NumPy

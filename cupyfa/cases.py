@@ -26,6 +26,7 @@ VALUES = {
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in one query, one key and one value",
     "inf": "infinity in one query, one key and one value",
+    "outliers": "normal, and one number of 1000 has another one added that is ten times as large",
 }
 # How arrays lie in memory: all of them are [batch, heads, rows, columns] to the kernel.
 LAYOUTS = {
@@ -127,6 +128,8 @@ def _drawn(
         x *= 2500 if name == "S" else 50
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
+    elif values == "outliers":
+        x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
     return x.astype(dtype)

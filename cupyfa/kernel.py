@@ -17,16 +17,16 @@ from typing import Any
 
 from cupyfa import reference
 from cupyfa.dtypes import DTYPES
-from cupyfa.problem import PRECISIONS, Problem
+from cupyfa.problem import FLOAT8, PRECISIONS, Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8")
+AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
 _MUCH = 0.05  # of a problem's tiles to be empty
 _MORE, _FAR_MORE = 1.15, 1.5  # times as many scores as with other tiles
 _FEW = 4  # tiles of keys, of which a mask hides much of one
-KINDS = ("real", "scalar", "operand")  # of scratch
+KINDS = ("real", "scalar", "operand", "byte")  # of scratch
 # What the text above every kernel's file declares.
 RESERVED = (
     *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
@@ -74,9 +74,9 @@ class Launch:
     device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
     ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
-    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits. The copies of boxes need rows that
-    begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a broadcast
-    axis, an odd offset) is copied to memory where they do, or, if an output, from there.
+    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes
+    need rows that begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a
+    broadcast axis, an odd offset) is copied to memory where they do, or, if an output, from there.
 
     ``keeps`` and ``moves`` are for counting bytes (traffic.py). A launch on Q and K goes through
     tiles of Br rows and Bc keys: a block keeps its "rows" while keys pass by, or its "keys" while
@@ -146,9 +146,10 @@ class Kernel:
     features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
         also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
         contiguous), "lse" (else it is not returned), "dv" (dv other than d).
-    scratch: temporaries, as ``{name: (axes, "real" | "scalar" | "operand")}``; a problem has those
-        that its launches name. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8. In
-        place of axes a formula may count the elements, ``lambda p, c: …``, as grids with
+    scratch: temporaries, as ``{name: (axes, kind)}``, of a kind "real", "scalar", "operand" or
+        "byte"; a problem has those that its launches name. ``d8`` and ``dv8`` are d and dv rounded
+        up to a multiple of 8, ``d16`` is d to one of 16 and ``N32`` is N to one of 32. In place of
+        axes a formula may count the elements, ``lambda p, c: …``, as grids with
         ``c.multiprocessors``.
     arch: the least compute capability; or one with the instructions that only it has, as "90a",
         which then runs on devices of that one alone.
@@ -225,15 +226,27 @@ class Kernel:
         own = self.rounding if self.rounding in PRECISIONS else "float32"
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
+    def precisions_of(self, dtype: str) -> tuple[str, ...]:
+        """The PRECISIONS in which it computes inputs of a dtype, where that is to be chosen."""
+        if dtype == "float32":
+            return self.float32_as
+        return (FLOAT8,) if self.rounding == FLOAT8 else ()
+
+    def suits(self, precision: str | None) -> bool:
+        """Whether it may be taken unnamed: what rounds to float8 is for who asks for float8."""
+        return self.rounding != FLOAT8 or precision == FLOAT8
+
     def takes(self, dtype: str) -> bool:
         """Whether it computes inputs of a dtype, in whatever precision."""
         return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
 
     def resolved(self, p: Problem) -> Problem:
         """The problem, with the kernel's own precision if none is given and that is not float32."""
-        if p.precision or p.dtype.name != "float32" or "float32" in self.float32_as:
+        if p.precision or not self.precisions_of(p.dtype.name):
             return p
-        return replace(p, precision=next(iter(self.float32_as), None))
+        if p.dtype.name == "float32" and "float32" in self.float32_as:
+            return p
+        return replace(p, precision=self.precisions_of(p.dtype.name)[0])
 
     def tiles_for(
         self, p: Problem, arch: str | None, multiprocessors: int

@@ -295,7 +295,7 @@ def _fastest(
     kernels = (LADDER[operation] if ladder is None else ladder).values()
     if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
         return special[-1]
-    general = [k for k in kernels if k.made_for is None]
+    general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
     measured = [k for k in general if arithmetic in k.tflops]
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
@@ -353,7 +353,11 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     if given and can(kernel, problem, limits):
         return f"leave {', '.join(given)} to the plan"
     problem = _accurate(problem)
-    others = [k for k in LADDER[kernel.operation].values() if k is not kernel]
+    others = [
+        k
+        for k in LADDER[kernel.operation].values()
+        if k is not kernel and k.suits(problem.precision)
+    ]
     able = [k.name for k in others if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
 
@@ -424,10 +428,12 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
+    can_do = kernel.precisions_of(problem.dtype.name)
     if not kernel.takes(problem.dtype.name):
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
-    elif problem.precision and problem.precision not in kernel.float32_as:
-        reason = f"it computes float32 in {' or '.join(kernel.float32_as)}"
+    elif problem.precision and problem.precision not in can_do:
+        own = problem.dtype.name
+        reason = f"it computes {own} in {' or '.join(can_do or (own,))}"
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
     elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
@@ -686,7 +692,12 @@ def _dtypes(problem: Problem, operand: DType | None = None) -> dict[str, np.dtyp
     """What kinds of arrays are made of."""
     scalar = problem.dtype.numpy
     operand_dtype = operand.numpy if operand else scalar
-    return {"scalar": scalar, "real": problem.dtype.sums, "operand": operand_dtype}
+    return {
+        "scalar": scalar,
+        "real": problem.dtype.sums,
+        "operand": operand_dtype,
+        "byte": np.dtype(np.uint8),
+    }
 
 
 def _listed(constants: Mapping[str, int]) -> str:

@@ -19,7 +19,8 @@ CAUSAL = {False: None, None: None, True: "bottom-right"} | {
 }
 MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
 LAYOUTS = ("bhsd", "bshd")
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16")  # that float32 inputs may be computed in
+FLOAT8 = "float8_e4m3"
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Problem:
     ``window`` (left, right) lets query i, whose position among the keys is p = i + N - M (i under
     a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
     limit on the right, so a window under it has none of its own. Scores are multiplied with
-    ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to; None
-    leaves it to the kernel. ``shift`` is added to every query's position, so that a part of a
-    problem has its rows and keys where they are in the whole. A softmax over rows is a problem
-    without d: its scores are [batch, heads, M, N].
+    ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to, and
+    "float8_e4m3" also what 16-bit ones may; None leaves it to the kernel. ``shift`` is added to
+    every query's position, so that a part of a problem has its rows and keys where they are in the
+    whole. A softmax over rows is a problem without d: its scores are [batch, heads, M, N].
     """
 
     batch: int
@@ -238,6 +239,16 @@ class Problem:
         return _round_up(self.dv, 8)
 
     @property
+    def d16(self) -> int:
+        """d rounded up for rows of 8-bit numbers."""
+        return _round_up(self.d, 16)
+
+    @property
+    def N32(self) -> int:
+        """N rounded up to whole products of 8-bit numbers."""
+        return _round_up(self.N, 32)
+
+    @property
     def arithmetic(self) -> str:
         """The dtype, and the precision where that is another: what speeds are told for."""
         as_it_is = self.precision in (None, "float32")
@@ -340,9 +351,11 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
     if precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise ValueError(f"precision {precision!r} is unknown; use one of {known}")
-    if dtype.name != "float32":
+    narrower = dtype.itemsize == 2 and precision == FLOAT8
+    if dtype.name != "float32" and not narrower:
+        remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
         raise ValueError(
-            f"precision={precision!r} is for float32, and the dtype is {dtype.name}; leave it out"
+            f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
         )
 
 

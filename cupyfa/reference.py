@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
+PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
 
 _TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which a core's cache holds
 _TILE_ROWS = 64  # the fewest rows of a tile of long sequences, so that the products stay efficient
@@ -54,7 +54,8 @@ def attention(
 
     With precision "float64" every step is taken in float64. With another name of PRECISIONS the
     inputs and the result of every step are rounded to that precision, and sums are accumulated in
-    float32: what a framework computes that has no fused kernel.
+    float32: what a framework computes that has no fused kernel. Of "float8_e4m3" these are Q, K, V
+    and P, the operands of products; what products give stays float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm), both as
     float64 arrays. Of another precision, out holds values rounded to it, lse values of float32.
@@ -187,17 +188,18 @@ def attend(
     the precision "float64", else float32.
     """
     q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
+    results = "float32" if precision == "float8_e4m3" else precision
     if scaled == "K":
-        scores = rounded(q @ rounded(k * scale, precision).mT, precision)
+        scores = rounded(q @ rounded(k * scale, precision).mT, results)
     else:
-        scores = rounded((q @ k.mT) * scale, precision)
+        scores = rounded((q @ k.mT) * scale, results)
     if tile.hidden is not None:
         np.copyto(scores, -np.inf, where=tile.hidden)
     weights, lse = _softmax(scores)
     if tile.hidden is not None:
         np.copyto(weights, 0.0, where=tile.hidden)  # in a row of NaN they are not yet zero
     weights = rounded(weights, precision)
-    out = rounded(_sum_visible(weights, v, tile.hidden), precision)
+    out = rounded(_sum_visible(weights, v, tile.hidden), results)
     out[np.isnan(lse)] = np.nan
     return out, lse, weights
 
@@ -253,7 +255,9 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, scale: float)
 def rounded(x: Array, precision: str) -> Array:
     """x with every element rounded to `precision`, to nearest: ties to even, of tf32 away from 0.
 
-    float64 goes to precisions below float32 by way of float32, as it does on a GPU.
+    float64 goes to precisions below float32 by way of float32, as it does on a GPU. float8_e4m3
+    counts in a power of two for each matrix, the last two axes, with which its largest finite
+    element lies between 224 and 448, where e4m3 ends; infinity becomes NaN, for it has none.
     Returns float64 for "float64" and float32 for the others, which float32 holds exactly.
     Raises ValueError if `precision` is not one of PRECISIONS.
     """
@@ -268,6 +272,8 @@ def rounded(x: Array, precision: str) -> Array:
             return x.astype(ml_dtypes.bfloat16).astype(np.float32)
         case "float16":
             return _rounded_to_float16(x.astype(np.float32, copy=False))
+        case "float8_e4m3":
+            return _rounded_to_e4m3(x.astype(np.float32, copy=False))
     known = ", ".join(PRECISIONS)
     raise ValueError(f"precision {precision!r} is unknown; use one of {known}")
 
@@ -343,6 +349,21 @@ def _rounded_to_float16(x: Array) -> Array:
     if not (x.min(initial=0) >= -65504 and x.max(initial=0) <= 65504):
         np.copyto(kept, np.copysign(np.float32(np.inf), x), where=np.abs(x) >= 65520)
     return kept
+
+
+def _rounded_to_e4m3(x: Array) -> Array:
+    """float32 as matrices of e4m3 hold it, each with a power of two of its own.
+
+    Among numbers from 2**e to 2**(e + 1) e4m3 is spaced by 2**(e - 3), and by 2**-9 below 2**-6.
+    """
+    finite = np.isfinite(x)
+    size = np.abs(np.where(finite, x, 0)).max((-2, -1), keepdims=True, initial=0)
+    mantissa, exponent = np.frexp(size)
+    top = np.where(size > 0, exponent + (mantissa > 0.875), -126)  # 448 is 0.875 * 2**9
+    _, of_x = np.frexp(np.where(finite, x, 0))
+    spacing = np.maximum(of_x - 4, top - 18).astype(np.int32)
+    kept = np.ldexp(np.rint(np.ldexp(np.where(finite, x, 0), -spacing)), spacing)
+    return np.where(finite, kept, np.nan).astype(np.float32)
 
 
 def flat(x: Array) -> Array:

@@ -29,7 +29,14 @@ a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is 
 do to numbers of order 1; it keeps the sum from being zero by luck. lse, which is kept in float32,
 may have 2 * e. A kernel that rounds its operands by design, to float16 for the tensor cores say,
 is held to that format in the same way, O to the coarser of the two; and it may have the error
-that rounding q and k makes in a score: half an eps * size * min(2, 4 / sqrt(d)).
+that rounding q and k makes in a score, r = half an eps * size * min(2, 4 / sqrt(d)): in lse r, in a
+weight its share exp(r) - 1.
+
+Of float8_e4m3 half an eps is 2**-4. Plainly, Q, K, V and P are rounded to it, each matrix with a
+power of two for which its largest number comes to lie in the last binade; scores and O stay
+float32, and O is rounded to the arrays' dtype alone. Tensor cores keep about 14 bits of a sum of
+such products, so eps, that of the sums, is 2**-13. It has no infinity: NaN stands for it, and what
+that reaches in the plain computation may hold anything.
 
 Infinity and NaN must be where the reference has them and nowhere else; rows without a visible key
 must be exactly 0 and -inf.
@@ -99,7 +106,9 @@ Array = NDArray[Any]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-_NARROW = ("float16", "bfloat16", "tf32")
+_NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
+_FLOAT8 = "float8_e4m3"
+_FLOAT8_SUMS = 2.0**-13
 _BLOCK = 1 << 18  # elements that are worked on at a time, which a core's cache holds
 
 
@@ -228,7 +237,7 @@ def expected_attention_of_each(
             bounds[r]["O"] += 2 * plain[r]["O"] + _two_roundings(value["O"], kernel.coarsest)
             bounds[r]["lse"] += 2 * plain[r]["lse"]
         for bound in bounds[r].values():
-            bound[empty] = 0.0
+            bound[empty] = np.where(np.isinf(bound[empty]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -321,12 +330,19 @@ class _Arithmetic:
 
     @property
     def coarsest(self) -> str:
+        if self.operands == _FLOAT8:  # of which no result is made
+            return self.dtype
         return max(self.dtype, self.operands, key=lambda name: float(_finfo(name).eps))
 
     @property
     def accumulator(self) -> Any:
         """np.finfo of the sums: float32, or float64 if the operands are."""
         return np.finfo(np.float64 if self.operands == "float64" else np.float32)
+
+    @property
+    def eps(self) -> float:
+        """The spacing at 1 of what sums of products are kept in."""
+        return _FLOAT8_SUMS if self.operands == _FLOAT8 else float(self.accumulator.eps)
 
     @property
     def operand_unit(self) -> float:
@@ -368,14 +384,15 @@ def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, 
     out, lse, _ = work.attend()
     out_bound, lse_bound = _bounds(work, kernel)
     out_error = lse_error = 0.0
-    for scaled in _plain_orders(work.scale) if kernel.is_narrow else ():
+    orders = ("S",) if kernel.operands == _FLOAT8 else _plain_orders(work.scale)
+    for scaled in orders if kernel.is_narrow else ():
         plain_out, plain_lse, _ = work.attend(kernel.operands, scaled=scaled)
         plain_out = reference.rounded(plain_out, kernel.dtype)
         out_error = max(out_error, _largest(plain_out - out))
         lse_error = max(lse_error, _largest(plain_lse - lse))
         if kernel.rounds_by_design:
-            out_bound[~np.isfinite(plain_out) & np.isfinite(out)] = np.inf
-            lse_bound[~np.isfinite(plain_lse) & np.isfinite(lse)] = np.inf
+            out_bound[~np.isfinite(plain_out) & (plain_out != out) & ~np.isnan(out)] = np.inf
+            lse_bound[~np.isfinite(plain_lse) & (plain_lse != lse) & ~np.isnan(lse)] = np.inf
     return {"O": (out_bound, out_error), "lse": (lse_bound, lse_error)}
 
 
@@ -393,7 +410,7 @@ def _bounds(work: _Work, kernel: _Arithmetic) -> tuple[Array, Array]:
     """The bounds of out [n, rows, dv] and lse [n, rows] that hold for each element by itself."""
     tile, (out, lse, weights) = work.tile, work.attend()
     d, n = tile.q.shape[-1], tile.visible_keys
-    eps, tiny = float(kernel.accumulator.eps), float(kernel.accumulator.smallest_normal)
+    eps, tiny = kernel.eps, float(kernel.accumulator.smallest_normal)
     size = work.score_size(kernel.accumulator.dtype)
     magnitude = work.magnitude(kernel.accumulator.dtype)
     score, total = np.sqrt(d + 3) * size, np.sqrt(n) + 4
@@ -403,7 +420,7 @@ def _bounds(work: _Work, kernel: _Arithmetic) -> tuple[Array, Array]:
     rounded_score = free_unit * size * min(2.0, 4.0 / np.sqrt(max(d, 1)))
 
     relative = eps * (0.6 * score + 1.2 * total_of_values)
-    relative = relative + rounded_score + kernel.operand_unit
+    relative = relative + np.expm1(np.minimum(rounded_score, 600.0)) + kernel.operand_unit
     floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True))
     out_bound = relative * magnitude + kernel.output_unit * np.abs(_finite(out)) + floor
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
@@ -600,7 +617,8 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
 
 def _finfo(precision: str) -> Any:
     """The limits of a precision; tf32 has as many mantissa bits as float16."""
-    return ml_dtypes.finfo("float16" if precision == "tf32" else precision)
+    names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
+    return ml_dtypes.finfo(names.get(precision, precision))
 
 
 def _joined(parts: Sequence[Expected], shape: tuple[int, ...]) -> Expected:

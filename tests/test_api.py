@@ -35,8 +35,15 @@ def arrays_for(kernel, *shape_q, **sizes):
 
 def precision_of(kernel):
     """What its results may be off, more or less."""
+    if kernel.rounding == "float8_e4m3":
+        return 0.15
     exact = kernel.rounding is None and usual_dtype(kernel) == "float32"
     return 2e-5 if exact else 5e-3
+
+
+def skip_without_infinity(kernel):
+    if kernel.rounding == "float8_e4m3":
+        pytest.skip("e4m3 has no infinity: in q and k it counts as NaN")
 
 
 def close(actual, expected):
@@ -300,7 +307,10 @@ def test_causal_alignments(backend, kernel, M, N, causal):
             assert (o[..., row, :] == 0).all() and (lse[..., row] == NEG).all()
         else:
             alone = expected(q[:, :, row : row + 1], k[:, :, :seen], v[:, :, :seen])
-            np.testing.assert_allclose(o[:, :, row : row + 1], alone[0], rtol=5e-3, atol=5e-3)
+            tolerance = max(5e-3, precision_of(kernel))
+            np.testing.assert_allclose(
+                o[:, :, row : row + 1], alone[0], rtol=tolerance, atol=tolerance
+            )
 
 
 def test_unknown_masks_are_refused():
@@ -340,6 +350,7 @@ def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
 
 @KERNELS
 def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
+    skip_without_infinity(kernel)
     q, k, v = (
         np.ones_like(x) * one for x, one in zip(arrays_for(kernel, 1, 1, 3, 2, N=40), (1, 0, 1))
     )
@@ -352,6 +363,7 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 
 @KERNELS
 def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
+    skip_without_infinity(kernel)
     q, k, v = (np.ones_like(x) for x in arrays_for(kernel, 1, 1, 3, 2, N=40))
     k[:] = NEG
     v[0, 0, 7, 1] = np.nan
@@ -376,7 +388,7 @@ def test_one_hot_values_read_off_the_weights(backend, kernel):
     q, k, _ = arrays_for(kernel, 1, 1, 9, 8, N=40)
     v = np.eye(40, dtype=q.dtype)[None, None]
     weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=2e-3)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=max(2e-3, precision_of(kernel) / 2))
 
 
 # Determinism and purity

@@ -221,7 +221,7 @@ def test_the_simulators_map_byte_for_byte(kernel, simulator):
         by_batch, by_head, by_row, _ = arrays[name].strides
         expected = np.zeros(16, np.int64)
         expected[:4] = (arrays[name].ctypes.data, by_row, by_head, by_batch)
-        expected[4:8].view(np.int32)[:5] = (columns, rows, heads, batch, box_rows)
+        expected[4:8].view(np.int32)[:6] = (columns, rows, heads, batch, box_rows, 2)
         assert bytes(made) == expected.tobytes()
         assert made.ctypes.data % 64 == 0 and made.nbytes == 128
 

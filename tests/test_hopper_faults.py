@@ -40,7 +40,7 @@ def places():
 
 def run_without(tmp_path, kernel, file, span, schedules=(None, 1, 2)):
     """Runs a kernel without part of a file: two warpgroups, stages that come again, Q < 0."""
-    for name in {*HEADERS, f"{kernel}.cu"}:
+    for name in {*HEADERS, "quantise.cu", f"{kernel}.cu"}:
         text = text_of(name)
         start, end = span if name == file else (0, 0)
         (tmp_path / name).write_text(text[:start] + (";" if end else "") + text[end:])

@@ -29,7 +29,7 @@ SEEDS = (None, 1, 2, 3)
 MAP = np.dtype(
     [
         ("address", np.uint64), ("strides", np.int64, 3), ("sizes", np.int32, 4),
-        ("box_rows", np.int32), ("unused", np.int32, 19),
+        ("box_rows", np.int32), ("itemsize", np.int32), ("unused", np.int32, 18),
     ]
 )  # fmt: skip
 
@@ -46,6 +46,7 @@ class Map:
         self.value["strides"] = row_stride, head_stride, batch_stride
         self.value["sizes"] = columns, rows, heads, batch
         self.value["box_rows"] = box_rows
+        self.value["itemsize"] = array.itemsize
 
 
 def launch(body, *arguments, head="", threads=128, shared_bytes=65536, **options):

@@ -12,7 +12,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement, Results
 
 RUNGS = list(LADDER["forward"])
-OF_16_BITS = [x for x in RUNGS if x != "mma_tf32"]
+OF_16_BITS = [x for x in RUNGS if x not in ("mma_tf32", "wgmma_fp8")]
 WHERE = {
     "device": "a card",
     "cuda": "12.9",

@@ -29,7 +29,7 @@ LAYERS = [
     {"binding"},
     {"cases", "records", "compiling", "environment", "measurement", "peaks", "sampling", "sweeps"},
     {"api", "trial", "profiling", "peers", "caches", "grids", "failures", "shrinking"},
-    {"benchmark", "comparing", "tuning", "diagnosis", "tasks", "footprint"},
+    {"accuracies", "benchmark", "comparing", "tuning", "diagnosis", "tasks", "footprint"},
     {"roofs"},
     {"plotting"},
     {"report", "workers"},

@@ -18,8 +18,8 @@ from cupyfa.planning import BOX_ALIGNMENT, Limits, Plan, PlannedLaunch, aligned_
 
 # How a kernel receives an array: the struct Tensor of tensor.cuh, strides in elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
-BOX_COLUMNS = 64  # of tma.cuh
-_BOXED = ("float16", "bfloat16")  # of what boxes can be
+BOX_ROW_BYTES = 128  # of tma.cuh
+_BOXED = ("float16", "bfloat16", "uint8")  # of what boxes can be
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
@@ -32,6 +32,11 @@ class Mapped(NamedTuple):
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
     strides: tuple[int, int, int]  # of rows, heads, batch
     box_rows: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1 if self.dtype == "uint8" else 2
 
 
 class DeviceError(RuntimeError):

@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import sources, store, tuned
 from cupyfa.backends import (
-    BOX_COLUMNS,
+    BOX_ROW_BYTES,
     Backend,
     DeviceError,
     DeviceLost,
@@ -468,11 +468,11 @@ def _dotted(version: int) -> str:
 @cache
 def _somewhere(device: int) -> Any:
     """Memory for a tensor map of an array that has none: it has to name some."""
-    return cupy.empty(BOX_COLUMNS, np.float16)
+    return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
 # Values of cuda.h.
-_MAP_DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
 
 
@@ -484,7 +484,7 @@ def _encoded(mapped: Mapped) -> np.ndarray:
     """
     encoded = blank_map()
     rank = len(mapped.sizes)
-    box = (BOX_COLUMNS, mapped.box_rows, *(1,) * (rank - 2))
+    box = (BOX_ROW_BYTES // mapped.itemsize, mapped.box_rows, *(1,) * (rank - 2))
     error = _encode_tiled()(
         encoded.ctypes.data,
         _MAP_DTYPES[mapped.dtype],

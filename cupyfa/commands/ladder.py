@@ -85,7 +85,11 @@ def _measure(backend: str, budget: float, sweep: bool, sizes: dict[str, Any]) ->
     engine = backend_named(backend)
     with progress_bar("measuring") as progress:
         rows = benchmark.bench(
-            [x.name for x in LADDER["forward"].values() if x.takes(sizes["dtype"])],
+            [
+                x.name
+                for x in LADDER["forward"].values()
+                if x.takes(sizes["dtype"]) and x.suits(sizes["precision"])
+            ],
             backend=engine,
             budget=budget,
             patience=_PATIENCE * budget if sweep else None,

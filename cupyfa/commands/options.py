@@ -29,7 +29,8 @@ dtype_choice = click.Choice(list(DTYPES))
 precision_option = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="What float32 inputs may be computed in.  [default: float32, if the kernel can]",
+    help="What float32 inputs may be computed in, and 16-bit ones, if that is float8_e4m3.  "
+    "[default: float32, if the kernel can]",
 )
 format_option = click.option(
     "--format",

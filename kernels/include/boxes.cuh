@@ -1,6 +1,6 @@
 #pragma once
-// Tiles in shared memory as tma.cuh copies them and wgmma.cuh multiplies them: boxes of 64 columns,
-// one after the other.
+// Tiles in shared memory as tma.cuh copies them and wgmma.cuh multiplies them: boxes of 128
+// bytes a row, 64 columns of 16-bit numbers, one after the other.
 
 #include <math.cuh>
 #include <tma.cuh>
@@ -8,12 +8,13 @@
 // So many rows and columns, filled up to whole boxes.
 template <class T, int rows, int columns>
 struct alignas(box_alignment) Boxes {
-  static constexpr int count = cdiv(columns, box_columns);
-  T box[count][rows][box_columns];
+  static constexpr int in_row = box_row_bytes / int(sizeof(T));
+  static constexpr int count = cdiv(columns, in_row);
+  T box[count][rows][in_row];
 
-  // The eight elements in columns 8 * chunk … of a row; chunks are swizzled within a box.
+  // The 16 bytes of a row from byte 16 * chunk on; chunks are swizzled within a box.
   __device__ __forceinline__ T* at(int row, int chunk) {
-    return &box[chunk / 8][row][(chunk ^ row) % 8 * 8];
+    return &box[chunk / 8][row][(chunk ^ row) % 8 * (in_row / 8)];
   }
 };
 
@@ -26,5 +27,5 @@ __device__ __forceinline__ void load_boxes(Boxes<T, rows, columns>& tile, const 
   arrive_expecting(barrier, sizeof tile);
 #pragma unroll
   for (int i = 0; i < tile.count; ++i)
-    load_box(tile.box[i], map, barrier, column + i * box_columns, row, head, batch);
+    load_box(tile.box[i], map, barrier, column + i * tile.in_row, row, head, batch);
 }

@@ -3,17 +3,18 @@
 // asks for a tile, and no thread moves it.
 //
 // A tensor map, made by the host, describes an array [batch, heads, rows, columns] of 16-bit
-// numbers and a box of it: so many rows of one head, 64 columns. In shared memory a box is a Box,
-// 128 bytes a row, at a multiple of 1024; its chunks of 16 bytes lie swizzled, so that eight rows'
-// equal chunks fall into different banks. What lies outside the array is zero when read and is left
-// out when written.
+// numbers and a box of it: so many rows of one head, 64 columns; or 128 columns of an array of
+// 8-bit numbers. In shared memory a box is a Box, 128 bytes a row, at a multiple of 1024; its
+// chunks of 16 bytes lie swizzled, so that eight rows' equal chunks fall into different banks. What
+// lies outside the array is zero when read and is left out when written.
 #include <barrier.cuh>
 
 struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-constexpr int box_columns = 64;
+constexpr int box_columns = 64;  // of 16 bits; 128 of 8
+constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
 // Begins to copy a box to shared memory; its bytes count at the barrier.

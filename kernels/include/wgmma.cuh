@@ -9,8 +9,13 @@
 //   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp.
+//
+// Of e4m3, which is 8 bits (e4m3.cuh), a product takes as many bytes: A [64][32] B [32][n].
+//
+//   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
 // PTX: wgmma.mma_async, for sm_90a alone.
 #include <barrier.cuh>
+#include <e4m3.cuh>
 #include <mma.cuh>
 
 // A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
@@ -27,7 +32,7 @@ __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
 constexpr unsigned long long in_boxes = 1ull << 62 | 1024ull / 16 << 32;
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns are 32 bytes on, up to the end of the box.
+// The next 16 columns (32 of e4m3) are 32 bytes on, up to the end of the box.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
   return {in_boxes | 1 << 16 | shared_address(box) / 16};
 }
@@ -80,7 +85,7 @@ __device__ __forceinline__ void multiply(float (&d)[count], Matrix a, Matrix b, 
   Product<T, 2 * count>::multiply(d, a, b, added);
 }
 
-// The same with A in registers and B by_columns.
+// The same with A in registers and B by_columns, or of e4m3 by_rows.
 template <class T, int count>
 __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b,
                                          bool added) {
@@ -110,35 +115,41 @@ __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[
 #define D_256(FIRST, NEXT) D_240(FIRST, NEXT) NEXT(120, 121, 122, 123) NEXT(124, 125, 126, 127)
 
 // The two instructions for n columns: operand `i` is the first after D. Their last inputs are
-// whether to add, the signs of A and B, and which of those in shared memory are by columns.
-#define WGMMA(n, type, inputs, added, ...)                                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #added                        \
-               ", 0;\n"                                                        \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
-               " {" D_##n(TEXT, AND_TEXT) "}, " inputs ";}"                    \
-               : D_##n(OPERANDS, AND_OPERANDS)                                 \
+// whether to add, the signs of A and B, and which of those in shared memory are by columns; of e4m3
+// none can be.
+#define WGMMA(n, depth_and_types, inputs, added, ...)                     \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #added                   \
+               ", 0;\n"                                                   \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k" depth_and_types \
+               " {" D_##n(TEXT, AND_TEXT) "}, " inputs ";}"               \
+               : D_##n(OPERANDS, AND_OPERANDS)                            \
                : __VA_ARGS__)
-#define WGMMA_SHARED(n, type, i, j, k) \
-  WGMMA(n, type, "%" #i ",%" #j ",p,1,1,0,0", k, "l"(a.descriptor), "l"(b.descriptor), "r"(added))
-#define WGMMA_REGISTERS(n, type, i, j, k, l, m, o)                                             \
-  WGMMA(n, type, "{%" #i ",%" #j ",%" #k ",%" #l "},%" #m ",p,1,1,1", o, "r"(a[0]), "r"(a[1]), \
-        "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(added))
+#define WGMMA_SHARED(n, types, columns, i, j, k)                                            \
+  WGMMA(n, types, "%" #i ",%" #j ",p,1,1" columns, k, "l"(a.descriptor), "l"(b.descriptor), \
+        "r"(added))
+#define WGMMA_REGISTERS(n, types, columns, i, j, k, l, m, o)                               \
+  WGMMA(n, types, "{%" #i ",%" #j ",%" #k ",%" #l "},%" #m ",p,1,1" columns, o, "r"(a[0]), \
+        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(added))
 #define PRODUCT(n, i, j, k, l, m, o)                                                           \
   template <class T>                                                                           \
   struct Product<T, n> {                                                                       \
     static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,     \
                                                     int added) {                               \
-      if constexpr (is_half<T>)                                                                \
-        WGMMA_SHARED(n, "f16", i, j, k);                                                       \
+      if constexpr (is_e4m3<T>)                                                                \
+        WGMMA_SHARED(n, "32.f32.e4m3.e4m3", "", i, j, k);                                      \
+      else if constexpr (is_half<T>)                                                           \
+        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,0", i, j, k);                                    \
       else                                                                                     \
-        WGMMA_SHARED(n, "bf16", i, j, k);                                                      \
+        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,0", i, j, k);                                  \
     }                                                                                          \
     static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4], \
                                                     Matrix b, int added) {                     \
-      if constexpr (is_half<T>)                                                                \
-        WGMMA_REGISTERS(n, "f16", i, j, k, l, m, o);                                           \
+      if constexpr (is_e4m3<T>)                                                                \
+        WGMMA_REGISTERS(n, "32.f32.e4m3.e4m3", "", i, j, k, l, m, o);                          \
+      else if constexpr (is_half<T>)                                                           \
+        WGMMA_REGISTERS(n, "16.f32.f16.f16", ",1", i, j, k, l, m, o);                          \
       else                                                                                     \
-        WGMMA_REGISTERS(n, "bf16", i, j, k, l, m, o);                                          \
+        WGMMA_REGISTERS(n, "16.f32.bf16.bf16", ",1", i, j, k, l, m, o);                        \
     }                                                                                          \
   };
 PRODUCT(16, 8, 9, 10, 11, 12, 13)

@@ -16,17 +16,20 @@ struct TensorMap {
   std::uint64_t address;
   std::int64_t row_stride, head_stride, batch_stride;  // bytes
   std::int32_t columns, rows, heads, batch, box_rows;
-  std::int32_t unused[19];
+  std::int32_t itemsize;  // bytes
+  std::int32_t unused[18];
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;
+constexpr int box_columns = 64;  // of 16 bits
 constexpr int row_bytes = 128;
 constexpr int chunk_bytes = 16;
 constexpr std::uintptr_t pattern_bytes = 1024;  // after which the swizzle repeats itself
 constexpr int warpgroup_size = 128;
 constexpr int product_rows = 64;
-constexpr int product_depth = 16;
+constexpr int product_bytes = 32;  // along the depth: 16 numbers of 16 bits, or 32 e4m3
+constexpr int product_depth = 16;  // of 16 bits
+constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
 // A box of the array, and where it is in shared memory.
@@ -85,13 +88,16 @@ struct Operand {
   int rows;  // 0: by rows; else by columns, from boxes of so many rows
 };
 
+// What operands are made of; wgmma.cuh names them likewise.
+enum class Format { bfloat16, half, e4m3 };
+
 struct Product {
   Product* next;
   std::uint64_t number;
   Operand a;  // no address: in registers
   Operand b;
   int columns;
-  bool half;
+  Format format;
   bool added;
   Sums* sums;
   Place place;
@@ -417,7 +423,8 @@ void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Plac
 void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
   check<Access::read>(map, sizeof *map, place);
   bool good = map->address % 16 == 0 && map->columns > 0 && map->rows > 0 && map->heads > 0 &&
-              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256;
+              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256 &&
+              (map->itemsize == 1 || map->itemsize == 2);
   for (std::int64_t stride : {map->row_stride, map->head_stride, map->batch_stride}) {
     good = good && stride % 16 == 0 && stride >= 0;
   }
@@ -451,13 +458,15 @@ Row row_of(const Box& box, int index) {
   bool outside = row < 0 || row >= map.rows || box.head < 0 || box.head >= map.heads ||
                  box.batch < 0 || box.batch >= map.batch;
   std::int64_t first = std::max<std::int64_t>(0, -std::int64_t{box.column});
-  std::int64_t end = std::min<std::int64_t>(box_columns, std::int64_t{map.columns} - box.column);
+  std::int64_t end =
+      std::min<std::int64_t>(row_bytes / map.itemsize, std::int64_t{map.columns} - box.column);
   if (outside || first >= end) return {nullptr, 0, 0};
-  std::uint64_t offset =
-      static_cast<std::uint64_t>(row * map.row_stride + box.head * map.head_stride +
-                                 box.batch * map.batch_stride + 2 * (box.column + first));
+  std::uint64_t offset = static_cast<std::uint64_t>(
+      row * map.row_stride + box.head * map.head_stride + box.batch * map.batch_stride +
+      map.itemsize * (box.column + first));
   return {reinterpret_cast<unsigned char*>(map.address + offset),
-          static_cast<std::size_t>(2 * first), static_cast<std::size_t>(2 * (end - first))};
+          static_cast<std::size_t>(map.itemsize * first),
+          static_cast<std::size_t>(map.itemsize * (end - first))};
 }
 
 // Bits 4 to 6 of an address in shared memory change with bits 7 to 9.
@@ -593,14 +602,15 @@ void end_stores(Worker& worker, const Place& place) {
 // ---------------------------------------------------------------------------------------------
 // Operands of products
 
-// Sixteen columns of an operand by rows, or sixteen rows of one by columns, as chunks.
+// 32 bytes of each row of an operand by rows, with the first of their columns, which has `each`
+// numbers to a chunk; or sixteen rows of one by columns, as chunks.
 template <class Visit>
-inline void for_chunks(const Operand& operand, int others, Visit visit) {
+inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
     for (int row = 0; row < others; ++row) {
       const unsigned char* at = operand.address + row * row_bytes;
       visit(swizzled(at), row, 0);
-      visit(swizzled(at + chunk_bytes), row, 8);
+      visit(swizzled(at + chunk_bytes), row, each);
     }
     return;
   }
@@ -654,35 +664,61 @@ inline float widened(std::uint16_t bits, bool half) {
   return half ? half_as_float(bits) : bits_as_float(static_cast<std::uint32_t>(bits) << 16);
 }
 
-inline void widen_chunk(float (&to)[8], const unsigned char* chunk, bool half) {
+// Four bits of exponent, of which 7 is that of 1, and three of mantissa. There is no infinity, and
+// NaN is where all of them are set.
+inline float e4m3_as_float(std::uint8_t bits) {
+  if ((bits & 0x7f) == 0x7f) return bits_as_float(0x7fc00000);
+  std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7f) << 20;
+  float value = bits_as_float(magnitude) * 0x1p120f;
+  return (bits & 0x80) != 0 ? -value : value;
+}
+
+inline int numbers_in_chunk(Format format) {
+  return format == Format::e4m3 ? 16 : 8;
+}
+
+inline int depth_of(Format format) {
+  return format == Format::e4m3 ? max_depth : product_depth;
+}
+
+// 16 bytes as numbers; returns how many.
+inline int widen_chunk(float (&to)[16], const unsigned char* chunk, Format format) {
+  if (format == Format::e4m3) {
+    for (int i = 0; i < 16; ++i) to[i] = e4m3_as_float(chunk[i]);
+    return 16;
+  }
   std::uint16_t bits[8];
   std::memcpy(bits, chunk, sizeof bits);
+  bool half = format == Format::half;
   for (int i = 0; i < 8; ++i) to[i] = half ? half_as_float(bits[i]) : widened(bits[i], false);
+  return 8;
 }
 
 struct Factors {
-  float a[product_rows][product_depth];
-  float b[product_depth][max_columns];
+  float a[product_rows][max_depth];
+  float b[max_depth][max_columns];
 };
 
 void read_shared(Factors& factors, const Product& product) {
+  int each = numbers_in_chunk(product.format);
   if (product.a.address != nullptr) {
-    for_chunks(product.a, product_rows, [&](const unsigned char* chunk, int row, int column) {
-      float values[8];
-      widen_chunk(values, chunk, product.half);
-      std::memcpy(factors.a[row] + column, values, sizeof values);
+    for_chunks(product.a, product_rows, each, [&](const unsigned char* chunk, int row, int column) {
+      float values[16];
+      int count = widen_chunk(values, chunk, product.format);
+      std::memcpy(factors.a[row] + column, values, count * sizeof(float));
     });
   }
   bool by_rows = product.b.rows == 0;
-  for_chunks(product.b, product.columns, [&](const unsigned char* chunk, int column, int row) {
-    float values[8];
-    widen_chunk(values, chunk, product.half);
-    if (by_rows) {
-      for (int i = 0; i < 8; ++i) factors.b[row + i][column] = values[i];
-    } else {
-      std::memcpy(factors.b[row] + column, values, sizeof values);
-    }
-  });
+  for_chunks(product.b, product.columns, each,
+             [&](const unsigned char* chunk, int column, int row) {
+               float values[16];
+               int count = widen_chunk(values, chunk, product.format);
+               if (by_rows) {
+                 for (int i = 0; i < count; ++i) factors.b[row + i][column] = values[i];
+               } else {
+                 std::memcpy(factors.b[row] + column, values, count * sizeof(float));
+               }
+             });
 }
 
 // The first row and column, of 64 x 16 or of the first 8 columns, that a thread has in registers.
@@ -696,24 +732,31 @@ inline int column_of_thread(int thread) {
 void read_registers(Factors& factors, const Product& product) {
   for (int thread = 0; thread < warpgroup_size; ++thread) {
     for (int i = 0; i < 4; ++i) {
-      unsigned pair = product.registers[thread][i];
-      float* to =
-          factors.a[row_of_thread(thread) + i % 2 * 8] + column_of_thread(thread) + i / 2 * 8;
-      to[0] = widened(static_cast<std::uint16_t>(pair), product.half);
-      to[1] = widened(static_cast<std::uint16_t>(pair >> 16), product.half);
+      unsigned bits = product.registers[thread][i];
+      float* row = factors.a[row_of_thread(thread) + i % 2 * 8];
+      if (product.format == Format::e4m3) {
+        float* to = row + thread % 4 * 4 + i / 2 * 16;
+        for (int j = 0; j < 4; ++j) to[j] = e4m3_as_float(static_cast<std::uint8_t>(bits >> 8 * j));
+      } else {
+        bool half = product.format == Format::half;
+        float* to = row + column_of_thread(thread) + i / 2 * 8;
+        to[0] = widened(static_cast<std::uint16_t>(bits), half);
+        to[1] = widened(static_cast<std::uint16_t>(bits >> 16), half);
+      }
     }
   }
 }
 
-// One after the other along the depth, each sum rounded: a device adds sixteen products at a time.
-void add_product(Sums& sums, const Factors& factors) {
+// One after the other along the depth, each sum rounded: a device adds sixteen products at a time,
+// or 32 of e4m3, and of these it keeps fewer bits.
+void add_product(Sums& sums, const Factors& factors, int depth) {
   typedef float Columns __attribute__((vector_size(64), aligned(4)));
   constexpr int width = sizeof(Columns) / sizeof(float);
   for (int row = 0; row < product_rows; ++row) {
     float* d = sums.values + row * sums.columns;
     for (int column = 0; column < sums.columns; column += width) {
       Columns sum = *reinterpret_cast<const Columns*>(d + column);
-      for (int k = 0; k < product_depth; ++k) {
+      for (int k = 0; k < depth; ++k) {
         sum += factors.a[row][k] * *reinterpret_cast<const Columns*>(factors.b[k] + column);
       }
       *reinterpret_cast<Columns*>(d + column) = sum;
@@ -730,7 +773,7 @@ struct Asked {
   Operand a;
   Operand b;
   int columns;
-  bool half;
+  Format format;
   bool added;
 };
 
@@ -772,7 +815,7 @@ Product* new_product(Worker& worker, Warpgroup& group, const Asked& asked, const
   product->a = asked.a;
   product->b = asked.b;
   product->columns = asked.columns;
-  product->half = asked.half;
+  product->format = asked.format;
   product->added = asked.added;
   product->place = place;
   product->thread = worker.fiber->index;
@@ -805,7 +848,7 @@ bool same(const Operand& one, const Operand& other) {
 COLD void check_together(Worker& worker, const Product& product, const Asked& asked,
                          const Place& place) {
   bool together = same(product.a, asked.a) && same(product.b, asked.b) &&
-                  product.columns == asked.columns && product.half == asked.half &&
+                  product.columns == asked.columns && product.format == asked.format &&
                   product.added == asked.added;
   if (together) return;
   fault(worker, place,
@@ -881,7 +924,7 @@ void for_operands(Worker& worker, const Product& product, Visit visit) {
 void mark_product(Worker& worker, const Warpgroup& group, const Product& product) {
   Epoch mark = epoch_of(unfinished, products_of(worker, group));
   for_operands(worker, product, [&](Arena& arena, const Operand& operand, int others) {
-    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+    for_chunks(operand, others, 8, [&](const unsigned char* chunk, int, int) {
       mark_reading(arena, chunk, chunk_bytes, mark);
     });
   });
@@ -904,7 +947,7 @@ void know_less(Worker& worker, Product& product) {
 
 void check_product(Worker& worker, const Product& product) {
   for_operands(worker, product, [&](Arena& arena, const Operand& operand, int others) {
-    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+    for_chunks(operand, others, 8, [&](const unsigned char* chunk, int, int) {
       check_reading(worker, arena, chunk, chunk_bytes, {product.past, -1}, product.place);
     });
   });
@@ -964,11 +1007,11 @@ void make_product(Worker& worker, Warpgroup& group) {
   if (product->a.address == nullptr) read_registers(factors, *product);
   Sums& sums = *product->sums;
   if (!product->added) std::fill_n(sums.values, product_rows * sums.columns, 0.0f);
-  add_product(sums, factors);
+  add_product(sums, factors, depth_of(product->format));
   int component = products_of(worker, group);
   Epoch done = epoch_of(worker.floor + 1 + product->number, component);
   for_operands(worker, *product, [&](Arena& arena, const Operand& operand, int others) {
-    for_chunks(operand, others, [&](const unsigned char* chunk, int, int) {
+    for_chunks(operand, others, 8, [&](const unsigned char* chunk, int, int) {
       end_reading(arena, chunk, chunk_bytes, epoch_of(unfinished, component), done);
     });
   });
@@ -1263,11 +1306,11 @@ EXPORTED void simulator_begin_products(const char* file, int line) {
 }
 
 EXPORTED void simulator_multiply(float* d, const unsigned* registers, const void* a, const void* b,
-                                 int rows, int columns, bool half, bool added, const char* file,
+                                 int rows, int columns, int format, bool added, const char* file,
                                  int line) {
   Operand left{static_cast<const unsigned char*>(a), 0};
   Operand right{static_cast<const unsigned char*>(b), rows};
-  Asked asked{d, registers, left, right, columns, half, added};
+  Asked asked{d, registers, left, right, columns, static_cast<Format>(format), added};
   begin_product(*self, asked, {file, line, CALLER});
 }
 

@@ -71,7 +71,7 @@ void simulator_end_stores(const char* file, int line);
 void simulator_publish_to_copies();
 void simulator_begin_products(const char* file, int line);
 void simulator_multiply(float* d, const unsigned* registers, const void* a, const void* b, int rows,
-                        int columns, bool half, bool added, const char* file, int line);
+                        int columns, int format, bool added, const char* file, int line);
 void simulator_commit_products(const char* file, int line);
 void simulator_wait_for_products(unsigned pending, const float* d, const char* file, int line);
 int simulator_elected_lane();

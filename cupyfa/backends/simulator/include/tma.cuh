@@ -6,17 +6,19 @@
 // that. Who uses its bytes before is in a race, and is reported.
 #include <barrier.cuh>
 
-// An array [batch, heads, rows, columns] of 16-bit numbers, and a box of it. On a device its 128
-// bytes are the driver's secret; here they are these.
+// An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
+// device its 128 bytes are the driver's secret; here they are these.
 struct alignas(64) TensorMap {
   unsigned long long address;
   long long row_stride, head_stride, batch_stride;  // bytes
   int columns, rows, heads, batch, box_rows;
-  int unused[19];  // zeros
+  int itemsize;    // bytes
+  int unused[18];  // zeros
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;
+constexpr int box_columns = 64;  // of 16 bits; 128 of 8
+constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
 // Begins to copy a box to shared memory; its bytes count at the barrier.

@@ -10,12 +10,18 @@
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp.
 //
+// Of e4m3, which is 8 bits (e4m3.cuh), a product takes as many bytes: A [64][32] B [32][n].
+//
+//   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
+//
 // A product is made in the first wait for its group; until then D is NaN. Not as on a device:
 //
 // - A in registers is read when the product begins, so its registers may be written at once.
-// - Sums are rounded after each of the 16 products; a device adds these together first.
+// - Sums are rounded after each of the 16 products, or 32; a device adds these together first, and
+//   of e4m3 it keeps about 14 bits of what it adds to.
 // - Of the registers written without begin_products, only those written after a wait are noticed.
 #include <barrier.cuh>
+#include <e4m3.cuh>
 #include <mma.cuh>
 
 // A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
@@ -30,7 +36,7 @@ inline Matrix operator+(Matrix matrix, int bytes) {
 }
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns are 32 bytes on, up to the end of the box.
+// The next 16 columns (32 of e4m3) are 32 bytes on, up to the end of the box.
 inline Matrix by_rows(const void* box) {
   return {static_cast<const unsigned char*>(box), 0};
 }
@@ -71,6 +77,10 @@ inline void wait_for_reads(simulator::Here here = {}) {
 
 namespace simulator {
 
+// The runtime's Format.
+template <class T>
+constexpr int format = is_e4m3<T> ? 2 : is_half<T>;
+
 template <int n>
 constexpr void check_columns() {
   static_assert(n % 16 == 0 && n >= 16 && n <= 256, "n is a multiple of 16, up to 256");
@@ -83,16 +93,18 @@ template <class T, int count>
 inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
   if (a.rows != 0 || b.rows != 0) simulator::fault("multiplies A or B by_columns", here);
-  simulator_multiply(d, nullptr, a.address, b.address, 0, 2 * count, is_half<T>, added, here.file,
-                     here.line);
+  simulator_multiply(d, nullptr, a.address, b.address, 0, 2 * count, simulator::format<T>, added,
+                     here.file, here.line);
 }
 
-// The same with A in registers and B by_columns.
+// The same with A in registers and B by_columns, or of e4m3 by_rows.
 template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
-  if (b.rows == 0) simulator::fault("multiplies A in registers with B by_rows", here);
-  simulator_multiply(d, a, nullptr, b.address, b.rows, 2 * count, is_half<T>, added, here.file,
-                     here.line);
+  if (is_e4m3<T> && b.rows != 0) simulator::fault("multiplies B of e4m3 by_columns", here);
+  if (!is_e4m3<T> && b.rows == 0)
+    simulator::fault("multiplies A in registers with B by_rows", here);
+  simulator_multiply(d, a, nullptr, b.address, b.rows, 2 * count, simulator::format<T>, added,
+                     here.file, here.line);
 }

@@ -1,0 +1,66 @@
+"""How far kernels are from float64 on average, beside the bounds that each element has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyfa import calls, planning, reference
+from cupyfa.backends import Backend
+from cupyfa.backends.guard import run_guarded
+from cupyfa.backends.select import backend_named
+from cupyfa.cases import Case
+from cupyfa.kernel import Kernel
+from cupyfa.problem import Problem
+from cupyfa.records import record_named
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The root of the mean square of what O of a kernel errs by, and of O itself."""
+
+    kernel: str
+    case: Case
+    rmse: float
+    rms: float
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a table."""
+        return {"kernel": self.kernel, "values": self.case.values, "rmse": self.rmse}
+
+
+def accuracy(
+    kernels: Sequence[str | Kernel],
+    *,
+    values: Sequence[str] = ("normal", "outliers"),
+    seed: int = 0,
+    backend: str | Backend = "auto",
+    **sizes: Any,
+) -> list[Accuracy]:
+    """The accuracy of forward kernels on random inputs of several kinds, against float64.
+
+    values: of ``cases.VALUES``. sizes: those of a problem, as ``M=256, d=128, dtype="float16"``.
+    Each kernel gets the same inputs. Raises Unsupported if one cannot do the problem.
+    """
+    engine = backend_named(backend) if isinstance(backend, str) else backend
+    problem, found = Problem.of_sizes(**sizes), []
+    for kind in values:
+        case = Case("forward", problem, seed, kind)
+        inputs = case.inputs()
+        exact, _ = reference.attention(
+            *(inputs[name] for name in "QKV"),
+            scale=problem.scale,
+            diagonal=None if problem.right is None else problem.diagonal,
+            lower=None if problem.left is None else problem.lower,
+        )
+        for kernel in kernels:
+            record = record_named(kernel) if isinstance(kernel, str) else kernel
+            plan = planning.plan(record, problem, engine.limits)
+            out = run_guarded(engine, plan, calls.readable(plan, inputs), {})["O"]
+            rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))
+            rms = np.sqrt(np.mean(exact**2))
+            found.append(Accuracy(record.name, case, float(rmse), float(rms)))
+    return found

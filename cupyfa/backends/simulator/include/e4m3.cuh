@@ -1,0 +1,36 @@
+#pragma once
+// e4m3, numbers of 8 bits for the tensor cores: four of exponent, three of mantissa. The largest is
+// 448, the smallest normal one 2^-6, the smallest of all 2^-9. There is NaN, but no infinity.
+#include <simulator.h>
+
+struct E4m3 {
+  unsigned char bits;
+};
+
+template <class T>
+constexpr bool is_e4m3 = false;
+template <>
+constexpr bool is_e4m3<E4m3> = true;
+
+namespace simulator {
+
+inline unsigned e4m3_bits(float value) {
+  unsigned bits = bit_cast<unsigned>(value);
+  unsigned sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return 0x7f;          // NaN has no sign
+  if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
+  // Below the smallest normal: adding 2^14 leaves a multiple of 2^-9 at the float's end.
+  if (magnitude < 0x3c800000)
+    return sign | (bit_cast<unsigned>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000);
+  unsigned odd = magnitude >> 20 & 1;
+  return sign | (magnitude - 0x3c000000 + 0x7ffff + odd) >> 20;
+}
+
+}  // namespace simulator
+
+// Four floats rounded to nearest, ties to even, the first in the lowest bits. What is larger than
+// 448, infinity too, becomes 448; NaN stays.
+inline unsigned pack_e4m3(float a, float b, float c, float d) {
+  return simulator::e4m3_bits(a) | simulator::e4m3_bits(b) << 8 | simulator::e4m3_bits(c) << 16 |
+         simulator::e4m3_bits(d) << 24;
+}
