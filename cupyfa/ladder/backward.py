@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from cupyfa.kernel import Kernel, Launch, cdiv
+from cupyfa.kernel import Formula, Kernel, Launch, cdiv
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 
@@ -101,6 +101,55 @@ def _on_elements(entry: str, name: str, scale: str) -> Launch:
     )
 
 
+WGMMA_SCRATCH = {
+    "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
+    "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
+}
+WGMMA_TILES_UP_TO = {
+    64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 1},),
+    128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 2},),
+}
+WGMMA_RULES = {
+    "Br is 64 or 128": lambda c: c.Br in (64, 128),
+    "Bc is 128": lambda c: c.Bc == 128,
+    "dS_stages is 1 or 2": lambda c: c.dS_stages in (1, 2),
+}
+
+
+def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
+    """The rows of all heads, each head's filled up to whole tiles."""
+    return p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
+
+
+def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
+    """Into how many parts dQ of a tile is shared out, as row_sums.cuh does."""
+    return 2 if c.Br == 128 or p.d > 64 else 1
+
+
+def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
+    """The columns of the sums of dQ."""
+    return cdiv(p.d, 16) * 16 if c.Br == 128 or p.d <= 64 else 128
+
+
+def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
+    depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
+    tiles = 2 * ((c.Bc + c.stages * c.Br) * (depth + width) + c.dS_stages * c.Br * c.Bc)
+    part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (2 + 4 * c.stages)
+    return cdiv(tiles + rest, 1024) * 1024
+
+
+def wgmma_tile_launch(entry: str, args: str, parts: Formula, threads: int) -> Launch:
+    """Blocks for each tile of rows."""
+    return Launch(
+        entry,
+        args=args,
+        grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads * p.batch, parts(p, c)),
+        threads=lambda p, c: threads,
+    )
+
+
 KERNELS = (
     Kernel(
         name="columns",
@@ -153,5 +202,51 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch=DELTA_SCRATCH,
+    ),
+    Kernel(
+        name="wgmma_columns",
+        adds="columns with wgmma and TMA: warpgroups own 64 keys, P and dS stay in registers",
+        operation="backward",
+        launches=(
+            wgmma_tile_launch(
+                "begin_rows",
+                "O dO lse row_sums.data dQ_sum.data M heads",
+                lambda p, c: 1,
+                THREADS,
+            ),
+            Launch(
+                "wgmma_columns",
+                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data dK dV "
+                "M N heads kv_heads group diagonal lower scale",
+                boxes={
+                    "Q": lambda p, c: c.Br,
+                    "K": lambda p, c: c.Bc,
+                    "V": lambda p, c: c.Bc,
+                    "dO": lambda p, c: c.Br,
+                },
+                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+                threads=lambda p, c: 384,
+                shared=wgmma_shared,
+            ),
+            wgmma_tile_launch(
+                "finish_rows",
+                "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
+                wgmma_parts,
+                128,
+            ),
+        ),
+        tiles=tuple(
+            {"Br": 64, "Bc": 128, "stages": stages, "dS_stages": dS_stages}
+            for stages, dS_stages in ((2, 2), (2, 1), (1, 1))
+        ),
+        tiles_up_to=WGMMA_TILES_UP_TO,
+        candidates={"Br": (64, 128), "Bc": (128,), "stages": (1, 2, 3), "dS_stages": (1, 2)},
+        rules=WGMMA_RULES,
+        dtypes=("float16", "bfloat16"),
+        features=FEATURES,
+        scratch=WGMMA_SCRATCH,
+        arch="90a",
+        largest_d=128,
+        unordered=("dQ",),
     ),
 )

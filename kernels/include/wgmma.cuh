@@ -80,6 +80,13 @@ __device__ __forceinline__ void multiply(float (&d)[count], Matrix a, Matrix b, 
   Product<T, 2 * count>::multiply(d, a, b, added);
 }
 
+// The same with B by_columns.
+template <class T, int count>
+__device__ __forceinline__ void multiply_columns(float (&d)[count], Matrix a, Matrix b,
+                                                 bool added) {
+  Product<T, 2 * count>::multiply_columns(d, a, b, added);
+}
+
 // The same with A in registers and B by_columns.
 template <class T, int count>
 __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b,
@@ -118,28 +125,36 @@ __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[
                " {" D_##n(TEXT, AND_TEXT) "}, " inputs ";}"                    \
                : D_##n(OPERANDS, AND_OPERANDS)                                 \
                : __VA_ARGS__)
-#define WGMMA_SHARED(n, type, i, j, k) \
-  WGMMA(n, type, "%" #i ",%" #j ",p,1,1,0,0", k, "l"(a.descriptor), "l"(b.descriptor), "r"(added))
+#define WGMMA_SHARED(n, type, columns, i, j, k)                                                \
+  WGMMA(n, type, "%" #i ",%" #j ",p,1,1,0," #columns, k, "l"(a.descriptor), "l"(b.descriptor), \
+        "r"(added))
 #define WGMMA_REGISTERS(n, type, i, j, k, l, m, o)                                             \
   WGMMA(n, type, "{%" #i ",%" #j ",%" #k ",%" #l "},%" #m ",p,1,1,1", o, "r"(a[0]), "r"(a[1]), \
         "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(added))
-#define PRODUCT(n, i, j, k, l, m, o)                                                           \
-  template <class T>                                                                           \
-  struct Product<T, n> {                                                                       \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,     \
-                                                    int added) {                               \
-      if constexpr (is_half<T>)                                                                \
-        WGMMA_SHARED(n, "f16", i, j, k);                                                       \
-      else                                                                                     \
-        WGMMA_SHARED(n, "bf16", i, j, k);                                                      \
-    }                                                                                          \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4], \
-                                                    Matrix b, int added) {                     \
-      if constexpr (is_half<T>)                                                                \
-        WGMMA_REGISTERS(n, "f16", i, j, k, l, m, o);                                           \
-      else                                                                                     \
-        WGMMA_REGISTERS(n, "bf16", i, j, k, l, m, o);                                          \
-    }                                                                                          \
+#define PRODUCT(n, i, j, k, l, m, o)                                                               \
+  template <class T>                                                                               \
+  struct Product<T, n> {                                                                           \
+    static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,         \
+                                                    int added) {                                   \
+      if constexpr (is_half<T>)                                                                    \
+        WGMMA_SHARED(n, "f16", 0, i, j, k);                                                        \
+      else                                                                                         \
+        WGMMA_SHARED(n, "bf16", 0, i, j, k);                                                       \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b, \
+                                                            int added) {                           \
+      if constexpr (is_half<T>)                                                                    \
+        WGMMA_SHARED(n, "f16", 1, i, j, k);                                                        \
+      else                                                                                         \
+        WGMMA_SHARED(n, "bf16", 1, i, j, k);                                                       \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4],     \
+                                                    Matrix b, int added) {                         \
+      if constexpr (is_half<T>)                                                                    \
+        WGMMA_REGISTERS(n, "f16", i, j, k, l, m, o);                                               \
+      else                                                                                         \
+        WGMMA_REGISTERS(n, "bf16", i, j, k, l, m, o);                                              \
+    }                                                                                              \
   };
 PRODUCT(16, 8, 9, 10, 11, 12, 13)
 PRODUCT(32, 16, 17, 18, 19, 20, 21)
