@@ -150,9 +150,9 @@ struct Consumer {
   __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
   // Of a tile, the first of the two keys that this thread has, and of each 8 rows its first.
   __device__ __forceinline__ int own_key() const {
-    return warpgroup * warpgroup_rows + warp * step + lane / 4;
+    return warpgroup * warpgroup_rows + warp * step + fresh(lane) / 4;
   }
-  __device__ __forceinline__ int own_row() const { return 2 * (lane % 4); }
+  __device__ __forceinline__ int own_row() const { return 2 * (fresh(lane) % 4); }
 
   // Begins D = A B^T for the warpgroup's keys and the rows of a tile.
   template <int columns, class Keys, class Queries>
@@ -194,17 +194,29 @@ struct Consumer {
   }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2).
-  template <bool masked>
-  __device__ __forceinline__ void weigh(Sums<Br>& S, const Pairs& pairs) const {
+  __device__ __forceinline__ void weigh(Sums<Br>& S) const {
     const RowSums& sums = shared.sums[turn.stage];
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + own_row()]);
 #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        S[n * 4 + e] = exp2f(S[n * 4 + e] * scale2 - (e % 2 ? lse2.y : lse2.x));
+    }
+  }
+
+  // Sets the weights of pairs to 0 that do not count. What of a key and a row decides is how far
+  // the key is ahead.
+  __device__ __forceinline__ void hide(Sums<Br>& P, const Pairs& pairs) const {
+    const int key = pairs.first_key + own_key(), ahead = key - pairs.first_row - own_row();
+#pragma unroll
+    for (int n = 0; n < Br / 8; ++n) {
+#pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& s = S[n * 4 + e];
-        s = exp2f(s * scale2 - (e % 2 ? lse2.y : lse2.x));
-        if (masked && !pairs.see(n * 8 + own_row() + e % 2, fresh(own_key()) + e / 2 * 8)) s = 0;
+        const int more = e / 2 * 8, here = ahead + more - (n * 8 + e % 2);
+        const bool seen = key + more < pairs.N && (!causal || here <= pairs.diagonal) &&
+                          (!windowed || here >= pairs.lower);
+        if (!seen) P[n * 4 + e] = 0;
       }
     }
   }
@@ -229,10 +241,10 @@ struct Consumer {
 
   // Writes the warp's columns of dS, whose transpose these are.
   __device__ __forceinline__ void store_dS(const Operand& weights) const {
-    const int chunk = warpgroup * (warpgroup_rows / 8) + warp * 2 + lane / 8 % 2;
+    const int own = fresh(lane), chunk = warpgroup * (warpgroup_rows / 8) + warp * 2 + own / 8 % 2;
 #pragma unroll
     for (int i = 0; i < Br / step; ++i) {
-      const int row = i * step + lane % 8 + lane / 16 * 8;
+      const int row = i * step + own % 8 + own / 16 * 8;
       store_matrices_transposed(shared.dS[dS_turn.stage].at(row, chunk), weights[i]);
     }
   }
@@ -240,9 +252,10 @@ struct Consumer {
   // Leaves the part of dQ to the warp that adds it.
   __device__ __forceinline__ void pass_dQ(const Sums<part_width>& dQ) const {
     barrier_sync(dQ_empty(warpgroup), adding_threads);
+    const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
     for (int i = 0; i < part_width / 8; ++i)
-      shared.dQ[warpgroup].sums[i][threadIdx.x % warpgroup_size] =
+      shared.dQ[warpgroup].sums[i][mine] =
           float4{dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]};
     publish_to_copies();
     barrier_arrive(dQ_full(warpgroup), adding_threads);
@@ -259,10 +272,8 @@ struct Consumer {
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i]);
     wait_for_products<1>(S);
-    if (pairs.first_key + Bc > pairs.N || !pairs.all())
-      weigh<true>(S, pairs);
-    else
-      weigh<false>(S, pairs);
+    weigh(S);
+    if (pairs.first_key + Bc > pairs.N || !pairs.all()) hide(S, pairs);
     wait_for_products<0>(dP);
     differentiate(S, dP);
     pack_weights(S, P);
