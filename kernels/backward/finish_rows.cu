@@ -27,12 +27,11 @@ __device__ void recompute_rows(Tensor<const scalar> Q, Tensor<const scalar> K,
     const int row = tile * Br + i;
     if (row >= M) return;
     const scalar *q = Q.row(batch, head, row), *grad = dO.row(batch, head, row);
-    const float lse2 = sums.lse2[i];
     float gradient[count] = {};
-    const int end = lse2 == infinity ? 0 : visible_keys(row, N, diagonal);
+    const int end = sums.counts(i) ? visible_keys(row, N, diagonal) : 0;
     for (int key = hidden_keys(row, N, lower); key < end; ++key) {
       const scalar *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key);
-      const Pair pair = weigh_pair(q, k, grad, v, lse2, sums.delta[i], scale, lane);
+      const Pair pair = weigh_pair(q, k, grad, v, sums.lse2[i], sums.delta[i], scale, lane);
 #pragma unroll
       for (int j = 0; j < count; ++j) {
         const int col = first_col + lane + j * warp_size;

@@ -87,7 +87,7 @@ __device__ __forceinline__ Work find_work(int M, int N, int kv_heads, int group,
                                           int lower) {
   // With a causal mask the first keys have the most rows.
   const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
-  const Rows rows = rows_that_see(tile * Bc, M, N, diagonal, lower);
+  const auto rows = rows_that_see(tile * Bc, M, N, diagonal, lower);
   return {tile * Bc, kv_head, batch, rows.first / Br * Br, N > 0 ? rows.end : 0, group, M};
 }
 
@@ -328,11 +328,11 @@ __device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
     work.for_tiles(heads, [&](int head, int first_row, long long tile) {
       for (int i = 0; i < min(Br, work.M - first_row); ++i) {
         const int row = first_row + i;
-        const float lse2 = row_sums[tile].lse2[i];
-        if (lse2 == infinity || !sees_key(row, key, N, diagonal, lower)) continue;
+        const RowSums& sums = row_sums[tile];
+        if (!sums.counts(i) || !sees_key(row, key, N, diagonal, lower)) continue;
         const scalar* q = Q.row(work.batch, head, row);
         const scalar* grad = dO.row(work.batch, head, row);
-        const Pair pair = weigh_pair(q, k, grad, v, lse2, row_sums[tile].delta[i], scale, lane);
+        const Pair pair = weigh_pair(q, k, grad, v, sums.lse2[i], sums.delta[i], scale, lane);
 #pragma unroll
         for (int j = 0; j < d_count; ++j) {
           const int col = lane + j * warp_size;

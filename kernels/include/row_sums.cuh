@@ -17,6 +17,11 @@ constexpr int dv_width = cdiv(dv, step) * step;
 // 0, of which weights of 0 come.
 struct RowSums {
   alignas(16) float lse2[Br], delta[Br];
+
+  // An lse of infinity comes with O = NaN, and so does D.
+  __device__ __forceinline__ bool counts(int row) const {
+    return lse2[row] != infinity || delta[row] != 0;
+  }
 };
 
 // dQ = dS K of a tile is shared out to the warpgroups by rows, or by columns in two boxes, or else
