@@ -136,7 +136,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
     tiles = 2 * ((c.Bc + c.stages * c.Br) * (depth + width) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
-    rest = 2 * part + 8 * c.stages * c.Br + 8 * (2 + 4 * c.stages)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages)
     return cdiv(tiles + rest, 1024) * 1024
 
 

@@ -30,7 +30,7 @@ struct Shared {
   Boxes<scalar, Br, Bc> dS[dS_stages];
   Part dQ[consumers];
   RowSums sums[stages];
-  Barrier K_full, V_full, Q_full[stages], dO_full[stages], Q_empty[stages], dO_empty[stages];
+  Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
@@ -59,8 +59,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     make_barrier(shared.dO_full[i], 1);
-    make_barrier(shared.Q_empty[i], consumers);
-    make_barrier(shared.dO_empty[i], consumers);
+    make_barrier(shared.empty[i], consumers);
   }
   publish_barriers();
 }
@@ -101,11 +100,10 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
   Turn<stages> turn;
   work.for_tiles(heads, [&](int head, int row, long long tile) {
     const int i = turn.stage;
-    wait(shared.Q_empty[i], turn.phase ^ 1);
+    wait(shared.empty[i], turn.phase ^ 1);
     load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
     arrive_expecting(shared.Q_full[i], sizeof(RowSums));
     load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
-    wait(shared.dO_empty[i], turn.phase ^ 1);
     load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
     turn.advance();
   });
@@ -284,13 +282,12 @@ struct Consumer {
     publish_to_copies();
     barrier_sync(dS_full, consuming_threads);
     begin_dQ(dQ);
-    wait_for_products<1>(dV);
-    if (leads()) arrive(shared.dO_empty[i]);
     begin_sums(dK, dS, shared.Q[i]);
     wait_for_products<1>(dQ);
     pass_dQ(dQ);
     wait_for_products<0>(dK);
-    if (leads()) arrive(shared.Q_empty[i]);
+    settle(dV);
+    if (leads()) arrive(shared.empty[i]);
     dS_turn.advance();
     turn.advance();
   }
