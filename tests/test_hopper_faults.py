@@ -27,7 +27,7 @@ HEADERS = {"consumers.cuh": "wgmma", "boxes.cuh": "wgmma", "turns.cuh": "wgmma_o
 # Turns are for speed, so nobody need wait for them.
 AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
 # Registers written since the last wait must be announced to a device's products alone.
-ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? warpgroup : 0;\n    begin_products();"
+ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    begin_products();"
 # Sums that came out as NaN would be computed once more.
 MENDED = "recompute_gradients.cuh", ("return __any_sync(full_warp, strange);", "return false;")
 

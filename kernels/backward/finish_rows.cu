@@ -15,38 +15,6 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == 4 * warp_size, "a warp has 16 rows of a part");
 
-// dQ of 16 rows from a column on, by the keys that each row sees alone.
-__device__ void recompute_rows(Tensor<const scalar> Q, Tensor<const scalar> K,
-                               Tensor<const scalar> V, Tensor<const scalar> dO, Tensor<scalar> dQ,
-                               const RowSums& sums, int tile, int first, int head, int kv_head,
-                               int batch, int M, int N, int diagonal, int lower, float scale,
-                               int first_col) {
-  constexpr int count = cdiv(part_width, warp_size);
-  const int lane = threadIdx.x % warp_size;
-  for (int i = first; i < first + step; ++i) {
-    const int row = tile * Br + i;
-    if (row >= M) return;
-    const scalar *q = Q.row(batch, head, row), *grad = dO.row(batch, head, row);
-    float gradient[count] = {};
-    const int end = sums.counts(i) ? visible_keys(row, N, diagonal) : 0;
-    for (int key = hidden_keys(row, N, lower); key < end; ++key) {
-      const scalar *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key);
-      const Pair pair = weigh_pair(q, k, grad, v, sums.lse2[i], sums.delta[i], scale, lane);
-#pragma unroll
-      for (int j = 0; j < count; ++j) {
-        const int col = first_col + lane + j * warp_size;
-        if (col < d) gradient[j] += pair.slope * float(k[col]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < count; ++j) {
-      const int own = lane + j * warp_size;
-      if (own < part_width && first_col + own < d)
-        dQ.row(batch, head, row)[first_col + own] = scalar(gradient[j] * scale);
-    }
-  }
-}
-
 extern "C" __global__ __launch_bounds__(threads) void finish_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, int M, int N, int heads,
@@ -66,8 +34,8 @@ extern "C" __global__ __launch_bounds__(threads) void finish_rows(
     sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
   }
   if (is_strange(sums)) {
-    recompute_rows(Q, K, V, dO, dQ, row_sums[blockIdx.x], tile, first, head, head / group, batch, M,
-                   N, diagonal, lower, scale, first_col);
+    recompute_rows<part_width>(Q, K, V, dO, dQ, row_sums, tile * Br + first, head, heads,
+                               head / group, batch, M, N, diagonal, lower, scale, first_col);
     return;
   }
   const bool aligned = is_aligned(dQ);

@@ -24,6 +24,11 @@ struct RowSums {
   }
 };
 
+// The number of a row's tile.
+__device__ __forceinline__ long long tile_of(int batch, int head, int heads, int row, int M) {
+  return ((long long)batch * heads + head) * cdiv(M, Br) + row / Br;
+}
+
 // dQ = dS K of a tile is shared out to the warpgroups by rows, or by columns in two boxes, or else
 // by keys; then both add to the same part.
 constexpr bool by_rows_of_dQ = Br == consumers * warpgroup_rows;
