@@ -21,9 +21,15 @@ RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels
 TILES = {
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
+    "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
 }
 # Headers that order things, each with a rung that needs all that it says.
-HEADERS = {"consumers.cuh": "wgmma", "boxes.cuh": "wgmma", "turns.cuh": "wgmma_overlap"}
+HEADERS = {
+    "consumers.cuh": "wgmma",
+    "boxes.cuh": "wgmma",
+    "turns.cuh": "wgmma_overlap",
+    "gradient_warpgroups.cuh": "wgmma_two_pass",
+}
 # Turns are for speed, so nobody need wait for them.
 AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
 # Registers written since the last wait must be announced to a device's products alone.
@@ -33,15 +39,23 @@ MENDED = "recompute_gradients.cuh", ("return __any_sync(full_warp, strange);", "
 
 
 def text_of(file):
-    if file in HEADERS:
-        return (sources.INCLUDE / file).read_text()
-    return (sources.KERNELS / RUNGS[file.removesuffix(".cu")].operation / file).read_text()
+    return next(sources.KERNELS.glob(f"*/{file}")).read_text()
+
+
+def files_of(kernel):
+    return [f"{launch.entry}.cu" for launch in RUNGS[kernel].launches]
 
 
 def places():
     """Each statement that orders something: kernel, file, and where it stands there."""
     files = [(kernel, file) for file, kernel in HEADERS.items()]
-    files += [(name, f"{name}.cu") for name in RUNGS if name.startswith("wgmma")]
+    files += [
+        (name, file)
+        for name in RUNGS
+        if name.startswith("wgmma")
+        for file in files_of(name)
+        if file.startswith("wgmma")
+    ]
     for kernel, file in files:
         text = text_of(file)
         for found in ORDERS.finditer(text):
@@ -53,12 +67,9 @@ def places():
 
 def run_without(tmp_path, kernel, file, span, schedules=(None, 1, 2)):
     """Runs a kernel without part of a file: two warpgroups, stages that come again, Q < 0."""
-    for launch in RUNGS[kernel].launches:
-        path = sources.KERNELS / planning.source_path(RUNGS[kernel], launch)
-        (tmp_path / path.name).write_text(path.read_text())
     mended, change = MENDED
-    (tmp_path / mended).write_text((sources.INCLUDE / mended).read_text().replace(*change))
-    for name in {*HEADERS, f"{kernel}.cu"}:
+    (tmp_path / mended).write_text(text_of(mended).replace(*change))
+    for name in {*HEADERS, *files_of(kernel)}:
         text = text_of(name)
         start, end = span if name == file else (0, 0)
         (tmp_path / name).write_text(text[:start] + (";" if end else "") + text[end:])
