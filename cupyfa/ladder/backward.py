@@ -245,7 +245,7 @@ KERNELS = (
                 shared=wgmma_shared,
             ),
             wgmma_tile_launch(
-                "finish_rows",
+                "finish_dQ",
                 "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
                 wgmma_parts,
                 128,

@@ -4,7 +4,7 @@
 // Scores are computed transposed, S^T = K Q^T: in that form P^T and dS^T are operands in registers
 // of dV += P^T dO and dK += dS^T Q, and stay where they come out. Only dS for dQ = dS K, a sum over
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
-// copy engine adds it to sums in memory, of which `finish_rows` knows the order.
+// copy engine adds it to sums in memory, of which `finish_dQ` knows the order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]

@@ -1,4 +1,4 @@
-// finish_rows: dQ from the sums that `wgmma_columns` has left, times the scale.
+// finish_dQ: dQ from the sums that `wgmma_columns` has left, times the scale.
 //
 // They lie as registers of products do. A warp reads them so, and its lanes trade what they have of
 // a row until each writes 16 bytes of it.
@@ -15,7 +15,7 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == 4 * warp_size, "a warp has 16 rows of a part");
 
-extern "C" __global__ __launch_bounds__(threads) void finish_rows(
+extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, int M, int N, int heads,
     int group, int diagonal, int lower, real scale) {
