@@ -21,8 +21,10 @@ from cupyfa.commands.compile import compile_kernels
 from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
+from cupyfa.commands.memory import memory
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
+from cupyfa.commands.roofline import roofline
 from cupyfa.commands.run import run
 from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
@@ -138,8 +140,10 @@ for command in (
     run,
     check,
     replay,
+    roofline,
     compile_kernels,
     show,
+    memory,
     profile,
     cache,
     doctor,

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from cupyfa.checking import check, replay
     from cupyfa.comparing import compare
     from cupyfa.diagnosis import doctor
+    from cupyfa.footprint import memory
     from cupyfa.profiling import profile
+    from cupyfa.roofs import roofline
     from cupyfa.tuning import tune
 
 __version__ = "0.1.0"
@@ -55,10 +57,12 @@ __all__ = [
     "compare",
     "doctor",
     "kernels",
+    "memory",
     "padded",
     "plan",
     "profile",
     "replay",
+    "roofline",
     "softmax",
     "tune",
 ]
@@ -69,8 +73,10 @@ _TOOLS = {
     "check": "checking",
     "compare": "comparing",
     "doctor": "diagnosis",
+    "memory": "footprint",
     "profile": "profiling",
     "replay": "checking",
+    "roofline": "roofs",
     "tune": "tuning",
 }
 

@@ -16,12 +16,12 @@ from cupyfa.backends import Backend, DeviceError, DeviceLost, execute
 from cupyfa.backends.guard import run_guarded
 from cupyfa.backends.select import AT_THE_CALLER, backend_named
 from cupyfa.backends.simulator.machine import SimulatorFault
-from cupyfa.cases import Case
+from cupyfa.cases import FINITE, Case
 from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import BASELINE, BEFORE, Measurement
-from cupyfa.operations import Excerpt
+from cupyfa.operations import OPERATIONS
 from cupyfa.peers import Peer
 from cupyfa.planning import Plan, Unsupported
 from cupyfa.problem import Problem
@@ -29,7 +29,6 @@ from cupyfa.sampling import Sample
 from cupyfa.tolerance import WrongResult
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
-_FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")
 
 
 def bench(
@@ -165,18 +164,19 @@ class _Shared:
     """What the kernels of one problem share: inputs, memory, and what the reference says."""
 
     case: Case
+    engine: Backend
     memory: dict[Any, Any] = field(default_factory=dict)
     samples: dict[str | None, Sample] = field(default_factory=dict)
 
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
-        return self.case.inputs()
+        return self.case.inputs(self.engine)
 
     def expected(self, plan: Plan, rounding: str | None) -> Sample:
         """What to compare a kernel with that rounds so."""
         if rounding not in self.samples:
             inputs = calls.readable(plan, self.inputs)
-            excerpts = sampling.excerpts(plan.problem, self.case.seed)
+            excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
             self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
         return self.samples[rounding]
 
@@ -266,7 +266,7 @@ def _measured(
     """The rows of one problem."""
     how.engine.trim()
     peers.trim()
-    shared = _Shared(case)
+    shared = _Shared(case, how.engine)
     entries = []
     for kernel, constants in contenders:
         row = Measurement(kernel.name, case.operation, case.problem, constants)
@@ -304,7 +304,7 @@ def _check_kernel(
     except (WrongResult, SimulatorFault) as error:
         return entry.reject(str(error))
     expected = shared.expected(plan, plan.rounding)
-    verdicts = sampling.judge(results, expected, finite=case.values in _FINITE)
+    verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
     resources = [engine.resources(x) for x in prepared]
     entry.row = replace(
         entry.row,
@@ -342,13 +342,13 @@ def _peak(engine: Backend, plan: Plan) -> float | None:
 def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
     """The peers that can do the problem, after each had its say on our results."""
     case, found = shared.case, []
-    if case.operation != "forward" or not entries:
+    if case.operation == "softmax" or not entries:
         return []
     for name in how.against:
         try:
             with how.engine.working_on(None):
                 arrays = timing.placed(how.engine, shared.inputs, shared.memory)
-                other = peers.peer(name, how.engine, case.problem, arrays)
+                other = peers.peer(name, how.engine, case.problem, arrays, case.operation)
         except _NOT_HERE as error:
             how.note(str(error), case.problem)
             continue
@@ -367,25 +367,31 @@ def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
     """
     plan, p = entry.plan, shared.case.problem
     assert plan is not None and entry.kernel is not None
+    operation = OPERATIONS[plan.kernel.operation]
     roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
-    allowed = sum(shared.expected(plan, x).largest_bound("O") for x in roundings)
-    difference, index = _largest_difference(entry.results["O"], other.output)
-    if difference <= allowed:
-        return
-    excerpt = Excerpt(index[0], index[1], slice(index[2], index[2] + 1))
-    ours, theirs = (
-        sampling.judge({"O": output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
-        for inputs in [calls.readable(plan, shared.inputs)]
-        for output, rounding in zip((entry.results["O"], other.output), roundings)
-    )
-    farther = other.label if theirs.error > ours.error else entry.row.kernel
-    how.note(
-        f"{other.label} and {entry.row.kernel} differ by {difference:.3g} at {list(index)} of {p}: "
-        f"{farther} is farther from the reference (errors {theirs.error:.3g}, {ours.error:.3g})",
-        p,
-    )
-    if not ours.passed:
-        entry.reject(str(ours))
+    for name, theirs in other.outputs.items():
+        if not entry.call:
+            return
+        mine = entry.results[name]
+        allowed = sum(shared.expected(plan, x).largest_bound(name) for x in roundings)
+        difference, index = _largest_difference(mine, theirs)
+        if difference <= allowed:
+            continue
+        excerpt = operation.excerpt_at(name, index, p)
+        inputs = calls.readable(plan, shared.inputs)
+        ours, its = (
+            sampling.judge({name: output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
+            for output, rounding in zip((mine, theirs), roundings)
+        )
+        farther = other.label if its.error > ours.error else entry.row.kernel
+        how.note(
+            f"{other.label} and {entry.row.kernel} differ by {difference:.3g} at {list(index)} of "
+            f"{f'{name} of ' if name != 'O' else ''}{p}: {farther} is farther from the reference "
+            f"(errors {its.error:.3g}, {ours.error:.3g})",
+            p,
+        )
+        if not ours.passed:
+            entry.reject(str(ours))
 
 
 def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[int, ...]]:

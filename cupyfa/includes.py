@@ -17,15 +17,20 @@ def digest(text: str, folders: Sequence[Path]) -> str:
     beside the file that includes it. Those found nowhere are left to the compiler, and so are
     names that a macro stands for.
     """
-    found: dict[Path, bytes] = {}
-    _follow(text, None, folders, found)
     total = hashlib.sha256()
-    for path, content in found.items():
+    for path, content in reached(text, folders).items():
         name = path.name.encode(errors="surrogateescape")
         for part in (name, content):
             total.update(len(part).to_bytes(8, "little"))
             total.update(part)
     return total.hexdigest()
+
+
+def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
+    """The files that ``digest`` is over, in the order in which they are met, and their content."""
+    found: dict[Path, bytes] = {}
+    _follow(text, None, folders, found)
+    return found
 
 
 def _follow(

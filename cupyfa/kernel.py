@@ -39,6 +39,7 @@ WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other archite
 MOST_BOX_ROWS = 256
 _FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
+_KEEPS = ("rows", "keys", "neither", "nothing")
 
 
 def cdiv(count: int, size: int) -> int:
@@ -76,6 +77,13 @@ class Launch:
     ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits. The copies of boxes need rows that
     begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a broadcast
     axis, an odd offset) is copied to memory where they do, or, if an output, from there.
+
+    ``keeps`` and ``moves`` are for counting bytes (traffic.py). A launch on Q and K goes through
+    tiles of Br rows and Bc keys: a block keeps its "rows" while keys pass by, or its "keys" while
+    rows do, or "neither", if Q passes by again with each tile of keys; "nothing" says that there
+    are no such tiles. Without it those that write dK keep keys, all others rows. ``moves`` says how
+    many times an array is read or written where that is otherwise, as ``{"S": lambda p, c: 3}``;
+    it finds ``c.multiprocessors`` as grids do.
     """
 
     entry: str
@@ -88,6 +96,8 @@ class Launch:
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
+    keeps: str | None = None
+    moves: Mapping[str, Formula] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self, _LAUNCH_RULES)
@@ -101,7 +111,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Matmul:
-    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed."""
+    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed.
+
+    Heads of ``b`` may be shared by groups of ``a``'s, and heads of ``out`` by groups of both, whose
+    products are added up. The inputs' dtype may go in and that of sums come out.
+    """
 
     out: str
     a: str
@@ -290,6 +304,10 @@ _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
+    f"keeps is None or one of {', '.join(_KEEPS)}": lambda x: x.keeps in (None, *_KEEPS),
+    "moves are {array: lambda p, c: …}, of names that the args have": lambda x: (
+        set(x.moves) <= {name for name, _ in x.arrays} and all(map(callable, x.moves.values()))
+    ),
     "numbers are {name: lambda p, c: …}, of names that the args have": lambda x: (
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))

@@ -18,14 +18,21 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Some rows of the outputs of one head: an index of [batch, heads, rows, …]."""
+    """Some rows of the outputs of one head: an index of [batch, heads, rows, …].
+
+    ``keys`` are the rows of the key head that belong to it; by default as many, as far from the
+    first one.
+    """
 
     batch: int
     head: int
     rows: slice
+    keys: slice | None = None
 
     def of_keys(self, p: Problem) -> Excerpt:
-        """As many rows of the key head that this head reads, as far from the first one."""
+        """The rows of the key head that this head reads."""
+        if self.keys is not None:
+            return Excerpt(self.batch, self.head // p.group, self.keys)
         count = min(self.rows.stop - self.rows.start, p.N)
         furthest = max(p.M - (self.rows.stop - self.rows.start), 1)
         start = min(self.rows.start * (p.N - count) // furthest, p.N - count)
@@ -77,8 +84,18 @@ class Operation:
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
         """Which rows of an output belong to an excerpt."""
-        axes, _ = self.outputs[output]
-        return excerpt.of_keys(p) if "kv_heads" in axes.split() else excerpt
+        return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
+
+    def excerpt_at(self, output: str, index: Sequence[int], p: Problem) -> Excerpt:
+        """The smallest excerpt with this element of an output."""
+        batch, head, row = index[:3]
+        here = slice(row, row + 1)
+        if self._is_of_keys(output):
+            return Excerpt(batch, head * p.group, slice(0, 1), here)
+        return Excerpt(batch, head, here)
+
+    def _is_of_keys(self, output: str) -> bool:
+        return "kv_heads" in self.outputs[output][0].split()
 
 
 def visible_scores(p: Problem) -> int:

@@ -39,20 +39,27 @@ NAMES = tuple(PACKAGES)
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention on some arrays.
+    """Another library's attention, or its gradients, on some arrays.
 
-    ``call`` computes it again on the engine's stream; ``output`` is what came of the first time,
-    [batch, heads, M, dv]; ``capture`` makes a CUDA graph of it and returns what replays that.
+    ``call`` computes it again on the engine's stream; ``outputs`` are what came of the first time,
+    by their names in operations.py; ``capture`` makes a CUDA graph of it and returns what replays
+    that. Of gradients the forward pass is no part of a call.
     """
 
     label: str
     call: Callable[[], Any]
-    output: np.ndarray
+    outputs: Mapping[str, np.ndarray]
     capture: Callable[[], Callable[[], Any]] | None = None
 
 
-def peer(name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any]) -> Peer:
-    """The peer of a name on the arrays Q, K and V, which lie with the engine.
+def peer(
+    name: str,
+    engine: Backend,
+    p: Problem,
+    arrays: Mapping[str, Any],
+    operation: str = "forward",
+) -> Peer:
+    """The peer of a name on the arrays Q, K and V, and dO for gradients, which lie with the engine.
 
     Raises Unsupported if it is not installed or cannot do the problem.
     """
@@ -68,6 +75,10 @@ def peer(name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any]) -> P
             )
         if p.precision not in (None, "float32"):
             raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
+        if operation == "backward":
+            if name not in _TORCH:
+                raise Unsupported("its gradients are not timed here")
+            return _torch(name, engine, p, [arrays[x] for x in "QKV"], arrays["dO"])
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])
 
 
@@ -105,11 +116,63 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
             raise Unsupported(f"{label} cannot do {p}: {reason}") from None
 
 
-def _torch(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+def _torch(
+    name: str, engine: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
+) -> Peer:
+    """torch's attention, or its gradients: those of a forward pass that was made before.
+
+    Automatic differentiation runs a step on the stream that its forward step ran on, so a graph of
+    gradients is captured on a stream on which the forward pass was made once more.
+    """
     torch = import_module("torch")
     attention = import_module("torch.nn.attention")
     q, k, v = (_tensor(torch, array) for array in arrays)
     kernel = getattr(attention.SDPBackend, _TORCH[name])
+    options = _torch_options(name, p)
+
+    def attend() -> Any:
+        with attention.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    def on_stream(function: Callable[[], Any]) -> Any:
+        with _torch_stream(torch, engine):
+            return function()
+
+    def differentiable() -> Callable[[], Any]:
+        """Makes the forward pass, and returns what takes the gradients of it."""
+        out = attend()
+        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    names: tuple[str, ...] = ("O",)
+    if gradient is None:
+        compute = attend
+    else:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        dout = _tensor(torch, gradient)
+        names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
+
+    def capture() -> Callable[[], Any]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with _reasons(label(name), p):
+            call = compute
+            if gradient is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    call = differentiable()
+                    call()
+                stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+        return partial(on_stream, graph.replay)
+
+    results = on_stream(compute)
+    results = (results,) if gradient is None else results
+    outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
+    return Peer(label(name), partial(on_stream, compute), outputs, capture)
+
+
+def _torch_options(name: str, p: Problem) -> dict[str, Any]:
+    """The mask, heads and scale as scaled_dot_product_attention takes them."""
     options: dict[str, Any] = {"scale": p.scale}
     if p.heads != p.kv_heads:
         options["enable_gqa"] = True
@@ -122,23 +185,7 @@ def _torch(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Pee
             raise Unsupported("its rows without a key are NaN")
         bias = import_module("torch.nn.attention.bias")
         options["attn_mask"] = bias.causal_lower_right(p.M, p.N)
-
-    def compute() -> Any:
-        with attention.sdpa_kernel(kernel):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-    def on_stream(function: Callable[[], Any]) -> Any:
-        with _torch_stream(torch, engine):
-            return function()
-
-    def capture() -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        with _reasons(label(name), p), torch.cuda.graph(graph):
-            compute()
-        return partial(on_stream, graph.replay)
-
-    output = _numpy(torch, on_stream(compute), p)
-    return Peer(label(name), partial(on_stream, compute), output, capture)
+    return options
 
 
 def _tensor(torch: Any, array: Any) -> Any:
@@ -151,7 +198,7 @@ def _tensor(torch: Any, array: Any) -> Any:
 def _numpy(torch: Any, tensor: Any, p: Problem) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
-    return tensor.cpu().numpy().view(p.dtype.numpy)
+    return tensor.detach().cpu().numpy().view(p.dtype.numpy)
 
 
 def _torch_stream(torch: Any, engine: Backend) -> Any:
@@ -193,7 +240,7 @@ def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
                 raise
         else:
             break
-    return Peer(f"jax {implementation}", call, output)
+    return Peer(f"jax {implementation}", call, {"O": output})
 
 
 def _jax_array(jax: Any, array: Any) -> Any:
@@ -246,4 +293,4 @@ def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any
         graph.execute(dict(buffers), engine.address(workspace), handle=handle)
 
     call()
-    return Peer(label(name), call, engine.download(out), partial(engine.capture, call))
+    return Peer(label(name), call, {"O": engine.download(out)}, partial(engine.capture, call))

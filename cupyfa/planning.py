@@ -66,7 +66,7 @@ class Limits:
 
     ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
     says why there are no matrix products here, if that is so. ``multiprocessors`` are those of an
-    H100 SXM where no device is.
+    H100 SXM where no device is. ``clock`` is the highest of a multiprocessor, in GHz, where known.
     """
 
     device: str
@@ -75,6 +75,7 @@ class Limits:
     arch: str | None = None
     no_matmul: str | None = None
     multiprocessors: int = 132
+    clock: float | None = None
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
@@ -84,7 +85,8 @@ class PlannedLaunch:
 
     ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
     are the rows of a box by array, ``numbers`` the arguments that only this launch has. ``target``
-    is the architecture to compile for, as "90a", if that is not just the device's.
+    is the architecture to compile for, as "90a", if that is not just the device's. ``moves`` are
+    how many times arrays are read or written, where the record says so.
     """
 
     launch: Launch
@@ -98,6 +100,7 @@ class PlannedLaunch:
     boxes: Mapping[str, int] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     target: str | None = None
+    moves: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def entry(self) -> str:
@@ -568,6 +571,10 @@ def _planned(
         boxes=_boxes(kernel, launch, problem, c),
         numbers=_numbers(kernel, launch, problem, of_grid),
         target=kernel.target,
+        moves={
+            name: int(_evaluated(kernel, f"moves of {name}", formula, problem, of_grid))
+            for name, formula in launch.moves.items()
+        },
     )
 
 

@@ -107,6 +107,7 @@ def timeline(
 ) -> list[KernelTime]:
     """What Nsight Systems says of every kernel that ran, cuBLAS's too: a warm-up and one call.
 
+    Before gradients of large problems that is also the forward kernel that left O and lse.
     Arguments and errors are those of ``profile``.
     """
     record, case = _checked("nsys", kernel, case, constants)
@@ -161,7 +162,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     record = records.record_named(kernel)
     plan = planning.plan(record, case.problem, engine.limits, **constants)
     with engine.working_on(None):
-        readable = calls.readable(plan, case.inputs())
+        readable = calls.readable(plan, case.inputs(engine))
         inputs = timing.placed(engine, readable, {})
         outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
         for _ in range(2):

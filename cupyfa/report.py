@@ -22,6 +22,7 @@ from cupyfa.kernel import Kernel
 from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, PlannedLaunch
+from cupyfa.roofs import Roof
 from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial
 
@@ -204,6 +205,37 @@ def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
     return fields(table[0], width=width) if len(rows) == 1 else _table(table, width)
 
 
+def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
+    """What bounds computations, as a person reads it: what differs between them, and notes below.
+
+    Three digits of each number, for they are estimates.
+    """
+    table = [
+        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
+        for row in rows
+    ]
+    _drop_followers(table)
+    notes = [f"note: {x['note']}" for x in table if x["note"]]
+    for column in ("note", *(x for x in table[0] if x.endswith(_DETAILS))):
+        _drop(table, column)
+    if all(row.bytes == row.least_bytes for row in rows):
+        for column in [x for x in table[0] if x.startswith("cached_")]:
+            _drop(table, column)
+    shown = (
+        _table(table, width, spare=_SPARE_OF_ROOFS)
+        if len(rows) > 1
+        else fields(table[0], width=width)
+    )
+    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded
+
+
+_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")
+_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "cached_FLOP/B", "ms", "balance", "MB")
 _FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
 # Left out one by one where a table has no room.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
@@ -211,14 +243,19 @@ _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked
 
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
     """Takes out sizes that follow others, the usual scale, and tiles that no kernel changes."""
-    for column, same in _FOLLOWS.items():
-        if all(row[column] in (None, row[same]) for row in table):
-            _drop(table, column)
+    _drop_followers(table)
     if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
         _drop(table, "scale")
     tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
     if len(tiles) == len({kernel for kernel, _ in tiles}):
         _drop(table, "constants")
+
+
+def _drop_followers(table: Sequence[dict[str, Any]]) -> None:
+    """Takes out sizes that are the same as others."""
+    for column, same in _FOLLOWS.items():
+        if all(row[column] in (None, row[same]) for row in table):
+            _drop(table, column)
 
 
 def _drop(table: Sequence[dict[str, Any]], column: str) -> None:

@@ -17,6 +17,7 @@ from cupyfa.tolerance import Expected, Verdict
 
 _WORK = 2e9  # products of scores that the reference makes in about a second
 _LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
+_OF_GRADIENTS = 4  # times the forward pass's work, for rows, and again for keys
 _ROWS = 64  # of an excerpt
 
 
@@ -60,13 +61,15 @@ def sample(
     return Sample(operation, p, excerpts, expected)
 
 
-def excerpts(p: Problem, seed: int) -> list[Excerpt | None]:
+def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
     """The excerpts to judge a problem by: [None], all of it, if that is quick.
 
     The first and the last rows of the first and the last head, and others by the seed, two or as
     many as are quick.
     """
     width = max(p.d + p.dv, _LEAST_WIDTH)
+    if operation == "backward":  # more products, for rows and for keys, which a group reads
+        width *= _OF_GRADIENTS * (1 + p.group)
     if p.batch * p.heads * p.M * p.N * width <= _WORK or p.M <= _ROWS:
         return [None]
     pick = random.Random(seed)

@@ -41,6 +41,12 @@ def text(launch: PlannedLaunch) -> str:
     )
 
 
+def headers(launch: PlannedLaunch) -> set[str]:
+    """The names of the headers that a launch's file includes, directly or not."""
+    file = _read(KERNELS / launch.path, launch.entry)
+    return {path.name for path in includes.reached(file, include_folders(launch))}
+
+
 def without_entry(launch: PlannedLaunch) -> ValueError:
     """What is wrong with a file in which the compiler did not find the launch's entry point."""
     return ValueError(

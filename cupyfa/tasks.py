@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupyfa import calls, planning
+from cupyfa import calls, planning, sampling
 from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory
 from cupyfa.backends.guard import run_guarded
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
-from cupyfa.cases import Case
+from cupyfa.cases import FINITE, Case
 from cupyfa.failures import (
     COMPILE_ERROR,
     DEVICE_ERROR,
@@ -32,7 +32,8 @@ from cupyfa.kernel import Kernel
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, Unsupported
 from cupyfa.records import record_named
-from cupyfa.tolerance import Expected, WrongResult, compare
+from cupyfa.sampling import Sample
+from cupyfa.tolerance import WrongResult
 from cupyfa.trial import difference
 
 # Multiply-adds, scores and rows of a case that the simulator does in a minute with any kernel.
@@ -86,8 +87,8 @@ def perform(
         except ValueError as error:  # a mistake in the record
             yield Outcome(name, ERROR, str(error))
     try:
-        inputs = task.case.inputs() if plans and inputs is None else inputs or {}
-        expected = _expected(plans, inputs)
+        inputs = task.case.inputs(engine) if plans and inputs is None else inputs or {}
+        expected = _expected(plans, inputs, task.case)
     except MemoryError as error:
         yield from (Outcome(name, NO_MEMORY, str(error)) for name in plans)
         return
@@ -102,7 +103,7 @@ def perform(
                 if task.keep:
                     begun = replace(begun, arrays=_kept(inputs, right))
                 yield Doing(begun, runs=True)
-                yield _outcome(engine, plan, inputs, right, begun, task.reruns)
+                yield _outcome(engine, plan, inputs, right, begun, task)
         except CompilerNotFound:
             raise
         except Exception as error:
@@ -128,33 +129,41 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
     return plan
 
 
-def _expected(plans: Mapping[str, Plan], inputs: Arrays) -> dict[str | None, dict[str, Expected]]:
-    """What is right, by what the kernels round to: computed once for all of them."""
+def _expected(plans: Mapping[str, Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
+    """What is right, by what the kernels round to: computed once for all of them.
+
+    Gradients take far longer than the forward pass: of large problems there is a sample.
+    """
     if not plans:
         return {}
     plan = next(iter(plans.values()))
-    roundings = dict.fromkeys(plan.rounding for plan in plans.values())
-    operation = OPERATIONS[plan.kernel.operation]
-    return operation.reference(calls.readable(plan, inputs), plan.problem, tuple(roundings))
+    operation, p = OPERATIONS[plan.kernel.operation], plan.problem
+    gradients = operation.name == "backward"
+    chosen = sampling.excerpts(p, case.seed, "backward") if gradients else [None]
+    roundings = tuple(dict.fromkeys(plan.rounding for plan in plans.values()))
+    readable = calls.readable(plan, inputs)
+    found = [operation.reference(readable, p, roundings, excerpt) for excerpt in chosen]
+    return {r: Sample(operation, p, chosen, [each[r] for each in found]) for r in roundings}
 
 
 def _outcome(
     engine: Backend,
     plan: Plan,
     inputs: Arrays,
-    expected: Mapping[str, Expected],
+    expected: Sample,
     begun: Outcome,
-    reruns: int,
+    task: Task,
 ) -> Outcome:
     """What comes of running a plan, once and then again."""
     readable = calls.readable(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
     kept = {**begun.arrays, **{f"actual_{x}": results[x] for x in results if begun.arrays}}
-    verdicts = tuple(compare(results, expected))
+    finite = task.case.values in FINITE
+    verdicts = tuple(sampling.judge(results, expected, finite=finite))
     done = replace(begun, verdicts=verdicts, arrays=kept)
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return replace(done, kind=WRONG_RESULT, message="; ".join(wrong))
-    if different := difference(engine, plan, readable, results, reruns):
+    if different := difference(engine, plan, readable, results, task.reruns):
         return replace(done, kind=DIFFERS, message=different)
     return done
 
@@ -173,9 +182,13 @@ def _kind(engine: Backend, error: Exception) -> str:
     return next((kinds[x] for x in kinds if isinstance(error, x)), ERROR)
 
 
-def _kept(inputs: Arrays, expected: Mapping[str, Expected]) -> Arrays:
-    """What a file of a failure holds beside the results, by the names it has there."""
-    values = {f"expected_{name}": pair.value for name, pair in expected.items()}
-    bounds = {f"bound_{name}": pair.bound for name, pair in expected.items()}
+def _kept(inputs: Arrays, expected: Sample) -> Arrays:
+    """What a file of a failure holds beside the results, by the names it has there.
+
+    What is expected is in it if that is known of all rows.
+    """
+    whole = expected.expected[0] if expected.excerpts == [None] else {}
+    values = {f"expected_{name}": pair.value for name, pair in whole.items()}
+    bounds = {f"bound_{name}": pair.bound for name, pair in whole.items()}
     arrays = {**inputs, **values, **bounds}
     return arrays if sum(x.nbytes for x in arrays.values()) <= LARGEST_FILE else {}

@@ -141,7 +141,7 @@ class _Tuning:
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         plan = self.plans[0]
-        return calls.readable(plan, Case(plan.kernel.operation, plan.problem).inputs())
+        return calls.readable(plan, Case(plan.kernel.operation, plan.problem).inputs(self.engine))
 
     @property
     def right(self) -> list[str]:

@@ -15,6 +15,9 @@ from cupyfa.trial import difference, trial
 
 BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
+TILED = pytest.mark.parametrize(
+    "kernel", [x for x in BACKWARD.values() if x.tiles[0] and not x.rules], ids=name
+)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
@@ -43,7 +46,7 @@ def test_large_head_dimensions(backend, kernel, d):
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
-@pytest.mark.parametrize("kernel", [k for k in BACKWARD.values() if not k.rules], ids=name)
+@TILED
 @pytest.mark.parametrize("tile", [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)])
 def test_tiles_of_other_sizes(backend, kernel, tile):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 9, "dv": 6, "window": (17, 2)}
@@ -69,7 +72,8 @@ def test_any_size_may_be_zero(backend, kernel, empty):
 def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
     """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
-    plan = planned(kernel, backend, sizes, **({} if kernel.rules else {"Br": 8, "Bc": 16}))
+    tile = {"Br": 8, "Bc": 16} if kernel.tiles[0] and not kernel.rules else {}
+    plan = planned(kernel, backend, sizes, **tile)
     clean = inputs_of(plan)
     bad = {name: array.copy() for name, array in clean.items() if name not in ("O", "lse")}
     bad["dO"][0, 0, 2], bad["K"][0, 0, 30], bad["V"][0, 0, 35, 1] = np.nan, np.nan, np.inf
@@ -97,6 +101,17 @@ def test_rows_without_a_key_add_nothing(backend, kernel):
     inputs["lse"][...] = -np.inf
     for result in calls.checked(backend, plan, inputs, {}).values():
         assert (result == 0).all()
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "reversed"])
+def test_products_that_heads_share(backend, heads, kv_heads, layout):
+    """Those of the baseline, whose sums over a group are added up in memory."""
+    sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "M": 21, "N": 21, "d": 12}
+    for dtype in ("float16", "float32"):
+        plan = planned(BACKWARD["baseline_backward"], backend, sizes, dtype)
+        inputs = calls.readable(plan, inputs_of(plan, layout=layout))
+        calls.checked(backend, plan, inputs, {})
 
 
 def test_without_atomics_every_run_gives_the_same_bits():

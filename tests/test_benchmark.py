@@ -496,9 +496,12 @@ def peer(monkeypatch):
     """Makes a peer of a function of the inputs."""
 
     def make(function):
-        def prepare(name, engine, problem, arrays):
-            output = function(*(arrays[x] for x in "QKV"))
-            return peers.Peer(f"torch {name}", lambda: None, output)
+        def prepare(name, engine, problem, arrays, operation):
+            if operation == "backward":
+                outputs = function(**arrays)
+            else:
+                outputs = {"O": function(*(arrays[x] for x in "QKV"))}
+            return peers.Peer(f"torch {name}", lambda: None, outputs)
 
         monkeypatch.setattr(peers, "peer", prepare)
 
@@ -557,6 +560,43 @@ def test_a_peer_finds_what_the_sample_missed(monkeypatch, peer, by_sample):
         )
     assert row.passed is False and f"worst at [0, {head}, {unseen}, 5]" in row.note
     assert other.time is not None
+
+
+def gradients(Q, K, V, O, lse, dO):  # noqa: E741
+    grads = cupyfa.attention_backward(
+        *(dO, Q, K, V, O, lse), backend="simulator", kernel="two_pass", causal=True
+    )
+    return dict(zip(("dQ", "dK", "dV"), grads))
+
+
+def test_a_peer_takes_part_in_gradients(peer, recwarn):
+    peer(gradients)
+    rows = bench("columns", backend="simulator", against=["cudnn"], causal=True, budget=0, **TINY)
+    assert names(rows) == ["baseline_backward", "columns", "torch cudnn"]
+    assert rows[1].factors["torch cudnn"] > 0 and rows[1].factors["baseline"] > 0
+    assert not [w for w in recwarn if "torch" in str(w.message)]
+
+
+@pytest.mark.parametrize("output", ["dQ", "dK", "dV"])
+def test_a_gradient_that_is_farther_from_the_reference_is_named(peer, output):
+    def wrong(**arrays):
+        grads = gradients(**arrays)
+        grads[output][0, 1, 7, 3] += 1
+        return grads
+
+    peer(wrong)
+    message = rf"torch math and rows differ by 1 at \[0, 1, 7, 3\] of {output} of .*: torch math is"
+    with pytest.warns(UserWarning, match=message):
+        rows = bench(
+            *("rows",),
+            backend="simulator",
+            against=["math"],
+            alone=True,
+            causal=True,
+            budget=0,
+            **TINY,
+        )
+    assert [row.time is not None for row in rows] == [True, True]
 
 
 # The command

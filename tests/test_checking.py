@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import broken_kernels
@@ -18,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import Problem, Simulator, checking, grids, sources
+from cupyfa import Problem, Simulator, checking, grids, sampling, sources, tasks
 from cupyfa.cases import Case
 from cupyfa.failures import (
     COMPILE_ERROR,
@@ -28,12 +29,14 @@ from cupyfa.failures import (
     ERROR,
     FAULT,
     NO_ANSWER,
+    RIGHT,
     UNSUPPORTED,
     WRONG_RESULT,
     WROTE_OUTSIDE,
     Outcome,
 )
 from cupyfa.ladder import LADDER
+from cupyfa.operations import OPERATIONS
 from cupyfa.records import record_named
 from cupyfa.tasks import Task, perform
 
@@ -395,3 +398,31 @@ def test_an_interrupted_check_tells_what_it_found():
     assert isinstance(stopped.value, KeyboardInterrupt)
     assert stopped.value.checked.runs == 3
     assert str(stopped.value).startswith("3 of 3 runs right")
+
+
+def test_large_gradients_are_judged_by_a_sample(monkeypatch):
+    """The last key is always in it; the reference is asked for nothing else."""
+    problem = Problem.of_sizes(heads=2, M=300, N=40, d=8)
+    task = Task(Case("backward", problem), ("two_pass",))
+    monkeypatch.setattr(sampling, "_WORK", 1e4)
+    asked, honest = [], OPERATIONS["backward"]
+
+    def reference(inputs, p, roundings, excerpt):
+        asked.append(excerpt)
+        return honest.reference(inputs, p, roundings, excerpt)
+
+    monkeypatch.setitem(OPERATIONS, "backward", replace(honest, reference=reference))
+    assert list(perform(Simulator(), task))[-1].kind == RIGHT
+    assert asked and None not in asked
+
+    run = tasks.run_guarded
+
+    def spoilt(engine, plan, *arrays):
+        results = run(engine, plan, *arrays)
+        results["dK"][0, 1, 39, 5] += 1
+        return results
+
+    monkeypatch.setattr(tasks, "run_guarded", spoilt)
+    outcome = list(perform(Simulator(), replace(task, keep=True)))[-1]
+    assert outcome.kind == WRONG_RESULT and "dK: error" in outcome.message
+    assert {"Q", "actual_dK"} <= outcome.arrays.keys() and "expected_dK" not in outcome.arrays

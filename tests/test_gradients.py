@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cupyfa import Problem, reference, sampling, tolerance
+from cupyfa import Problem, Simulator, cases, reference, sampling, tolerance
 from cupyfa.cases import Case
 from cupyfa.operations import OPERATIONS, Excerpt
 
@@ -215,3 +215,35 @@ def test_the_work_and_the_bytes():
     assert BACKWARD.bytes(p) == 2 * (q + kv + 2 * o) + 4 * 4 * 8 + 2 * (q + kv)
     same = Problem.of_sizes(M=8, d=4)
     assert BACKWARD.flops(same) == 2.5 * OPERATIONS["forward"].flops(same)
+
+
+def test_samples_of_gradients_are_smaller():
+    p = Problem.of_sizes(batch=4, heads=16, M=2048, d=64)
+    forward, backward = (sampling.excerpts(p, 0, x) for x in ("forward", "backward"))
+    assert 4 < len(backward) < len(forward) / 4
+    small = Problem.of_sizes(batch=2, heads=4, M=300, d=16)
+    assert sampling.excerpts(small, 0, "backward") == [None]
+
+
+def test_an_element_has_the_smallest_excerpt():
+    p, inputs = case("float32", M=40, N=70, heads=4, kv_heads=2, batch=2, causal=True)
+    whole = BACKWARD.expected(inputs, p)
+    for name, index in (("dQ", (1, 3, 17, 2)), ("dK", (1, 1, 66, 0)), ("dV", (0, 0, 3, 5))):
+        excerpt = BACKWARD.excerpt_at(name, index, p)
+        value = BACKWARD.expected(inputs, p, excerpt=excerpt)[name].value
+        assert value[0, 0, 0, index[3]] == pytest.approx(whole[name].value[index], rel=1e-9)
+
+
+def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
+    p = Problem.of_sizes(M=70, N=90, d=8, heads=2, kv_heads=1, dtype="float16", causal=True)
+    plain = Case("backward", p, 3).inputs(Simulator())
+    monkeypatch.setattr(cases, "_WORK", 0)
+    kernels = Case("backward", p, 3).inputs(Simulator())
+    assert (kernels["O"] != plain["O"]).any()
+    for name, array in plain.items():
+        np.testing.assert_allclose(
+            kernels[name].astype(float), array.astype(float), atol=2e-3, rtol=2e-3
+        )
+        assert kernels[name].dtype == array.dtype
+    monkeypatch.setattr(cases, "planning", None)  # which a Case without an engine needs not
+    np.testing.assert_array_equal(Case("backward", p, 3).inputs()["O"], plain["O"])

@@ -31,20 +31,21 @@ def installed(name):
     return importlib.util.find_spec(module) is not None
 
 
-def asked(engine, name, layout="bhsd", **sizes):
+def asked(engine, name, layout="bhsd", operation="forward", **sizes):
     """A peer's answer, and what the reference says, as far as a 16-bit or tf32 kernel may err."""
     problem = Problem.of_sizes(**{**SIZES, **sizes})
-    inputs = Case("forward", problem, seed=5, layout=layout).inputs()
+    inputs = Case(operation, problem, seed=5, layout=layout).inputs()
     with engine.working_on(None):
-        peer = peers.peer(name, engine, problem, placed(engine, inputs, {}))
+        peer = peers.peer(name, engine, problem, placed(engine, inputs, {}), operation)
     rounding = "tf32" if problem.dtype.name == "float32" else None
-    expected = OPERATIONS["forward"].expected(inputs, problem, rounding)
-    return peer, tolerance.compare({"O": peer.output}, {"O": expected["O"]})
+    expected = OPERATIONS[operation].expected(inputs, problem, rounding)
+    return peer, tolerance.compare(peer.outputs, expected)
 
 
 def agrees(engine, name, **sizes):
-    peer, (verdict,) = asked(engine, name, **sizes)
-    assert verdict.passed, f"{peer.label}: {verdict}"
+    peer, verdicts = asked(engine, name, **sizes)
+    for verdict in verdicts:
+        assert verdict.passed, f"{peer.label}: {verdict}"
     return peer
 
 
@@ -71,6 +72,22 @@ def test_masks_heads_and_scales_mean_the_same(simulator, name, mask, dtype):
             asked(simulator, name, dtype=dtype, **mask)
     else:
         agrees(simulator, name, dtype=dtype, **mask)
+
+
+@pytest.mark.parametrize("name", ["math", "fa2"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_gradients_mean_the_same(simulator, name, mask):
+    needs(name)
+    peer = agrees(simulator, name, operation="backward", dtype="float32", **mask)
+    assert list(peer.outputs) == ["dQ", "dK", "dV"]
+    again = peer.call()
+    np.testing.assert_array_equal(again[0].numpy(), peer.outputs["dQ"])
+
+
+def test_who_is_not_asked_for_gradients(simulator):
+    needs("jax")
+    with pytest.raises(Unsupported, match="its gradients are not timed here"):
+        asked(simulator, "jax", operation="backward")
 
 
 @on_cpu
@@ -143,10 +160,32 @@ def test_peers_agree_on_the_gpu(cuda, name, dtype, mask):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != "jax"])
-def test_peers_are_captured_as_graphs(cuda, name):
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 256}], ids=str)
+def test_gradients_agree_on_the_gpu(cuda, name, mask):
     needs(name)
-    peer = agrees(cuda, name, dtype="float16", M=512, N=512, d=64)
+    sizes = {"M": 128, "N": 256, "d": 64, "dtype": "bfloat16", **mask}
+    problem = Problem.of_sizes(**{**SIZES, **sizes})
+    arrays = Case("backward", problem, seed=5).inputs()
+    with cuda.working_on(None):
+        peer = peers.peer(name, cuda, problem, placed(cuda, arrays, {}), "backward")
+        assert 0 < cuda.time(peer.call, cold=True) < 100
+    expected = OPERATIONS["backward"].expected(arrays, problem)
+    for grad, x in peer.outputs.items():  # their delta comes from an O of their own
+        np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != "jax"])
+def test_peers_are_captured_as_graphs(cuda, name, operation):
+    needs(name)
+    sizes = {"dtype": "float16", "M": 512, "N": 512, "d": 64}
+    if operation == "backward" and name not in ("fa2", "cudnn", "efficient", "math"):
+        with pytest.raises(Unsupported, match="its gradients"):
+            asked(cuda, name, operation=operation, **sizes)
+        return
+    peer, _ = asked(cuda, name, operation=operation, **sizes)
     with cuda.working_on(None):
         replay = peer.capture()
         eager, replayed = (min(cuda.time(call) for _ in range(30)) for call in (peer.call, replay))

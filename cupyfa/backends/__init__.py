@@ -99,6 +99,8 @@ class Backend(ABC):
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         """out = a b * scale over the last two axes; heads of b are shared by groups of a's.
 
+        If out has fewer heads than a, its heads are sums over the groups. Its elements are those of
+        a and b, or sums: float32 for 16-bit numbers.
         ``tf32`` lets float32 be rounded to that, where it is faster.
         """
 
@@ -124,6 +126,11 @@ class Backend(ABC):
     def trim(self) -> None:
         """Gives memory that is kept for later back to the device, for other libraries to use."""
         return
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """The most bytes of the device's memory that a call holds, where that can be told."""
+        call()
+        return None
 
     def resources(self, prepared: Any) -> dict[str, int]:
         """Registers and spilled bytes of a thread, where known."""
@@ -270,11 +277,12 @@ def tensor(array: Any, address: int) -> np.ndarray:
 
 
 def _multiply(backend: Backend, plan: Plan, step: Matmul, arrays: Mapping[str, Any]) -> None:
-    b = arrays[step.b.removesuffix(".T")]
-    if step.b.endswith(".T"):
-        b = b.swapaxes(-1, -2)
+    a, b = (
+        arrays[name.removesuffix(".T")].swapaxes(-1, -2) if name.endswith(".T") else arrays[name]
+        for name in (step.a, step.b)
+    )
     scale = plan.problem.scale if step.scaled else 1.0
-    backend.matmul(arrays[step.a], b, arrays[step.out], scale)
+    backend.matmul(a, b, arrays[step.out], scale)
 
 
 def extent(array: Any) -> tuple[int, int]:

@@ -22,15 +22,16 @@ _INT_MAX = 2**31 - 1
 
 
 def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
-    """out = a b * scale per head: a [batch, heads, M, K], b [batch, kv_heads, K, N].
+    """out = a b * scale per head: a [batch, heads, M, K], b [batch, kv_heads or heads, K, N].
 
-    cuBLAS counts columns first, so it is asked for out^T = b^T a^T. ``tf32`` lets it round
-    float32 to that.
+    out has as many heads as a, or as few as the key heads: then it holds sums over groups. Its
+    dtype is that of a and b, or float32. cuBLAS counts columns first, so it is asked for
+    out^T = b^T a^T. ``tf32`` lets it round float32 to that.
     """
     (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
         return
-    if K == 0:
+    if K == 0 or a.shape[1] == 0:  # there is nothing to add up
         out.fill(0)
         return
     if scale == 0:  # cuBLAS would not look at a and b, whose NaN and infinities count
@@ -43,21 +44,21 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
         matmul(a, b, whole, scale, tf32=tf32)
         out[...] = whole
         return
-    a, (_, ldb) = _leading(a)
-    b, (transposed, lda) = _leading(b)
-    element, compute = _TYPES[str(out.dtype)]
+    a, (a_transposed, ldb) = _leading(a)
+    b, (b_transposed, lda) = _leading(b)
+    (element, _), (out_element, compute) = _TYPES[str(a.dtype)], _TYPES[str(out.dtype)]
     compute = _FAST_TF32 if tf32 else compute
     sums = np.float64 if out.dtype == np.float64 else np.float32
-    alpha, beta = np.array([scale, 0], sums).reshape(2, 1)
-    size = out.dtype.itemsize
+    alpha, none, once = np.array([scale, 0, 1], sums).reshape(3, 1)
+    size = a.dtype.itemsize
     gemm, handle = _gemm(), device.get_cublas_handle()
     batches = _batches(a, b, out)
     with _sums_in_full(handle):
-        for start_a, start_b, start_out, step_a, step_b, step_out, count in batches:
+        for start_a, start_b, start_out, step_a, step_b, step_out, count, adds in batches:
             gemm(
                 handle,
-                cublas.CUBLAS_OP_T if transposed else cublas.CUBLAS_OP_N,
-                cublas.CUBLAS_OP_N,
+                cublas.CUBLAS_OP_T if b_transposed else cublas.CUBLAS_OP_N,
+                cublas.CUBLAS_OP_T if a_transposed else cublas.CUBLAS_OP_N,
                 N,
                 M,
                 K,
@@ -70,11 +71,11 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
                 element,
                 ldb,
                 step_a // size,
-                beta.ctypes.data,
+                (once if adds else none).ctypes.data,
                 out.data.ptr + start_out,
-                element,
+                out_element,
                 _row_length(out),
-                step_out // size,
+                step_out // out.dtype.itemsize,
                 count,
                 compute,
                 _DEFAULT_ALGORITHM,
@@ -147,26 +148,27 @@ def _leading(array: Any) -> tuple[Any, tuple[bool, int]]:
 
 
 def _batches(a: Any, b: Any, out: Any) -> list[tuple[int, ...]]:
-    """(starts of a, b, out; steps of a, b, out; count), in bytes, one for each call of cuBLAS.
+    """(starts of a, b, out; steps of a, b, out; count; whether it adds to out), one for each call
+    of cuBLAS; starts and steps in bytes.
 
     One call does everything if batches follow heads evenly; else there is one for each batch
     and each query head of a group, over the key heads.
     """
-    batch, heads = out.shape[:2]
-    kv_heads = b.shape[1]
-    group = heads // kv_heads
+    batch, heads = a.shape[:2]
     arrays = (a, b, out)
+    fewest = min(x.shape[1] for x in arrays)
+    group = heads // fewest
     even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
     if even and group == 1:
-        return [(0, 0, 0, *(x.strides[1] for x in arrays), batch * heads)]
-    steps = (group * a.strides[1], b.strides[1], group * out.strides[1])
+        return [(0, 0, 0, *(x.strides[1] for x in arrays), batch * heads, False)]
+    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # of the heads of a group
+    steps = [group * x.strides[1] if x.shape[1] == heads else x.strides[1] for x in arrays]
     return [
         (
-            i * a.strides[0] + g * a.strides[1],
-            i * b.strides[0],
-            i * out.strides[0] + g * out.strides[1],
+            *(i * x.strides[0] + g * step for x, step in zip(arrays, own)),
             *steps,
-            kv_heads,
+            fewest,
+            g > 0 and out.shape[1] < heads,
         )
         for i in range(batch)
         for g in range(group)

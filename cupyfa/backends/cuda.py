@@ -210,6 +210,13 @@ class Cuda(Backend):
                 graph = stream.end_capture()
         return graph.launch
 
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        pool = cupy.cuda.MemoryPool()  # of its own: what it ever took it keeps till the end
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
+            self.synchronize()
+        return pool.total_bytes()
+
     @property
     def stream(self) -> int | None:
         return cupy.cuda.get_current_stream().ptr
@@ -332,6 +339,7 @@ def _limits(device: int) -> Limits:
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
         multiprocessors=attributes["MultiProcessorCount"],
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # which is told in kHz
         no_matmul=_no_cublas(),
         tuned=tuned.on(name),
     )

@@ -68,7 +68,7 @@ def run(
     plan = planning.plan(chosen, case.problem, engine.limits, **given)
     try:
         with engine.working_on(None):
-            result = trial.trial(engine, plan, case.inputs(), reruns=reruns)
+            result = trial.trial(engine, plan, case.inputs(engine), reruns=reruns)
     except Exception:
         click.echo(f"note: this was {case}", err=True)
         raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
-from cupyfa.kernel import Formula, Kernel, Launch, cdiv
+from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 
@@ -19,6 +20,7 @@ TILES = tuple(
 )
 CANDIDATES = {"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)}
 INPUTS = "Q K V dO lse delta"
+MASK = "group diagonal lower scale"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
 
 DELTA = Launch(
@@ -55,7 +57,7 @@ def columns_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of K and V; N may be 0."""
     return Launch(
         name,
-        args=f"{INPUTS} {outputs} M N kv_heads group diagonal lower scale",
+        args=f"{INPUTS} {outputs} M N kv_heads {MASK}",
         grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
         threads=lambda p, c: THREADS,
         shared=columns_shared,
@@ -66,7 +68,7 @@ def rows_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of Q."""
     return Launch(
         name,
-        args=f"{INPUTS} {outputs} M N heads group diagonal lower scale",
+        args=f"{INPUTS} {outputs} M N heads {MASK}",
         grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
         threads=lambda p, c: THREADS,
         shared=rows_shared,
@@ -75,18 +77,25 @@ def rows_launch(name: str, outputs: str) -> Launch:
 
 def clear(name: str) -> Launch:
     """Zeros for the sums of dQ, dK or dV."""
-    return _on_elements("clear_sums", name, "")
+    rows, heads = _axes(name)[:2]
+    return _on_elements("clear_sums", name, f"{name}_sum {rows} {heads}")
 
 
 def round_off(name: str) -> Launch:
     """The sums of dQ, dK or dV in the dtype of the inputs."""
-    return _on_elements("round_sums", name, " scale")
+    rows, heads = _axes(name)[:2]
+    return _on_elements("round_sums", name, f"{name}_sum {name} {rows} {heads} scale")
 
 
-def _on_elements(entry: str, name: str, scale: str) -> Launch:
+def _axes(name: str) -> tuple[str, str, str]:
+    """What counts the rows, heads and columns of a gradient."""
     rows, heads = ("M", "heads") if name == "dQ" else ("N", "kv_heads")
-    width = "dv" if name == "dV" else "d"
-    arrays = f"{name}_sum {name}" if scale else f"{name}_sum"
+    return rows, heads, "dv" if name == "dV" else "d"
+
+
+def _on_elements(entry: str, name: str, args: str) -> Launch:
+    """A thread for each element of a gradient."""
+    rows, heads, width = _axes(name)
 
     def blocks(p: Problem, c: SimpleNamespace) -> int:
         elements = getattr(p, rows) * getattr(p, width)
@@ -94,11 +103,23 @@ def _on_elements(entry: str, name: str, scale: str) -> Launch:
 
     return Launch(
         entry,
-        args=f"{arrays} {rows} {heads}{scale}",
+        args=args,
         grid=blocks,
         threads=lambda p, c: THREADS,
         constants={"width": lambda p, c: getattr(p, width), "scaled": lambda p, c: name != "dV"},
     )
+
+
+def finish(name: str) -> Launch:
+    """The sums of dQ, dK or dV in the dtype of the inputs; those that are NaN are summed again."""
+    entry, products = {
+        "dQ": ("finish_rows", "dS K"),
+        "dK": ("finish_keys", "dS Q"),
+        "dV": ("finish_keys", "P dO"),
+    }[name]
+    heads = "heads" if name == "dQ" else "kv_heads"
+    launch = _on_elements(entry, name, f"{name}_sum {name} {products} lse M N {heads} {MASK}")
+    return replace(launch, moves=dict.fromkeys([*products.split(), "lse"], lambda p, c: 0))
 
 
 WGMMA_SCRATCH = {
@@ -156,17 +177,53 @@ def _boxed_width(p: Problem) -> int:
     return cdiv(p.d, 64) * 64 + cdiv(p.dv, 64) * 64
 
 
-def wgmma_tile_launch(entry: str, args: str, parts: Formula, threads: int) -> Launch:
-    """Blocks for each tile of rows."""
+def wgmma_tile_launch(
+    entry: str, args: str, parts: Formula, threads: int, hardly: str = ""
+) -> Launch:
+    """Blocks for each tile of rows, which hardly ever read some of the arrays."""
     return Launch(
         entry,
         args=args,
         grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads * p.batch, parts(p, c)),
         threads=lambda p, c: threads,
+        moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
     )
 
 
 KERNELS = (
+    Kernel(
+        name="baseline_backward",
+        adds="five products by cuBLAS: S, P, dP and dS go through memory",
+        operation="backward",
+        launches=(
+            DELTA,
+            Matmul("S", "Q", "K.T", scaled=True),
+            Matmul("dP", "dO", "V.T"),
+            Launch(
+                "weigh_scores",
+                args="S dP lse delta P dS M N heads diagonal lower",
+                grid=lambda p, c: p.M * p.heads * p.batch,
+                threads=lambda p, c: THREADS,
+            ),
+            Matmul("dV_sum", "P.T", "dO"),
+            Matmul("dQ_sum", "dS", "K"),
+            Matmul("dK_sum", "dS.T", "Q"),
+            finish("dQ"),
+            finish("dK"),
+            finish("dV"),
+        ),
+        features=FEATURES,
+        scratch={
+            **DELTA_SCRATCH,
+            "S": ("batch heads M N", "real"),
+            "dP": ("batch heads M N", "real"),
+            "P": ("batch heads M N", "scalar"),
+            "dS": ("batch heads M N", "scalar"),
+            "dQ_sum": ("batch heads M d", "real"),
+            "dK_sum": ("batch kv_heads N d", "real"),
+            "dV_sum": ("batch kv_heads N dv", "real"),
+        },
+    ),
     Kernel(
         name="columns",
         adds="P again from lse; a block keeps a tile of K and V, and adds to dQ with atomics",
@@ -249,6 +306,7 @@ KERNELS = (
                 "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
                 wgmma_parts,
                 128,
+                hardly="Q K V dO row_sums",
             ),
         ),
         tiles=tuple(

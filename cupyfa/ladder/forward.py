@@ -71,8 +71,8 @@ SPLIT_K_TILES_UP_TO = {
 SPLIT_K_TILES_ON = {arch: {256: SPLIT_K_TILES[1:2]} for arch in ("100", "120")}
 SPLIT_K_TILES_FEW_ROWS = {
     Br: {
-        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": 3, "fill": 3},)
-        for d, Bc in ((64, 64), (128, 32), (256, 16))
+        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": stages, "fill": fill},)
+        for d, Bc, stages, fill in ((64, 64, 3, 3), (128, 64, 2, 2), (256, 16, 4, 2))
     }
     for Br in (16, 32, 64)
 }
@@ -288,6 +288,7 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
                 when=lambda p: p.is_masked,
+                moves={"P": lambda p, c: 0, "V": lambda p, c: 0},  # but for NaN
             ),
         ),
         features=EVERYTHING,
@@ -332,6 +333,7 @@ def mma_kernel(
                 shared=shared,
                 constants={"packed": pack},
                 numbers={"parts": parts} if parts else {},
+                moves={"Q": parts, **moves_of_rows(parts, merged=False)} if parts else {},
             ),
             *((merge_launch(parts),) if parts else ()),
         ),
@@ -361,7 +363,13 @@ def merge_launch(parts: Formula) -> Launch:
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (cdiv(p.dv, 16) * 16 + 1),
         numbers={"parts": parts},
+        moves=moves_of_rows(parts, merged=True),
     )
+
+
+def moves_of_rows(parts: Formula, *, merged: bool) -> Mapping[str, Formula]:
+    """Whether O and lse are written by the launch that merges parts, or by the one before."""
+    return dict.fromkeys(("O", "lse"), lambda p, c: int((parts(p, c) > 1) == merged))
 
 
 def wgmma_kernel(
@@ -421,10 +429,12 @@ def rounded_first(kernel: Kernel) -> Kernel:
                 ),
                 threads=lambda p, c: 256,
                 when=lambda p: p.precision == "float16",
+                keeps="nothing",
             ),
             replace(
                 launch,
                 args=launch.args.replace("Q K V", "Q16 K16 V16"),
+                moves={f"{x}16" if x in "QKV" else x: launch.moves[x] for x in launch.moves},
                 when=lambda p: p.precision == "float16",
             ),
             *after,
@@ -477,6 +487,7 @@ KERNELS = (
             Launch(
                 "minimal",
                 args=ARGS_WITH_SUMS,
+                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: c.Bc,
                 shared=lambda p, c: p.bytes(
@@ -510,6 +521,7 @@ KERNELS = (
             Launch(
                 "v1",
                 args=ARGS_WITH_SUMS,
+                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: 128,
                 shared=lambda p, c: p.bytes(
@@ -542,6 +554,7 @@ KERNELS = (
             Launch(
                 "v2",
                 args=ARGS_WITH_SUMS,
+                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br,
                 shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
@@ -572,6 +585,7 @@ KERNELS = (
             Launch(
                 "v3",
                 args=ARGS_WITH_SUMS,
+                keeps="neither",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                 shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
@@ -801,6 +815,7 @@ KERNELS = (
                 Launch(
                     "mma_slices",
                     args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
+                    keeps="neither",
                     grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                     threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                     shared=sliced_shared,
@@ -938,6 +953,7 @@ KERNELS = (
                 "wgmma_slices",
                 args="Q.map K.map V.map Q K V O lse O_sum.data M N heads group diagonal lower "
                 "scale batch",
+                keeps="neither",
                 boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: 128 + 2 * c.Br,

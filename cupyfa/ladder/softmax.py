@@ -7,6 +7,9 @@ from cupyfa.kernel import Kernel, Launch
 WARP = 32
 
 
+READS = {"softmax_safe": 3, "softmax_online": 2}  # of each score
+
+
 def softmax_launch(name: str) -> Launch:
     """One block of 256 threads per row; every warp leaves one sum in shared memory."""
     return Launch(
@@ -16,6 +19,7 @@ def softmax_launch(name: str) -> Launch:
         threads=lambda p, c: 256,
         shared=lambda p, c: p.bytes(reals=256 // WARP),
         file=f"softmax/{name}.cu",
+        moves={"S": lambda p, c: READS[name]},
     )
 
 

@@ -125,6 +125,9 @@ class Simulator(Backend):
         group = a.shape[1] // b.shape[1] if b.shape[1] else 1
         with np.errstate(all="ignore"):  # infinities and NaN are data here
             product = a.astype(sums) @ b.astype(sums).repeat(group, axis=1)
+            if product.shape != out.shape:
+                batch, heads, *matrix = out.shape
+                product = product.reshape(batch, heads, a.shape[1] // heads, *matrix).sum(axis=2)
             out[...] = product * sums(scale)
 
     def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:

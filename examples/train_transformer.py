@@ -1,0 +1,462 @@
+"""Trains a small transformer without torch: arrays of NumPy or CuPy, attention by cupyfa.
+
+Attention and its gradients are `cupyfa.attention_vjp`; everything else (embeddings, RMS norm,
+linear maps, GELU, cross-entropy, Adam) is a few lines of array code, with gradients by hand.
+A function here that ends in `_vjp` returns its value, and a function that takes a gradient of that
+value back to its arguments, as attention's does.
+
+    python examples/train_transformer.py                     # learns to sort, in the simulator
+    python examples/train_transformer.py --backend cuda --task text --plot loss.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cupyfa
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes: tokens, their longest sequence, columns, heads, key heads and blocks."""
+
+    vocabulary: int
+    length: int
+    width: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    attention: str = "float32"  # the dtype of q, k and v
+    backend: str = "auto"
+
+    @property
+    def d(self) -> int:
+        return self.width // self.heads
+
+
+def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights. Those that write into the residual stream shrink with the blocks."""
+    random = np.random.default_rng(seed)
+    width, columns = model.width, (model.heads + 2 * model.kv_heads) * model.d
+
+    def normal(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
+        return (random.standard_normal((rows, columns)) * scale / math.sqrt(rows)).astype(dtype)
+
+    made = {
+        "tokens": normal(model.vocabulary, width, math.sqrt(model.vocabulary) / 2),
+        "positions": normal(model.length, width, math.sqrt(model.length) / 2),
+        "norm": np.ones(width, dtype),
+        "logits": normal(width, model.vocabulary),
+    }
+    shrunk = 1 / math.sqrt(2 * model.blocks)
+    for i in range(model.blocks):
+        made |= {
+            f"{i}.norm_attention": np.ones(width, dtype),
+            f"{i}.qkv": normal(width, columns),
+            f"{i}.out": normal(width, width, shrunk),
+            f"{i}.norm_mlp": np.ones(width, dtype),
+            f"{i}.up": normal(width, 4 * width),
+            f"{i}.down": normal(4 * width, width, shrunk),
+        }
+    return made
+
+
+def loss_and_gradients(
+    model: Model, weights: Arrays, tokens: Any, targets: Any
+) -> tuple[float, Arrays]:
+    """The mean cross-entropy of the next tokens, and its gradients.
+
+    tokens and targets are whole numbers [batch, M]; a target of -1 does not count.
+    """
+    loss, pullback = loss_vjp(model, weights, tokens, targets)
+    return loss, pullback()
+
+
+def loss_vjp(
+    model: Model, weights: Arrays, tokens: Any, targets: Any
+) -> tuple[float, Callable[[], Arrays]]:
+    """The loss, and the function that makes the gradients of all weights."""
+    x, embedding = embedding_vjp(weights["tokens"], weights["positions"], tokens)
+    blocks = []
+    for i in range(model.blocks):
+        x, block = block_vjp(model, weights, i, x)
+        blocks.append(block)
+    x, norm = rms_norm_vjp(x, weights["norm"])
+    logits, linear = linear_vjp(x, weights["logits"])
+    loss, cross_entropy = cross_entropy_vjp(logits, targets)
+
+    def pullback() -> Arrays:
+        grads: Arrays = {}
+        dx, grads["logits"] = linear(cross_entropy())
+        dx, grads["norm"] = norm(dx)
+        for block in reversed(blocks):
+            dx, its = block(dx)
+            grads |= its
+        grads["tokens"], grads["positions"] = embedding(dx)
+        return grads
+
+    return loss, pullback
+
+
+def block_vjp(model: Model, weights: Arrays, i: int, x: Any) -> tuple[Any, Callable]:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def weight(name: str) -> Any:
+        return weights[f"{i}.{name}"]
+
+    y, norm_attention = rms_norm_vjp(x, weight("norm_attention"))
+    y, attention = attention_vjp(model, y, weight("qkv"), weight("out"))
+    x = x + y
+    y, norm_mlp = rms_norm_vjp(x, weight("norm_mlp"))
+    y, up = linear_vjp(y, weight("up"))
+    y, gelu = gelu_vjp(y)
+    y, down = linear_vjp(y, weight("down"))
+
+    def pullback(dx: Any) -> tuple[Any, Arrays]:
+        grads: Arrays = {}
+        dy, grads["down"] = down(dx)
+        dy, grads["up"] = up(gelu(dy))
+        dy, grads["norm_mlp"] = norm_mlp(dy)
+        dx = dx + dy
+        dy, grads["qkv"], grads["out"] = attention(dx)
+        dy, grads["norm_attention"] = norm_attention(dy)
+        return dx + dy, {f"{i}.{name}": grad for name, grad in grads.items()}
+
+    return x + y, pullback
+
+
+def attention_vjp(model: Model, x: Any, qkv: Any, out: Any) -> tuple[Any, Callable]:
+    """Causal self-attention: heads of x qkv attend, and what they find is mixed by out."""
+    batch, M, _ = x.shape
+    y, project = linear_vjp(x, qkv)
+    # [batch, M, heads, d] is layout "bshd": q, k and v are views of y, and nothing is transposed.
+    y = y.reshape(batch, M, -1, model.d)
+    ends = model.heads, model.heads + model.kv_heads
+    parts = (y[:, :, : ends[0]], y[:, :, ends[0] : ends[1]], y[:, :, ends[1] :])
+    q, k, v = (part.astype(model.attention, copy=False) for part in parts)
+    o, attend = cupyfa.attention_vjp(q, k, v, causal=True, layout="bshd", backend=model.backend)
+    o = o.reshape(batch, M, -1).astype(x.dtype, copy=False)
+    y, mix = linear_vjp(o, out)
+
+    def pullback(dy: Any) -> tuple[Any, Any, Any]:
+        do, dout = mix(dy)
+        do = do.reshape(batch, M, model.heads, model.d).astype(model.attention, copy=False)
+        dqkv = module_of(x).concatenate(attend(do), axis=2).astype(x.dtype, copy=False)
+        dx, dproject = project(dqkv.reshape(batch, M, -1))
+        return dx, dproject, dout
+
+    return y, pullback
+
+
+def linear_vjp(x: Any, w: Any) -> tuple[Any, Callable]:
+    """x w."""
+
+    def pullback(dy: Any) -> tuple[Any, Any]:
+        rows = x.reshape(-1, x.shape[-1])
+        return dy @ w.T, rows.T @ dy.reshape(-1, dy.shape[-1])
+
+    return x @ w, pullback
+
+
+def rms_norm_vjp(x: Any, gain: Any) -> tuple[Any, Callable]:
+    """x over the root of the mean of its squares along the last axis, times gain."""
+    root = ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5
+    normed = x / root
+
+    def pullback(dy: Any) -> tuple[Any, Any]:
+        dn = dy * gain
+        dx = (dn - normed * (dn * normed).mean(-1, keepdims=True)) / root
+        return dx, (dy * normed).sum(tuple(range(dy.ndim - 1)))
+
+    return normed * gain, pullback
+
+
+def gelu_vjp(x: Any) -> tuple[Any, Callable]:
+    """GELU by the hyperbolic tangent: Hendrycks and Gimpel, 2016, arXiv:1606.08415."""
+    a = math.sqrt(2 / math.pi)
+    t = module_of(x).tanh(a * (x + 0.044715 * x**3))
+
+    def pullback(dy: Any) -> Any:
+        slope = a * (1 + 3 * 0.044715 * x**2)
+        return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+
+    return 0.5 * x * (1 + t), pullback
+
+
+def embedding_vjp(tokens: Any, positions: Any, which: Any) -> tuple[Any, Callable]:
+    """The rows of the tokens that there are, plus the row of each position."""
+
+    def pullback(dx: Any) -> tuple[Any, Any]:
+        xp = module_of(dx)
+        one_hot = (which.reshape(-1, 1) == xp.arange(len(tokens))).astype(dx.dtype)
+        dpositions = xp.zeros_like(positions)
+        dpositions[: which.shape[1]] = dx.sum(0)
+        return one_hot.T @ dx.reshape(-1, dx.shape[-1]), dpositions
+
+    return tokens[which] + positions[: which.shape[1]], pullback
+
+
+def cross_entropy_vjp(logits: Any, targets: Any) -> tuple[float, Callable]:
+    """The mean of -log softmax(logits)[target] over the targets that are not -1."""
+    xp = module_of(logits)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_softmax = shifted - xp.log(xp.exp(shifted).sum(-1, keepdims=True))
+    hit = (targets[..., None] == xp.arange(logits.shape[-1])).astype(logits.dtype)
+    counted = hit.sum()
+
+    def pullback() -> Any:
+        return (xp.exp(log_softmax) * hit.sum(-1, keepdims=True) - hit) / counted
+
+    return float(-(log_softmax * hit).sum() / counted), pullback
+
+
+class Adam:
+    """Kingma and Ba, 2014, arXiv:1412.6980: steps of the size of the learning rate."""
+
+    def __init__(self, weights: Arrays, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        self.betas, self.steps = betas, 0
+        self.means = {name: 0 * weight for name, weight in weights.items()}
+        self.squares = {name: 0 * weight for name, weight in weights.items()}
+
+    def step(self, weights: Arrays, grads: Arrays, rate: float) -> None:
+        """Changes the weights in place."""
+        self.steps += 1
+        beta, gamma = self.betas
+        for name, grad in grads.items():
+            mean, square = self.means[name], self.squares[name]
+            mean += (1 - beta) * (grad - mean)
+            square += (1 - gamma) * (grad * grad - square)
+            root = (square / (1 - gamma**self.steps)) ** 0.5 + 1e-8
+            weights[name] -= rate / (1 - beta**self.steps) * mean / root
+
+
+def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Sequences of `count` random tokens of so many kinds, and after them the same ones in order.
+
+    Only the second half is to be predicted: [batch, 2 count - 1] tokens and targets, without end.
+    """
+    random = np.random.default_rng(seed)
+    while True:
+        unsorted = random.integers(0, kinds, (batch, count))
+        whole = np.concatenate([unsorted, np.sort(unsorted, axis=1)], axis=1)
+        targets = whole[:, 1:].copy()
+        targets[:, : count - 1] = -1
+        yield whole[:, :-1], targets
+
+
+def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Stretches of a text, each with the characters that follow, without end."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(text) - length, batch)
+        both = text[starts[:, None] + np.arange(length + 1)]
+        yield both[:, :-1], both[:, 1:]
+
+
+def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
+    """The least loss of a model that sees but the token before and, if of use, its place.
+
+    It is the entropy of the targets given these, as these sequences have it.
+    """
+    rows, places = np.nonzero(targets >= 0)
+    if tokens.shape[1] > 1:
+        given = places * (tokens.max() + 1) + tokens[rows, places]
+    else:  # stretches of a text begin anywhere
+        given = tokens[rows, places]
+    _, given = np.unique(given, return_inverse=True)
+    counts = np.zeros((given.max() + 1, targets.max() + 1))
+    np.add.at(counts, (given, targets[rows, places]), 1)
+    shares = counts / counts.sum(1, keepdims=True)
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    return float(-(counts * logs).sum() / counts.sum())
+
+
+def module_of(array: Any) -> Any:
+    """NumPy, or CuPy for its arrays."""
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def train(
+    model: Model,
+    batches: Iterator[tuple[Any, Any]],
+    steps: int,
+    *,
+    rate: float = 3e-3,
+    seed: int = 0,
+    on_device: bool = False,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """The losses of so many steps; the learning rate rises, then falls along a cosine."""
+    weights = parameters(model, seed=seed)
+    if on_device:
+        import cupy
+
+        weights = {name: cupy.asarray(weight) for name, weight in weights.items()}
+    xp = module_of(weights["norm"])
+    adam, losses = Adam(weights), []
+    warmup = max(steps // 20, 1)
+    for step in range(steps):
+        tokens, targets = (xp.asarray(x) for x in next(batches))
+        loss, grads = loss_and_gradients(model, weights, tokens, targets)
+        falling = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+        adam.step(weights, grads, rate * min((step + 1) / warmup, falling))
+        losses.append(loss)
+        report(step + 1, loss)
+    return losses
+
+
+def characters() -> tuple[np.ndarray, int]:
+    """The text of the project's own pages as numbers, and how many kinds of them there are."""
+    root = Path(__file__).resolve().parent.parent
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    kinds, numbers = np.unique(list(text), return_inverse=True)
+    return numbers, len(kinds)
+
+
+def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -> None:
+    """The curve of the losses, and what could be reached without learning so much."""
+    from matplotlib.figure import Figure
+
+    ink, figure = "#7d8590", Figure(figsize=(8, 4))
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(losses) + 1), losses, color="#2f81f7", linewidth=1.5)
+    for name, level in levels.items():
+        axes.axhline(level, color=ink, linestyle="--", linewidth=1)
+        place = (len(losses), level), (0, 3)
+        axes.annotate(
+            name, *place, textcoords="offset points", color=ink, horizontalalignment="right"
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step", color=ink)
+    axes.set_title(title, loc="left", fontsize=10, color=ink)
+    axes.grid(axis="y", color=ink, alpha=0.25, linewidth=0.8)
+    axes.tick_params(length=0, colors=ink)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(ink)
+    metadata = {"Date": None} if path.endswith(".svg") else None
+    figure.savefig(path, transparent=True, bbox_inches="tight", metadata=metadata)
+
+
+# What is usual in the simulator, where a step takes a tenth of a second, and on a GPU.
+SIZES = {
+    ("sort", "simulator"): dict(
+        steps=300, batch=16, length=8, kinds=8, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2
+    ),
+    ("sort", "cuda"): dict(
+        steps=1000, batch=64, length=64, kinds=64, width=256, heads=4, kv_heads=2, blocks=2,
+        rate=2e-3,
+    ),
+    ("text", "simulator"): dict(
+        steps=300, batch=8, length=32, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2
+    ),
+    ("text", "cuda"): dict(
+        steps=2000, batch=64, length=256, width=384, heads=6, kv_heads=2, blocks=2, rate=1e-3
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    options = arguments()
+    backend = options.backend
+    if backend == "auto":
+        backend = "cuda" if has_gpu() else "simulator"
+    size = SIZES[options.task, backend]
+    size |= {name: value for name, value in vars(options).items() if value is not None}
+    if options.task == "sort":
+        vocabulary, length = size["kinds"], 2 * size["length"] - 1
+        batches = sorting(size["batch"], size["length"], vocabulary, size["seed"])
+        blind = without_attention(*next(sorting(20_000, size["length"], vocabulary)))
+    else:
+        text, vocabulary = characters()
+        length, batches = size["length"], reading(text, size["batch"], size["length"], size["seed"])
+        blind = without_attention(text[:-1, None], text[1:, None])
+    model = Model(
+        vocabulary=vocabulary,
+        length=length,
+        width=size["width"],
+        heads=size["heads"],
+        kv_heads=size["kv_heads"],
+        blocks=size["blocks"],
+        attention=size["attention"],
+        backend=backend,
+    )
+    levels = {"guessing": math.log(vocabulary), "without attention, at best": blind}
+    print(f"{options.task}, batch {size['batch']}: {model}")
+    print(", ".join(f"{name}: {level:.3f}" for name, level in levels.items()), flush=True)
+    start = time.perf_counter()
+
+    def report(step: int, loss: float) -> None:
+        if step == 1 or step % max(size["steps"] // 15, 1) == 0:
+            print(
+                f"step {step:5}  loss {loss:.3f}  {time.perf_counter() - start:.1f} s", flush=True
+            )
+
+    losses = train(
+        model,
+        batches,
+        size["steps"],
+        rate=size["rate"],
+        seed=size["seed"],
+        on_device=backend == "cuda",
+        report=report,
+    )
+    if options.plot:
+        where = "in the simulator" if backend == "simulator" else "on a GPU"
+        title = f"loss of the task {options.task!r}, {where}: M = {length}, d = {model.d}"
+        draw(losses, levels, options.plot, title)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small transformer with cupyfa's gradients.",
+        epilog="Sizes left out are small in the simulator and larger on a GPU.",
+    )
+    parser.add_argument("--task", choices=("sort", "text"), default="sort",
+                        help="sort tokens, or read the project's pages")  # fmt: skip
+    parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
+    parser.add_argument("--attention", choices=("float16", "float32"), default="float32",
+                        help="the dtype of q, k and v")  # fmt: skip
+    for name, what in {
+        "steps": "of training",
+        "batch": "sequences in a step",
+        "length": "tokens to sort, or characters of a stretch",
+        "kinds": "of tokens to sort",
+        "width": "columns of the model",
+        "heads": "of queries",
+        "kv-heads": "of keys and values; divides heads",
+        "blocks": "of attention and MLP",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, help=what)
+    parser.add_argument("--rate", type=float, help="of learning")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses to an .svg or .png file")
+    return parser.parse_args()
+
+
+def has_gpu() -> bool:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+// finish_rows: the sums of dQ, times the scale, in the dtype of the inputs.
+//
+// The product dS K also multiplies the zeros of hidden pairs with their keys, and 0 * NaN is NaN,
+// so is 0 * infinity. Elements that came out as NaN are summed again over the keys that the row
+// sees alone; the others are only rounded.
+//
+//   dQ_sum, dQ [batch, heads, M, d]    dS [batch, heads, M, N]    K [batch, kv_heads, N, d]
+//   lse [batch, heads, M]
+//   grid (max(cdiv(M * d, threads), 1) * heads * batch)    block (threads)
+//   the host sets: scalar, real, d, causal, windowed, threads, shared_bytes
+#include <mask.cuh>
+#include <tensor.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+extern "C" __global__ __launch_bounds__(threads) void finish_rows(
+    Tensor<const real> dQ_sum, Tensor<scalar> dQ, Tensor<const scalar> dS, Tensor<const scalar> K,
+    Tensor<const real> lse, int M, int N, int heads, int group, int diagonal, int lower,
+    real scale) {
+  const long long elements = (long long)M * d;
+  const int tiles = max(int((elements + threads - 1) / threads), 1);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const long long i = (long long)tile * threads + threadIdx.x;
+  if (i >= elements) return;
+  const int row = int(i / d), col = int(i % d);
+
+  real sum = dQ_sum.row(batch, head, row)[col];
+  if (isnan(sum)) {
+    sum = 0;
+    const bool counts = *lse.row(batch, head, row) != -infinity;
+    const int end = counts ? visible_keys(row, N, diagonal) : 0;
+    for (int key = hidden_keys(row, N, lower); key < end; ++key) {
+      const real value = real(K.row(batch, head / group, key)[col]);
+      sum += real(dS.row(batch, head, row)[key]) * value;
+    }
+  }
+  dQ.row(batch, head, row)[col] = scalar(sum * scale);
+}

@@ -1,0 +1,175 @@
+"""The example that trains a transformer: its gradients are right, and it learns."""
+
+import math
+import runpy
+import sys
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from cupyfa.sources import ROOT
+
+EXAMPLE = ROOT / "examples" / "train_transformer.py"
+EPSILON = 1e-5
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLE.parent))
+    try:
+        return import_module(EXAMPLE.stem)
+    finally:
+        sys.path.remove(str(EXAMPLE.parent))
+
+
+def sizes(example, **more):
+    given = {"vocabulary": 5, "length": 9, "width": 8, "heads": 2, "kv_heads": 1, "blocks": 2}
+    return example.Model(**{**given, "attention": "float64", "backend": "simulator", **more})
+
+
+def random_case(example, model, seed=0, batch=2, M=7):
+    random = np.random.default_rng(seed)
+    weights = example.parameters(model, "float64", seed)
+    weights = {name: x + 0.1 * random.standard_normal(x.shape) for name, x in weights.items()}
+    tokens, targets = random.integers(0, model.vocabulary, (2, batch, M))
+    targets[:, :2] = -1
+    return weights, tokens, targets
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gradients_are_finite_differences(example, kv_heads):
+    """Of every array, along a random direction."""
+    model = sizes(example, kv_heads=kv_heads)
+    weights, tokens, targets = random_case(example, model)
+    loss, grads = example.loss_and_gradients(model, weights, tokens, targets)
+    assert loss == pytest.approx(reference_loss(np, model, weights, tokens, targets), rel=1e-12)
+    assert grads.keys() == weights.keys()
+    random = np.random.default_rng(1)
+    for name, weight in weights.items():
+        way = random.standard_normal(weight.shape)
+
+        def at(step, name=name, weight=weight, way=way):
+            moved = {**weights, name: weight + step * way}
+            return example.loss_vjp(model, moved, tokens, targets)[0]
+
+        slope = (at(EPSILON) - at(-EPSILON)) / (2 * EPSILON)
+        assert (grads[name] * way).sum() == pytest.approx(slope, rel=1e-6, abs=1e-9), name
+
+
+def reference_loss(xp, model, weights, tokens, targets):
+    """The loss again, with all the scores at once, for what NumPy, JAX and torch have alike."""
+    batch, M = tokens.shape
+    mask = xp.asarray(np.tril(np.ones((M, M), bool)))
+
+    def norm(x, gain):
+        return x / ((x * x).mean(-1)[..., None] + 1e-5) ** 0.5 * gain
+
+    x = weights["tokens"][xp.asarray(tokens)] + weights["positions"][:M]
+    for i in range(model.blocks):
+        y = norm(x, weights[f"{i}.norm_attention"]) @ weights[f"{i}.qkv"]
+        y = y.reshape(batch, M, -1, model.d).swapaxes(1, 2)
+        key_heads = [model.heads + h * model.kv_heads // model.heads for h in range(model.heads)]
+        value_heads = [h + model.kv_heads for h in key_heads]
+        k, v = (y[:, xp.asarray(np.array(which))] for which in (key_heads, value_heads))
+        q = y[:, : model.heads]
+        weight = xp.exp(q @ k.swapaxes(2, 3) / math.sqrt(model.d)) * mask
+        o = weight @ v / weight.sum(-1)[..., None]
+        x = x + o.swapaxes(1, 2).reshape(batch, M, -1) @ weights[f"{i}.out"]
+        y = norm(x, weights[f"{i}.norm_mlp"]) @ weights[f"{i}.up"]
+        y = 0.5 * y * (1 + xp.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + y @ weights[f"{i}.down"]
+    logits = norm(x, weights["norm"]) @ weights["logits"]
+    log_sums = xp.log(xp.exp(logits).sum(-1))
+    rows, places = np.nonzero(targets >= 0)
+    rows, places, hits = map(xp.asarray, (rows, places, targets[rows, places]))
+    return (log_sums[rows, places] - logits[rows, places, hits]).mean()
+
+
+@pytest.fixture
+def jax():
+    """JAX with float64, if it is installed."""
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield jax
+    jax.config.update("jax_enable_x64", before)
+
+
+def test_gradients_are_those_of_jax(example, jax):
+    model = sizes(example)
+    weights, tokens, targets = random_case(example, model)
+
+    def loss(weights):
+        return reference_loss(jax.numpy, model, weights, tokens, targets)
+
+    expected = jax.grad(loss)({name: jax.numpy.asarray(x) for name, x in weights.items()})
+    _, grads = example.loss_and_gradients(model, weights, tokens, targets)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_gradients_are_those_of_torch(example):
+    torch = pytest.importorskip("torch")
+    model = sizes(example)
+    weights, tokens, targets = random_case(example, model)
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in weights.items()}
+    reference_loss(torch, model, leaves, tokens, targets).backward()
+    _, grads = example.loss_and_gradients(model, weights, tokens, targets)
+    for name, grad in grads.items():
+        expected = leaves[name].grad.numpy()
+        np.testing.assert_allclose(grad, expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_it_learns_to_sort(example):
+    """Its loss falls below 0.55, where 0.94 is the least that can be had without attention."""
+    count, kinds = 6, 6
+    blind = example.without_attention(*next(example.sorting(20_000, count, kinds)))
+    assert blind == pytest.approx(0.94, abs=0.02)
+    model = sizes(example, vocabulary=kinds, length=2 * count - 1, width=24, blocks=1)
+    model = example.Model(**{**vars(model), "attention": "float32"})
+    losses = example.train(model, example.sorting(8, count, kinds), 100, rate=1e-2)
+    assert losses[0] > math.log(kinds) - 0.5
+    assert np.mean(losses[-10:]) < 0.55 < blind
+
+
+def test_what_is_to_be_sorted(example):
+    tokens, targets = next(example.sorting(4, 5, 9))
+    assert tokens.shape == targets.shape == (4, 9)
+    assert (targets[:, :4] == -1).all()
+    assert (targets[:, 4:] == np.sort(tokens[:, :5], axis=1)).all()
+    assert (tokens[:, 5:] == targets[:, 4:-1]).all()
+
+
+def test_text_is_read_from_any_place(example):
+    text, kinds = example.characters()
+    tokens, targets = next(example.reading(text, 3, 20))
+    assert (tokens[:, 1:] == targets[:, :-1]).all()
+    assert tokens.min() >= 0 and tokens.max() < kinds
+    blind = example.without_attention(text[:-1, None], text[1:, None])
+    assert 2 < blind < 3 < math.log(kinds)
+
+
+def test_the_program(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    small = "--steps 2 --batch 2 --length 3 --kinds 3 --width 8 --backend simulator --seed 1"
+    plot = tmp_path / "loss.svg"
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *small.split(), "--plot", str(plot)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("guessing: 1.099, without attention, at best: ")
+    assert [line.split()[:2] for line in lines[2:]] == [["step", "1"], ["step", "2"]]
+    assert plot.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["float32", "float16"])
+def test_it_learns_on_a_gpu(cuda, example, attention):
+    model = sizes(
+        example, vocabulary=16, length=31, width=128, heads=4, kv_heads=2, blocks=2,
+        attention=attention, backend="cuda",
+    )  # fmt: skip
+    losses = example.train(model, example.sorting(64, 16, 16), 300, rate=3e-3, on_device=True)
+    assert np.mean(losses[-10:]) < 0.5 * example.without_attention(
+        *next(example.sorting(20_000, 16, 16))
+    )
