@@ -186,6 +186,7 @@ def wgmma_tile_launch(
         args=args,
         grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads * p.batch, parts(p, c)),
         threads=lambda p, c: threads,
+        keeps="nothing",
         moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
     )
 
