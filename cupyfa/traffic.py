@@ -25,7 +25,7 @@ from cupyfa.problem import Problem
 
 _SCORES = "batch heads M N"
 _OF_KEYS = ("K", "V", "dK", "dV", "dK_sum", "dV_sum")
-_OF_ROWS = ("Q", "O", "dO", "dQ", "dQ_sum", "lse", "delta")
+_OF_ROWS = ("Q", "O", "dO", "dQ", "dQ_sum", "lse", "delta", "row_sums")
 
 
 @dataclass(frozen=True)

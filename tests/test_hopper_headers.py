@@ -622,6 +622,103 @@ def test_an_array_smaller_than_its_map_says():
         assert "with what is no tensor map" in str(caught)
 
 
+# Bytes as they lie, and floats that are added
+
+ADD = """
+    struct Shared { alignas(16) float numbers[64], more[4]; Barrier full; };
+    Shared& shared = shared_memory<Shared>();
+    if (threadIdx.x == 0) {
+      make_barrier(shared.full, 1);
+      publish_barriers();
+      arrive_expecting(shared.full, 256);
+      load_bytes(shared.numbers, a + blockIdx.x * 64, 256, shared.full);
+    }
+    __syncthreads();
+    for (int round = 0; round < 3; ++round) {
+      if (round == 0) wait(shared.full, 0);
+      for (int i = threadIdx.x; i < 64; i += blockDim.x) shared.numbers[i] += 1;
+      publish_to_copies();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        add_floats(b, shared.numbers, 64);
+        commit_stores();
+        wait_until_stores_have_read();
+      }
+      __syncthreads();
+    }
+"""
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_floats_of_all_blocks_are_added(schedule):
+    numbers_, sums = numbers((7, 64), np.float32), numbers(64, np.float32, 1)
+    want = sums + (3 * numbers_ + 6).sum(0)
+    launch(ADD, numbers_, sums, grid=(7, 1, 1), schedule=schedule)
+    assert (sums == want).all()
+
+
+ADD_FAULTS = {
+    "read too early": ("if (round == 0) wait(shared.full, 0);", "", "loads at test.cu:7 is under"),
+    "not published": ("publish_to_copies();", "", "without publish_to_copies"),
+    "no barrier": ("publish_to_copies();\n      __syncthreads();", "publish_to_copies();", "race"),
+    "not waited for": ("wait_until_stores_have_read();", "", "stores at test.cu:16 is under way"),
+    "no group": ("commit_stores();", "", "commit_stores first"),
+    "bytes missing": ("shared.full, 256)", "shared.full, 272)", "16 expected bytes are missing"),
+    "no whole pieces": ("shared.numbers, 64)", "shared.numbers, 63)", "add_floats with 252 bytes"),
+    "not at a piece": ("a + blockIdx.x * 64, 256", "a + 1, 240", "multiples of 16"),
+    "past the end": ("add_floats(b,", "add_floats(b + 4,", "updates 256 bytes.*past the end"),
+}
+
+
+@pytest.mark.parametrize("name", ADD_FAULTS)
+def test_faults_of_bytes_and_additions(name):
+    right, wrong, message = ADD_FAULTS[name]
+    assert ADD.count(right) == 1
+    caught = fault(ADD.replace(right, wrong), np.ones(64, np.float32), np.ones(64, np.float32))
+    assert re.search(message, str(caught)), str(caught)
+
+
+# Matrices that are transposed as they are stored, and multiplied from there
+
+
+@TYPES
+@pytest.mark.parametrize("n", [16, 64, 112])
+def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
+    wide = -(-n // 64) * 64
+    A, B = numbers((64, 64), dtype), numbers((64, wide), dtype, 1)
+    got = np.zeros((64, n), np.float32)
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.B, b, 64 * {wide});
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int k = 0; k < 4; ++k) {{
+          unsigned registers[4];
+          for (int i = 0; i < 4; ++i) {{
+            // Of A transposed, rows of which are this warp's.
+            int row = warp * 16 + lane / 4 + i % 2 * 8, column = k * 16 + lane % 4 * 2 + i / 2 * 8;
+            {c_type} pair[2] = {{a[column * 64 + row], a[(column + 1) * 64 + row]}};
+            registers[i] = *reinterpret_cast<unsigned*>(pair);
+          }}
+          store_matrices_transposed(
+              shared.A.at(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2), registers);
+        }}
+        publish_to_copies();
+        __syncthreads();
+        float d[{n} / 2];
+        begin_products();
+        for (int k = 0; k < 4; ++k) {{
+          multiply_columns<{c_type}>(d, by_rows(shared.A.box) + k * 32,
+                                     by_columns(shared.B.box, 64) + k * 2048, k > 0);
+        }}
+        commit_products();
+        wait_for_products<0>(d);
+        {WRITE.format(n=n)}
+    """
+    shared = f"struct Shared {{ Boxes<{c_type}, 64, 64> A; Boxes<{c_type}, 64, {wide}> B; }};"
+    launch(body, A, boxes(B), got, head=FILL + shared)
+    assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
+
+
 # warpgroup.cuh
 
 

@@ -245,6 +245,75 @@ def mma_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) 
     )
 
 
+WGMMA_SCRATCH = {
+    "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
+    "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
+}
+WGMMA_TILES_UP_TO = {
+    64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 1},),
+    128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 2},),
+}
+WGMMA_RULES = {
+    "Br is 64 or 128": lambda c: c.Br in (64, 128),
+    "Bc is 128": lambda c: c.Bc == 128,
+    "dS_stages is 1 or 2": lambda c: c.dS_stages in (1, 2),
+}
+
+
+def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
+    """The rows of all heads, each head's filled up to whole tiles."""
+    return p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
+
+
+def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
+    """Into how many parts dQ of a tile is shared out, as row_sums.cuh does."""
+    return 2 if c.Br == 128 or p.d > 64 else 1
+
+
+def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
+    """The columns of the sums of dQ."""
+    return cdiv(p.d, 16) * 16 if c.Br == 128 or p.d <= 64 else 128
+
+
+def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
+    tiles = 2 * ((c.Bc + c.stages * c.Br) * _boxed_width(p) + c.dS_stages * c.Br * c.Bc)
+    part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages)
+    return cdiv(tiles + rest, 1024) * 1024
+
+
+def wgmma_two_pass_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles in boxes of 64 columns, row sums and barriers."""
+    tiles = 2 * (c.Bc + c.stages * c.Br) * _boxed_width(p)
+    return cdiv(tiles + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages), 1024) * 1024
+
+
+def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same of 128 rows, and stages of keys."""
+    tiles = 2 * (128 + c.stages * c.Bk) * _boxed_width(p)
+    return cdiv(tiles + 8 * (2 + 3 * c.stages), 1024) * 1024
+
+
+def _boxed_width(p: Problem) -> int:
+    """The columns of Q and dO, or K and V, filled up to boxes."""
+    return cdiv(p.d, 64) * 64 + cdiv(p.dv, 64) * 64
+
+
+def wgmma_tile_launch(
+    entry: str, args: str, parts: Formula, threads: int, hardly: str = ""
+) -> Launch:
+    """Blocks for each tile of rows, which hardly ever read some of the arrays."""
+    return Launch(
+        entry,
+        args=args,
+        grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads * p.batch, parts(p, c)),
+        threads=lambda p, c: threads,
+        keeps="nothing",
+        moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
+    )
+
+
 KERNELS = (
     Kernel(
         name="baseline_backward",
@@ -389,5 +458,103 @@ KERNELS = (
             "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
         },
         scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
+    ),
+    Kernel(
+        name="wgmma_columns",
+        adds="columns with wgmma and TMA: warpgroups own 64 keys, P and dS stay in registers",
+        operation="backward",
+        launches=(
+            wgmma_tile_launch(
+                "begin_rows",
+                "O dO lse row_sums.data dQ_sum.data M heads",
+                lambda p, c: 1,
+                THREADS,
+            ),
+            Launch(
+                "wgmma_columns",
+                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data dK dV "
+                "M N heads kv_heads group diagonal lower scale",
+                boxes={
+                    "Q": lambda p, c: c.Br,
+                    "K": lambda p, c: c.Bc,
+                    "V": lambda p, c: c.Bc,
+                    "dO": lambda p, c: c.Br,
+                },
+                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+                threads=lambda p, c: 384,
+                shared=wgmma_shared,
+            ),
+            wgmma_tile_launch(
+                "finish_dQ",
+                "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
+                wgmma_parts,
+                128,
+                hardly="Q K V dO row_sums",
+            ),
+        ),
+        tiles=tuple(
+            {"Br": 64, "Bc": 128, "stages": stages, "dS_stages": dS_stages}
+            for stages, dS_stages in ((2, 2), (2, 1), (1, 1))
+        ),
+        tiles_up_to=WGMMA_TILES_UP_TO,
+        candidates={"Br": (64, 128), "Bc": (128,), "stages": (1, 2, 3), "dS_stages": (1, 2)},
+        rules=WGMMA_RULES,
+        dtypes=("float16", "bfloat16"),
+        features=FEATURES,
+        scratch=WGMMA_SCRATCH,
+        arch="90a",
+        largest_d=128,
+        unordered=("dQ",),
+    ),
+    Kernel(
+        name="wgmma_two_pass",
+        adds="wgmma_columns and its mirror image: dQ in registers too, 7 products for 5",
+        operation="backward",
+        launches=(
+            wgmma_tile_launch(
+                "sum_rows", "O dO lse row_sums.data M heads", lambda p, c: 1, THREADS
+            ),
+            Launch(
+                "wgmma_two_pass_columns",
+                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dK dV "
+                "M N heads kv_heads group diagonal lower scale",
+                boxes={
+                    "Q": lambda p, c: c.Br,
+                    "K": lambda p, c: c.Bc,
+                    "V": lambda p, c: c.Bc,
+                    "dO": lambda p, c: c.Br,
+                },
+                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+                threads=lambda p, c: 384,
+                shared=wgmma_two_pass_columns_shared,
+            ),
+            Launch(
+                "wgmma_two_pass_rows",
+                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ "
+                "M N heads group diagonal lower scale",
+                boxes={
+                    "Q": lambda p, c: 128,
+                    "K": lambda p, c: c.Bk,
+                    "V": lambda p, c: c.Bk,
+                    "dO": lambda p, c: 128,
+                },
+                grid=lambda p, c: cdiv(p.M, 128) * p.heads * p.batch,
+                threads=lambda p, c: 384,
+                shared=wgmma_two_pass_rows_shared,
+            ),
+        ),
+        tiles=({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
+        tiles_up_to={64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},)},
+        candidates={"Br": (64, 128), "Bc": (128,), "Bk": (64, 80, 96, 128), "stages": (2, 3, 4)},
+        rules={
+            "Br is 64 or 128": lambda c: c.Br in (64, 128),
+            "Bc is 128": lambda c: c.Bc == 128,
+            "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0,
+        },
+        dtypes=("float16", "bfloat16"),
+        features=FEATURES,
+        scratch={"row_sums": WGMMA_SCRATCH["row_sums"]},
+        arch="90a",
+        largest_d=128,
     ),
 )

@@ -17,7 +17,6 @@
 
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int turns = cdiv(width, 4 * warp_size);
-constexpr float log2e = 1.44269504f;
 
 struct Shared {
   float O[warps][width];

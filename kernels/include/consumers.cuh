@@ -20,18 +20,6 @@ using Keys = Boxes<operand, Bc, d>;
 using Values = Boxes<operand, Bc, dv>;
 using Weights = unsigned[Bc / step][4];  // P, as operands of O += P V
 
-// Which of so many buffers comes next, and in which phase its barriers are.
-template <int count>
-struct Turn {
-  int stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < count) return;
-    stage = 0;
-    phase ^= 1;
-  }
-};
-
 // Registers are the consumers', but for a few.
 __device__ __forceinline__ void give_to_consumers() {
   give_registers<consumers == 3 ? 32 : 40>();

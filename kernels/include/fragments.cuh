@@ -10,7 +10,6 @@
 
 constexpr int step = 16;                      // rows, keys and depth of a product
 constexpr int width = cdiv(dv, step) * step;  // of O, filled up with zeros
-constexpr float log2e = 1.44269504f;
 constexpr float largest_float = 3.40282347e38f;
 
 // A warp's part of S or O: products of 16 rows and 8 columns.

@@ -57,6 +57,16 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const
                : "memory");
 }
 
+// The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where
+// row l % 8 of matrix l / 8 shall lie, and brings elements [l / 4] of columns 2 * (l % 4) and the
+// next, as they were before.  stmatrix.sync.aligned.m8n8.x4.trans.shared.b16, from sm_90 on
+__device__ __forceinline__ void store_matrices_transposed(void* row, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                   unsigned(__cvta_generic_to_shared(row))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,

@@ -28,6 +28,18 @@ __device__ __forceinline__ void load_box(void* shared, const TensorMap& map, Bar
       : "memory");
 }
 
+// Begins to copy so many bytes as they lie, from one multiple of 16 to another, and a multiple of
+// 16 themselves; they count at the barrier.
+// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+__device__ __forceinline__ void load_bytes(void* shared, const void* memory, int bytes,
+                                           Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(shared_address(shared)),
+      "l"(memory), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Begins to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
 __device__ __forceinline__ void store_box(const TensorMap& map, const void* shared, int column,
                                           int row, int head, int batch) {
@@ -35,6 +47,16 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* shar
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
       "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
       "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
+// added in one step, in any order. It counts as a store.
+// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
+__device__ __forceinline__ void add_floats(float* memory, const float* shared, int count) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(memory),
+      "r"(shared_address(shared)), "r"(4 * count)
       : "memory");
 }
 

@@ -85,6 +85,13 @@ __device__ __forceinline__ void multiply(float (&d)[count], Matrix a, Matrix b, 
   Product<T, 2 * count>::multiply(d, a, b, added);
 }
 
+// The same with B by_columns.
+template <class T, int count>
+__device__ __forceinline__ void multiply_columns(float (&d)[count], Matrix a, Matrix b,
+                                                 bool added) {
+  Product<T, 2 * count>::multiply_columns(d, a, b, added);
+}
+
 // The same with A in registers and B by_columns, or of e4m3 by_rows.
 template <class T, int count>
 __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b,
@@ -130,27 +137,34 @@ __device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[
 #define WGMMA_REGISTERS(n, types, columns, i, j, k, l, m, o)                               \
   WGMMA(n, types, "{%" #i ",%" #j ",%" #k ",%" #l "},%" #m ",p,1,1" columns, o, "r"(a[0]), \
         "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(added))
-#define PRODUCT(n, i, j, k, l, m, o)                                                           \
-  template <class T>                                                                           \
-  struct Product<T, n> {                                                                       \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,     \
-                                                    int added) {                               \
-      if constexpr (is_e4m3<T>)                                                                \
-        WGMMA_SHARED(n, "32.f32.e4m3.e4m3", "", i, j, k);                                      \
-      else if constexpr (is_half<T>)                                                           \
-        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,0", i, j, k);                                    \
-      else                                                                                     \
-        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,0", i, j, k);                                  \
-    }                                                                                          \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4], \
-                                                    Matrix b, int added) {                     \
-      if constexpr (is_e4m3<T>)                                                                \
-        WGMMA_REGISTERS(n, "32.f32.e4m3.e4m3", "", i, j, k, l, m, o);                          \
-      else if constexpr (is_half<T>)                                                           \
-        WGMMA_REGISTERS(n, "16.f32.f16.f16", ",1", i, j, k, l, m, o);                          \
-      else                                                                                     \
-        WGMMA_REGISTERS(n, "16.f32.bf16.bf16", ",1", i, j, k, l, m, o);                        \
-    }                                                                                          \
+#define PRODUCT(n, i, j, k, l, m, o)                                                               \
+  template <class T>                                                                               \
+  struct Product<T, n> {                                                                           \
+    static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,         \
+                                                    int added) {                                   \
+      if constexpr (is_e4m3<T>)                                                                    \
+        WGMMA_SHARED(n, "32.f32.e4m3.e4m3", "", i, j, k);                                          \
+      else if constexpr (is_half<T>)                                                               \
+        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,0", i, j, k);                                        \
+      else                                                                                         \
+        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,0", i, j, k);                                      \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b, \
+                                                            int added) {                           \
+      if constexpr (is_half<T>)                                                                    \
+        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,1", i, j, k);                                        \
+      else                                                                                         \
+        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,1", i, j, k);                                      \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4],     \
+                                                    Matrix b, int added) {                         \
+      if constexpr (is_e4m3<T>)                                                                    \
+        WGMMA_REGISTERS(n, "32.f32.e4m3.e4m3", "", i, j, k, l, m, o);                              \
+      else if constexpr (is_half<T>)                                                               \
+        WGMMA_REGISTERS(n, "16.f32.f16.f16", ",1", i, j, k, l, m, o);                              \
+      else                                                                                         \
+        WGMMA_REGISTERS(n, "16.f32.bf16.bf16", ",1", i, j, k, l, m, o);                            \
+    }                                                                                              \
   };
 PRODUCT(16, 8, 9, 10, 11, 12, 13)
 PRODUCT(32, 16, 17, 18, 19, 20, 21)

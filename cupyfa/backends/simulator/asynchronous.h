@@ -32,15 +32,19 @@ constexpr int product_depth = 16;  // of 16 bits
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
-// A box of the array, and where it is in shared memory.
+// A box of the array, or bytes in memory, and where it is in shared memory.
 struct Box {
   TensorMap map;
   int column, row, head, batch;
   unsigned char* shared;
   int thread;  // that asked for it
   Place place;
+  unsigned char* memory = nullptr;  // nullptr: a box
+  std::size_t count = 0;            // of bytes from there
 
-  std::size_t bytes() const { return static_cast<std::size_t>(map.box_rows) * row_bytes; }
+  std::size_t bytes() const {
+    return memory != nullptr ? count : static_cast<std::size_t>(map.box_rows) * row_bytes;
+  }
 };
 
 // A box to come.
@@ -477,6 +481,10 @@ inline Byte* swizzled(Byte* pointer) {
 }
 
 void load(const Box& box) {
+  if (box.memory != nullptr) {
+    std::memcpy(box.shared, box.memory, box.count);
+    return;
+  }
   for (int index = 0; index < box.map.box_rows; ++index) {
     unsigned char bytes[row_bytes] = {};
     Row row = row_of(box, index);
@@ -498,8 +506,78 @@ void store(const Box& box) {
   }
 }
 
+// Bytes that lie in memory as they do in shared memory.
+Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, const char* operation,
+               const Place& place) {
+  auto address = reinterpret_cast<std::uintptr_t>(memory);
+  if ((address | reinterpret_cast<std::uintptr_t>(shared) | bytes) % chunk_bytes != 0 ||
+      bytes <= 0) {
+    fault(worker, place,
+          format("calls %s with %ld bytes, in memory at %p and in shared memory at %s; all are "
+                 "multiples of %d",
+                 operation, bytes, memory, shared_name(worker, shared).chars, chunk_bytes));
+  }
+  Box box{};
+  box.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  box.thread = worker.fiber->index;
+  box.place = place;
+  box.memory = static_cast<unsigned char*>(memory);
+  box.count = static_cast<std::size_t>(bytes);
+  return box;
+}
+
+// Floats that were read from shared memory, and are to be added to others.
+struct Addition {
+  Addition* next;
+  float* memory;
+  std::size_t count;
+  float values[];
+};
+
+void put_off_addition(Fiber& fiber, const Box& box) {
+  auto* addition = static_cast<Addition*>(std::calloc(1, sizeof(Addition) + box.count));
+  addition->memory = reinterpret_cast<float*>(box.memory);
+  addition->count = box.count / sizeof(float);
+  std::memcpy(addition->values, box.shared, box.count);
+  addition->next = fiber.additions;
+  fiber.additions = addition;
+}
+
+// Other workers may add to the same.
+void add_to(float* memory, float value) {
+  auto* word = reinterpret_cast<std::uint32_t*>(memory);
+  std::uint32_t old = __atomic_load_n(word, __ATOMIC_SEQ_CST), desired;
+  do {
+    float sum;
+    std::memcpy(&sum, &old, sizeof sum);
+    sum += value;
+    std::memcpy(&desired, &sum, sizeof desired);
+  } while (
+      !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+}
+
+// Of what this thread has put off, all or any.
+void make_additions(Worker& worker, bool all) {
+  Addition** link = &worker.fiber->additions;
+  while (Addition* addition = *link) {
+    if (!all && (!worker.shuffled || next_random(worker.random) % 4 != 0)) {
+      link = &addition->next;
+      continue;
+    }
+    for (std::size_t i = 0; i < addition->count; ++i) {
+      add_to(addition->memory + i, addition->values[i]);
+    }
+    *link = addition->next;
+    std::free(addition);
+  }
+}
+
 template <Access access>
 void check_array(const Box& box) {
+  if (box.memory != nullptr) {
+    check<access>(box.memory, box.count, box.place);
+    return;
+  }
   for (int index = 0; index < box.map.box_rows; ++index) {
     Row row = row_of(box, index);
     if (row.bytes > 0) check<access>(row.memory, row.bytes, box.place);
@@ -562,7 +640,11 @@ Epoch stores_mark() {
 
 void begin_store(Worker& worker, const Box& box) {
   Arena& arena = shared_arena(worker, box.shared, box.bytes(), "stores a box from", box.place);
-  check_array<Access::write>(box);
+  if (box.memory != nullptr) {
+    check_array<Access::atomic>(box);
+  } else {
+    check_array<Access::write>(box);
+  }
   Clock past[max_components];
   std::copy_n(worker.warp->seen, max_components, past);
   add_known(worker, *worker.fiber, past);
@@ -583,12 +665,17 @@ void end_stores(Worker& worker, const Place& place) {
             format("waits for a box, stored at %s, that no group holds; commit_stores first",
                    place_name(worker, box.place).chars));
     }
-    store(box);
+    if (box.memory != nullptr) {
+      put_off_addition(fiber, box);
+    } else {
+      store(box);
+    }
     Arena& arena = *arena_of(worker, box.shared, box.bytes());
     end_reading(arena, box.shared, box.bytes(), stores_mark(), now);
     fiber.stores = first->next;
     std::free(first);
   }
+  make_additions(worker, false);
   // Another thread's store of the same bytes may still be under way.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
@@ -1171,6 +1258,7 @@ bool report_vain_waits(Worker& worker) {
 // A thread's end.
 void check_left_over(Worker& worker) {
   Fiber& fiber = *worker.fiber;
+  make_additions(worker, true);
   if (fiber.stores != nullptr) {
     fault(worker, fiber.stores->box.place,
           format("returns before a box that it stores was read from shared memory; "
@@ -1217,6 +1305,7 @@ Clock latest_clock(const Worker& worker) {
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     free_all(worker.fibers[i].stores);
+    free_all(worker.fibers[i].additions);
   }
   if (worker.asynchronous == nullptr) return;
   Asynchronous& all = *worker.asynchronous;
@@ -1281,6 +1370,22 @@ EXPORTED void simulator_store_box(const void* map, const void* shared, const int
   Worker& worker = *self;
   begin_store(worker, make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates,
                                "store_box", {file, line, CALLER}));
+}
+
+EXPORTED void simulator_load_bytes(void* shared, const void* memory, int bytes, void* barrier,
+                                   const char* file, int line) {
+  Worker& worker = *self;
+  Place place{file, line, CALLER};
+  Box box = make_bytes(worker, const_cast<void*>(memory), shared, bytes, "load_bytes", place);
+  begin_load(worker, box, phase_barrier(worker, barrier, "load_bytes", place));
+}
+
+EXPORTED void simulator_add_floats(float* memory, const float* shared, int count, const char* file,
+                                   int line) {
+  Worker& worker = *self;
+  long bytes = long{count} * static_cast<long>(sizeof(float));
+  begin_store(worker,
+              make_bytes(worker, memory, shared, bytes, "add_floats", {file, line, CALLER}));
 }
 
 EXPORTED void simulator_commit_stores() {

@@ -232,6 +232,7 @@ inline Place at(const void* pc) {
 
 struct Exchange;
 struct Store;
+struct Addition;
 struct Asynchronous;
 
 // Memory a twin keeps for one thread of the block.
@@ -254,10 +255,11 @@ struct Fiber {
   int barrier;            // its number, or -1
   Exchange* exchange;     // the warp collective it took part in last
   Storage* storage;
-  int awaited;      // the barrier in shared memory it waits for, or -1
-  int phase;        // of that barrier
-  Clock published;  // what it wrote up to this clock, copies and tensor cores may read
-  Store* stores;    // that have not read shared memory, oldest first
+  int awaited;          // the barrier in shared memory it waits for, or -1
+  int phase;            // of that barrier
+  Clock published;      // what it wrote up to this clock, copies and tensor cores may read
+  Store* stores;        // that have not read shared memory, oldest first
+  Addition* additions;  // that have read it, and were put off
   // Its products so far: begun, in a group, waited for; and its groups.
   std::uint64_t products;
   std::uint64_t grouped;

@@ -41,6 +41,10 @@ inline float widen(unsigned bits) {
   }
 }
 
+struct Registers {
+  unsigned r[4];
+};
+
 inline void check_whole_warp(const char* text, Here here) {
   if (simulator_lanes() != 0xffffffffu) fault(text, here);
 }
@@ -65,6 +69,19 @@ __attribute__((no_sanitize("thread"), noinline)) inline void read_columns(unsign
     const unsigned short* element = static_cast<const unsigned short*>(row) + lane() / 4;
     check_read(element, sizeof *element, here);
     r[i / 2] = i % 2 == 0 ? *element : r[i / 2] | static_cast<unsigned>(*element) << 16;
+  }
+}
+
+// Of the matrices whose rows these are, each lane writes the pairs that it would read.
+__attribute__((no_sanitize("thread"), noinline)) inline void write_columns(void* const* rows,
+                                                                           const Registers* all,
+                                                                           Here here) {
+  for (int i = 0; i < 4; ++i) {
+    int row = lane() / 4, column = 2 * (lane() % 4);
+    unsigned low = all[4 * column + row / 2].r[i], high = all[4 * column + 4 + row / 2].r[i];
+    unsigned* pair = static_cast<unsigned*>(rows[8 * i + row]) + lane() % 4;
+    check_write(pair, sizeof *pair, here);
+    *pair = (low >> row % 2 * 16 & 0xffff) | (high >> row % 2 * 16) << 16;
   }
 }
 
@@ -179,6 +196,19 @@ inline void load_matrices(unsigned (&r)[4], const void* row, simulator::Here her
 inline void load_matrices_transposed(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
   auto rows = simulator::gather_rows(row, "load_matrices_transposed", here);
   simulator::read_columns(r, rows, here);
+}
+
+// The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where
+// row l % 8 of matrix l / 8 shall lie, and brings elements [l / 4] of columns 2 * (l % 4) and the
+// next, as they were before.
+inline void store_matrices_transposed(void* row, const unsigned (&r)[4],
+                                      simulator::Here here = {}) {
+  const char* name = "store_matrices_transposed";
+  simulator::Registers mine = {{r[0], r[1], r[2], r[3]}};
+  void* rows[32];
+  auto all_rows = simulator::gather_rows(row, name, here);
+  for (int i = 0; i < 32; ++i) rows[i] = const_cast<void*>(all_rows[i]);
+  simulator::write_columns(rows, simulator::warp_gather(mine, name, here), here);
 }
 
 // D += A B, operands of type T.

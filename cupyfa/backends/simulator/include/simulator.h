@@ -66,6 +66,10 @@ void simulator_load_box(void* shared, const void* map, void* barrier, const int*
                         const char* file, int line);
 void simulator_store_box(const void* map, const void* shared, const int* coordinates,
                          const char* file, int line);
+void simulator_load_bytes(void* shared, const void* memory, int bytes, void* barrier,
+                          const char* file, int line);
+void simulator_add_floats(float* memory, const float* shared, int count, const char* file,
+                          int line);
 void simulator_commit_stores();
 void simulator_end_stores(const char* file, int line);
 void simulator_publish_to_copies();

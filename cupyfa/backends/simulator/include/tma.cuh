@@ -3,7 +3,8 @@
 // asks for a tile, and no thread moves it.
 //
 // A box is loaded in the first wait for its barrier's phase, and read to be stored in the wait for
-// that. Who uses its bytes before is in a race, and is reported.
+// that. Who uses its bytes before is in a race, and is reported. Floats are added later still: by a
+// seed at any such wait or, as without one, when the thread ends.
 #include <barrier.cuh>
 
 // An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
@@ -28,11 +29,24 @@ inline void load_box(void* shared, const TensorMap& map, Barrier& barrier, int c
   simulator_load_box(shared, &map, &barrier, coordinates, here.file, here.line);
 }
 
+// Begins to copy so many bytes as they lie, from one multiple of 16 to another, and a multiple of
+// 16 themselves; they count at the barrier.
+inline void load_bytes(void* shared, const void* memory, int bytes, Barrier& barrier,
+                       simulator::Here here = {}) {
+  simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
+}
+
 // Begins to copy a box from shared memory.
 inline void store_box(const TensorMap& map, const void* shared, int column, int row, int head,
                       int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};
   simulator_store_box(&map, shared, coordinates, here.file, here.line);
+}
+
+// Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
+// added in one step, in any order. It counts as a store.
+inline void add_floats(float* memory, const float* shared, int count, simulator::Here here = {}) {
+  simulator_add_floats(memory, shared, count, here.file, here.line);
 }
 
 // Ends a group of this thread's stores.

@@ -1,0 +1,18 @@
+// sum_rows: what `wgmma_two_pass` needs of rows before it begins, tile by tile: lse * log2(e) and D
+// = rowsum(dO * O).
+//
+//   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
+//   grid (cdiv(M, Br) * heads * batch)    block (threads)
+//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
+#include <sum_tile.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const scalar> O,
+                                                               Tensor<const scalar> dO,
+                                                               Tensor<const real> lse,
+                                                               RowSums* row_sums, int M,
+                                                               int heads) {
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+  sum_tile(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
+}

@@ -1,0 +1,214 @@
+// wgmma_columns: `columns` on Hopper's tensor cores. Warpgroups own 64 keys each, one warp loads
+// for all with TMA, and others add to dQ, which nobody else waits for.
+//
+// Scores are computed transposed, S^T = K Q^T: in that form P^T and dS^T are operands in registers
+// of dV += P^T dO and dK += dS^T Q, and stay where they come out. Only dS for dQ = dS K, a sum over
+// the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
+// copy engine adds it to sums in memory, of which `finish_dQ` knows the order.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   the host sets: scalar, real, Br, Bc, stages, dS_stages, d, dv, causal, windowed, threads,
+//   shared_bytes
+#include <named_barrier.cuh>
+#include <own_keys.cuh>
+#include <shared.cuh>
+
+struct Shared {
+  Boxes<scalar, Bc, d> K;
+  Boxes<scalar, Bc, dv> V;
+  Boxes<scalar, Br, d> Q[stages];
+  Boxes<scalar, Br, dv> dO[stages];
+  Boxes<scalar, Br, Bc> dS[dS_stages];
+  Part dQ[consumers];
+  RowSums sums[stages];
+  Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one is read");
+
+// Named barriers.
+constexpr int dS_full = 1;   // both warpgroups have written theirs
+constexpr int dS_empty = 2;  // and have read all of what was there before
+__device__ __forceinline__ int dQ_full(int warpgroup) {
+  return 3 + warpgroup;
+}
+__device__ __forceinline__ int dQ_empty(int warpgroup) {
+  return 3 + consumers + warpgroup;
+}
+constexpr int adding_threads = warpgroup_size + warp_size;
+
+__device__ __forceinline__ void make_barriers(Shared& shared) {
+  make_barrier(shared.K_full, 1);
+  make_barrier(shared.V_full, 1);
+  for (int i = 0; i < stages; ++i) {
+    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    make_barrier(shared.dO_full[i], 1);
+    make_barrier(shared.empty[i], consumers);
+  }
+  publish_barriers();
+}
+
+// What the producer's one thread does.
+__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+                                        const TensorMap& K, const TensorMap& V, const TensorMap& dO,
+                                        const RowSums* row_sums, int heads) {
+  if (work.first_row >= work.end_row) return;
+  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  Turn<stages> turn;
+  work.for_tiles(heads, [&](int head, int row, long long tile) {
+    const int i = turn.stage;
+    wait(shared.empty[i], turn.phase ^ 1);
+    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
+    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
+    turn.advance();
+  });
+}
+
+// What a warp does for a warpgroup: it has dQ of each tile added to the sums in memory.
+__device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, Part* dQ_sum,
+                                       int warpgroup, int heads) {
+  const bool elected = is_elected();
+  work.for_tiles(heads, [&](int, int, long long tile) {
+    barrier_arrive(dQ_empty(warpgroup), adding_threads);
+    barrier_sync(dQ_full(warpgroup), adding_threads);
+    if (elected) {
+      add_floats(&dQ_sum[tile * parts + warpgroup % parts].sums[0][0].x,
+                 &shared.dQ[warpgroup].sums[0][0].x, sizeof(Part) / sizeof(float));
+      commit_stores();
+      wait_until_stores_have_read();
+    }
+    __syncwarp();  // before another thread says that there is room
+  });
+}
+
+// What a warpgroup of consumers goes through, tile by tile.
+struct Consumer {
+  Shared& shared;
+  Own own;
+  float scale2;
+  Sums<d_width> dK;
+  Sums<dv_width> dV;
+  Turn<stages> turn;
+  Turn<dS_stages> dS_turn;
+
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, float scale)
+      : shared(shared), own(warpgroup), scale2(scale * log2e), dK(), dV() {}
+
+  // Begins the warpgroup's part of dQ = dS K.
+  __device__ __forceinline__ void begin_dQ(Sums<part_width>& dQ) const {
+    const auto& dS = shared.dS[dS_turn.stage];
+    const int first_row = by_rows_of_dQ ? own.warpgroup * warpgroup_rows : 0;
+    const int first_box = by_columns_of_dQ ? own.warpgroup : 0;
+    const int own_keys = parts == 1 ? own.warpgroup : 0;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < (parts == 1 ? warpgroup_rows : Bc) / step; ++k) {
+      const Matrix slopes = by_rows(dS.box[k / 4 + own_keys][first_row]) + k % 4 * 32;
+      const Matrix keys = by_columns(shared.K.box[first_box][own_keys * warpgroup_rows], Bc);
+      multiply_columns<scalar>(dQ, slopes, keys + k * 2048, k > 0);
+    }
+    commit_products();
+  }
+
+  // Writes the warp's columns of dS, whose transpose these are.
+  __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
+    const int lane = fresh(own.lane);
+    const int chunk = own.first_key() / 8 + lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < Br / step; ++i) {
+      const int row = i * step + lane % 8 + lane / 16 * 8;
+      store_matrices_transposed(shared.dS[dS_turn.stage].at(row, chunk), weights[i]);
+    }
+  }
+
+  // Leaves the part of dQ to the warp that adds it.
+  __device__ __forceinline__ void pass_dQ(const Sums<part_width>& dQ) const {
+    barrier_sync(dQ_empty(own.warpgroup), adding_threads);
+    const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+#pragma unroll
+    for (int i = 0; i < part_width / 8; ++i)
+      shared.dQ[own.warpgroup].sums[i][mine] =
+          float4{dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]};
+    publish_to_copies();
+    barrier_arrive(dQ_full(own.warpgroup), adding_threads);
+  }
+
+  // A tile. Its products with dS are under way while others are waited for.
+  __device__ __forceinline__ void advance(const Pairs& pairs) {
+    const int i = turn.stage;
+    Sums<Br> S, dP;
+    Sums<part_width> dQ;
+    Weights16<Br> P, dS;
+    wait(shared.Q_full[i], turn.phase);
+    begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
+    wait(shared.dO_full[i], turn.phase);
+    begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
+    wait_for_products<1>(S);
+    own.weigh(S, shared.sums[i], scale2);
+    own.hide(S, pairs);
+    wait_for_products<0>(dP);
+    own.differentiate(S, dP, shared.sums[i]);
+    pack_weights(S, P);
+    pack_weights(dP, dS);
+    if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
+    store_dS(dS);
+    begin_sums(dV, P, shared.dO[i]);
+    publish_to_copies();
+    barrier_sync(dS_full, consuming_threads);
+    begin_dQ(dQ);
+    begin_sums(dK, dS, shared.Q[i]);
+    wait_for_products<1>(dQ);
+    pass_dQ(dQ);
+    wait_for_products<0>(dK);
+    settle(dV);
+    if (own.leads()) arrive(shared.empty[i]);
+    dS_turn.advance();
+    turn.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
+    const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
+    const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    const RowSums* row_sums, Part* dQ_sum, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N,
+    int heads, int kv_heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) make_barriers(shared);
+  __syncthreads();
+  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
+  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    give_to_consumers();
+    const int warp = uniform(threadIdx.x / warp_size);
+    if (warp == 0 && is_elected())
+      produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
+    if (warp > 0 && warp <= consumers) add_dQ(shared, work, dQ_sum, warp - 1, heads);
+    return;
+  }
+  take_from_producer();
+  Consumer consumer(shared, warpgroup, scale);
+  if (work.first_row < work.end_row) {
+    wait(shared.K_full, 0);
+    wait(shared.V_full, 0);
+  }
+  work.for_tiles(heads, [&](int, int row, long long) {
+    consumer.advance({row, work.first_key, M, N, diagonal, lower});
+  });
+
+  const int first_key = work.first_key + consumer.own.first_key();
+  if (is_strange(consumer.dK) || is_strange(consumer.dV)) {
+    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, diagonal, lower,
+                   scale);
+    return;
+  }
+  store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
+                    consumer.own.lane);
+  store_gradient<dv>(consumer.dV, 1, first_key, dV, work.batch, work.kv_head, N, consumer.own.lane);
+}
