@@ -133,6 +133,14 @@ struct Consumer {
     return first_key + Bc > visible_keys(task.row, schedule.N, schedule.diagonal) ||
            first_key < hidden_keys(min(task.row + Br, M) - 1, schedule.N, schedule.lower);
   }
+  // Where the keys end that some row of the warpgroup sees; those of the others may go on. A tile
+  // is gone through in any case, and the last ones left out fit into the buffers.
+  __device__ __forceinline__ int own_end(const Task& task) const {
+    if constexpr (!causal) return task.end;
+    const int last_row = min(task.row + (warpgroup + 1) * warpgroup_rows, M) - 1;
+    const int visible = visible_keys(last_row, schedule.N, schedule.diagonal);
+    return max(max(visible, task.end - stages * Bc), task.start + 1);
+  }
   __device__ __forceinline__ void await_queries(Turn<Q_stages> own) const {
     wait(shared.Q_full[own.stage], own.phase);
     if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
@@ -155,14 +163,34 @@ struct Consumer {
     if (leads()) arrive(shared.V_empty[values.stage]);
     values.advance();
   }
-  __device__ __forceinline__ void begin_scores() {
+  __device__ __forceinline__ void await_keys() const {
     wait(shared.K_full[keys.stage], keys.phase);
+  }
+  __device__ __forceinline__ void await_values() const {
+    wait(shared.V_full[values.stage], values.phase);
+  }
+  __device__ __forceinline__ void begin_scores() {
+    await_keys();
     await_turn(warpgroup);
     ::begin_scores(shared.Q[own.stage], shared.K[keys.stage], S, warpgroup);
   }
   __device__ __forceinline__ void begin_output() {
-    wait(shared.V_full[values.stage], values.phase);
+    await_values();
     ::begin_output(shared.V[values.stage], P, O, added);
+  }
+
+  // Gives back tiles of which the warpgroup sees no key.
+  __device__ __forceinline__ void leave_keys() {
+    await_keys();
+    await_turn(warpgroup);
+    pass_turn(warpgroup);
+    release_keys();
+  }
+  __device__ __forceinline__ void leave_values(int tiles) {
+    for (; tiles > 0; --tiles) {
+      await_values();
+      release_values();
+    }
   }
 
   // The scores of the next tile and O += P V of the tile before. While the warpgroup computes
@@ -184,7 +212,8 @@ struct Consumer {
 
   // The same from one task to the next, whose first scores are computed while O is stored.
   template <class Finish>
-  __device__ __forceinline__ void advance(const Task& task, const Task& next, Finish finish) {
+  __device__ __forceinline__ void advance(const Task& task, const Task& next, int left,
+                                          Finish finish) {
     float factor[1][2];
     begin_output();
     own.advance();
@@ -193,6 +222,7 @@ struct Consumer {
     pass_turn(warpgroup);
     wait_for_products<1>(flat(O));
     release_values();
+    leave_values(left);
     finish(O, rows, task);
     rows = rows_of(next);
     wait_for_products<0>(flat(S));
@@ -217,15 +247,18 @@ struct Consumer {
     weigh(task, task.start, factor);
     pack_weights(S, P);
     for (;;) {
-      for (int first_key = task.start + Bc; first_key < task.end; first_key += Bc)
-        advance(task, first_key);
+      const int end = own_end(task);
+      int first_key = task.start + Bc, left = 0;
+      for (; first_key < end; first_key += Bc) advance(task, first_key);
+      for (; first_key < task.end; first_key += Bc, ++left) leave_keys();
       if (leads()) arrive(shared.Q_empty[own.stage]);
       if (!schedule.next(next)) break;
-      advance(task, next, finish);
+      advance(task, next, left, finish);
       task = next;
     }
     begin_output();
     wait_for_products<0>(flat(O));
+    release_values();  // for the producer to end
     finish(O, rows, task);
   }
 };
