@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import log, prod
+from math import log, prod, sqrt
 from pathlib import Path
 from statistics import geometric_mean
 from types import SimpleNamespace
@@ -345,8 +345,14 @@ def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, flo
 
 
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
-    """The speed at the head dimension that is nearest by its ratio."""
-    return speeds[min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))]
+    """The speed at the head dimension that is nearest by its ratio.
+
+    Below the least one, products cost less and weights as much: the speed is between the same and
+    one that falls with d, and the geometric mean of both is taken.
+    """
+    nearest = min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))
+    share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
+    return speeds[nearest] * sqrt(min(share, 1.0))
 
 
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:

@@ -182,9 +182,10 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
         ("float64", 64, "fa2_coalesced"),
         ("float16", 0, "wgmma_persistent"),
         ("float16", 256, "wgmma_persistent"),
-        ("float16", 257, "mma_slices"),
-        ("float16", 1024, "mma_slices"),
-        ("bfloat16", 1024, "mma_slices"),
+        ("bfloat16", 32, "wgmma_persistent"),
+        ("float16", 257, "wgmma_slices"),
+        ("float16", 1024, "wgmma_slices"),
+        ("bfloat16", 1024, "wgmma_slices"),
     ],
 )
 def test_auto_takes_the_kernel_that_was_measured_fastest(dtype, d, fastest):

@@ -858,7 +858,7 @@ KERNELS = (
     mma_kernel(
         "mma_split_k",
         "blocks share out the keys of a row tile, and a launch merges what they found",
-        {},
+        {"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
         {
             "bound by": "latency: wait",
             "duration": "0.24 to 0.26",
@@ -1047,6 +1047,10 @@ KERNELS = (
         features=EVERYTHING,
         scratch={"O_sum": (wgmma_sliced_sums, "real")},
         arch="90a",
+        tflops={
+            "float16": {1024: 405},
+            "bfloat16": {320: 445, 512: 410, 1024: 408},
+        },
         predicts={
             "duration": "0.20 to 0.30",
             "tensor cores": "23 to 35",
