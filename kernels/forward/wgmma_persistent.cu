@@ -189,6 +189,7 @@ struct Consumer {
   __device__ __forceinline__ void leave_values(int tiles) {
     for (; tiles > 0; --tiles) {
       await_values();
+      barrier_sync(1 + warpgroup, warpgroup_size);  // a thread that saw no V come could miss it
       release_values();
     }
   }
