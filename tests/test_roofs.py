@@ -206,6 +206,14 @@ def test_the_command_prints_the_table():
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_dtype_is_one_that_the_kernels_can_do():
+    for arguments in (["mma_tf32"], ["tiled", "--precision", "tf32"]):
+        (found,) = strict(
+            cli("roofline", *arguments, "--device", "h100", "--format", "json").stdout
+        )
+        assert found["dtype"] == "float32"
+
+
 def test_what_the_command_refuses(monkeypatch):
     monkeypatch.setattr(roofs, "_gpu", lambda: None)
     assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
