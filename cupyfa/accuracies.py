@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa import calls, planning, reference
+from cupyfa import calls, planning, reference, sweeps
 from cupyfa.backends import Backend
 from cupyfa.backends.guard import run_guarded
 from cupyfa.backends.select import backend_named
@@ -33,7 +33,7 @@ class Accuracy:
 
 
 def accuracy(
-    kernels: Sequence[str | Kernel],
+    kernels: str | Kernel | Sequence[str | Kernel],
     *,
     values: Sequence[str] = ("normal", "outliers"),
     seed: int = 0,
@@ -43,9 +43,19 @@ def accuracy(
     """The accuracy of forward kernels on random inputs of several kinds, against float64.
 
     values: of ``cases.VALUES``. sizes: those of a problem, as ``M=256, d=128, dtype="float16"``.
-    Each kernel gets the same inputs. Raises Unsupported if one cannot do the problem.
+    Each kernel gets the same inputs. Raises ValueError for the arguments, and Unsupported if a
+    kernel cannot do the problem.
     """
-    engine = backend_named(backend) if isinstance(backend, str) else backend
+    engine = backend_named(backend)
+    named = [kernels] if isinstance(kernels, str | Kernel) else kernels
+    chosen = [x if isinstance(x, Kernel) else record_named(x) for x in named]
+    for record in chosen:
+        if record.operation != "forward":
+            raise ValueError(
+                f"accuracy is of forward kernels, and {record.name} computes {record.operation}"
+            )
+    if foreign := ", ".join(sweeps.foreign("forward", sizes)):
+        raise ValueError(f"forward has no {foreign}; leave it out")
     problem, found = Problem.of_sizes(**sizes), []
     for kind in values:
         case = Case("forward", problem, seed, kind)
@@ -56,8 +66,7 @@ def accuracy(
             diagonal=None if problem.right is None else problem.diagonal,
             lower=None if problem.left is None else problem.lower,
         )
-        for kernel in kernels:
-            record = record_named(kernel) if isinstance(kernel, str) else kernel
+        for record in chosen:
             plan = planning.plan(record, problem, engine.limits)
             out = run_guarded(engine, plan, calls.readable(plan, inputs), {})["O"]
             rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))

@@ -111,7 +111,7 @@ def plans(
     Raises Unsupported, with the reason, if that is none.
     """
     possible: list[tuple[Plan, str]] = []
-    refused: Exception = ValueError("there is nothing to compile")
+    refused: Exception | None = None
     for kernel in kernels:
         for dtype in dtypes:
             problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, window, precision)
@@ -119,9 +119,10 @@ def plans(
                 try:
                     possible.append((plan(kernel, problem, limits_of(arch)), arch))
                 except Unsupported as error:
-                    refused = error
+                    if refused is None or kernel.takes(dtype):  # its dtypes are the duller reason
+                        refused = error
     if not possible:
-        raise refused
+        raise refused or ValueError("there is nothing to compile")
     return possible
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 # Programming Guide, throughput of native arithmetic instructions. FlashAttention-3 (Shah et al.,
 # 2024, arXiv:2407.08608, section 3.1) goes by it: 3.9 TFLOP/s of exponentials on an H100 SXM.
 EXP2_PER_CLOCK = 16
+_FLOAT8_SINCE = 89  # compute capability 8.9; twice as fast as 16 bits on all devices here
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Device:
 
         What tensor cores cannot take, the plain units do.
         """
+        if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
+            return 2 * self.tensor["float16"]
         if tensor and precision in self.tensor:
             return self.tensor[precision]
         return self.plain["float64" if precision == "float64" else "float32"]

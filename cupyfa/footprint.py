@@ -113,6 +113,8 @@ def memory(
     """
     chosen = _chosen(kernels, backward)
     operation = next(iter(chosen.values())).operation
+    if foreign := ", ".join(sweeps.foreign(operation, sizes)):
+        raise ValueError(f"{operation} has no {foreign}; leave it out")
     named = chosen.values() if kernels else ()
     usual = sweeps.usual_dtype(*named, precision=sizes.get("precision"))
     several = sweeps.problems(operation, {"dtype": usual, **_given(sizes)})
@@ -147,7 +149,9 @@ def _chosen(
         return dict(LADDER["backward" if backward else "forward"])
     listed = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     found = {
-        x.name if isinstance(x, Kernel) else x: x if isinstance(x, Kernel) else _record(x)
+        x.name if isinstance(x, Kernel) else x: (
+            x if isinstance(x, Kernel) else records.record_named(x)
+        )
         for x in listed
     }
     operations = {x.operation for x in found.values()} | ({"backward"} if backward else set())
@@ -155,10 +159,6 @@ def _chosen(
         told = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
         raise ValueError(f"memory is of one operation, and there are {told}; name them apart")
     return found
-
-
-def _record(name: str) -> Kernel:
-    return records.record_named(name)
 
 
 def _place(backend: str | Backend) -> tuple[Backend | None, Limits]:

@@ -435,6 +435,7 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     arch = kernel.arch_for(problem.dtype.name)
     can_do = kernel.precisions_of(problem.dtype.name)
+    here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
     if not kernel.takes(problem.dtype.name):
         reason = f"its dtypes are {', '.join(kernel.dtypes)}"
     elif problem.precision and problem.precision not in can_do:
@@ -443,9 +444,9 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     elif lacking:
         reason = f"it lacks {', '.join(lacking)}"
     elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
-        reason = f"it runs on sm_{kernel.target} alone, {limits.device} is sm_{limits.arch}"
+        reason = f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
     elif not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
-        reason = f"it needs sm_{arch} for {problem.dtype.name}, {limits.device} is sm_{limits.arch}"
+        reason = f"it needs sm_{arch} for {problem.dtype.name}, {here} is sm_{limits.arch}"
     elif kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
         reason = f"its head dimensions end at {kernel.largest_d}"
     elif matmuls and limits.no_matmul:

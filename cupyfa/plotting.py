@@ -158,18 +158,21 @@ def _ceilings(axes: Any, rows: Sequence[Roof], ends: tuple[float, float]) -> lis
     bandwidth = rows[0].device.bandwidth / 1e3
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):
-        levels[row.peak] = "tensor cores" if row.on_tensor_cores else "without tensor cores"
+        units = "tensor cores" if row.on_tensor_cores else "without tensor cores"
+        rounded = row.on_tensor_cores and row.precision not in ("", row.problem.dtype.name)
+        levels[row.peak] = f"{units} in {row.precision}" if rounded else units
         corners = [(left, left * bandwidth), (row.balance, row.peak), (right, row.peak)]
         axes.plot(*zip(*corners), color=_INK, linewidth=1.5)
     for row in rows:
         if EXPONENTIALS in row.times:
             level = row.flops / row.times[EXPONENTIALS] / 1e9
-            if row.on_tensor_cores and level < _BELOW * row.peak:
+            apart = not any(_BELOW < level / other < 1 / _BELOW for other in levels)
+            if row.on_tensor_cores and level < _BELOW * row.peak and apart:
                 levels[level] = f"exponentials at d={row.problem.d}"
                 axes.plot([level / bandwidth, right], [level] * 2, "--", color=_INK, linewidth=1)
     return [
         axes.annotate(
-            f"{level:.3g} TFLOP/s, {what}",
+            f"{level:.{0 if level >= 100 else 1}f} TFLOP/s, {what}",
             (right, level),
             (0, 3),
             textcoords="offset points",
@@ -258,7 +261,7 @@ def _dress_roofs(axes: Any, rows: Sequence[Roof]) -> Any:
     axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
     axes.tick_params(length=0)
     axes.set_xlabel("FLOP per byte of memory")
-    problems = {re.sub(r" scale=\S+", "", str(row.problem)) for row in rows}
+    problems = {re.sub(r" (scale|precision)=\S+", "", str(row.problem)) for row in rows}
     title = [f"TFLOP/s   {rows[0].device.name}", *(problems if len(problems) == 1 else ())]
     return axes.set_title(": ".join(title), loc="left", fontsize=10, color=_INK)
 

@@ -245,7 +245,8 @@ def _launch(plan: Plan, position: int, step: PlannedLaunch) -> Step:
 def _passes(plan: Plan, step: PlannedLaunch) -> dict[str, int]:
     """The bytes of the arrays that pass by more than once, or for some tiles only."""
     p, c, arrays = plan.problem, step.constants, _arrays(plan)
-    Br, Bc, packed = c.get("Br", 1), c["Bc"], c.get("packed", 1)
+    Br, Bc = step.boxes.get("Q", c.get("Br", 1)), step.boxes.get("K", c["Bc"])
+    packed = c.get("packed", 1)
     keeps = step.launch.keeps or ("keys" if "dK" in arrays_of(step) else "rows")
     forward = plan.kernel.operation == "forward"
     if keeps == "keys" and forward:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -378,6 +379,11 @@ def main() -> None:
         backend = "cuda" if has_gpu() else "simulator"
     size = SIZES[options.task, backend]
     size |= {name: value for name, value in vars(options).items() if value is not None}
+    for many, few in (("width", "heads"), ("heads", "kv_heads")):
+        if size[many] % size[few]:
+            sys.exit(
+                f"{many}={size[many]} is not a multiple of {few}={size[few]}; give one that is"
+            )
     if options.task == "sort":
         vocabulary, length = size["kinds"], 2 * size["length"] - 1
         batches = sorting(size["batch"], size["length"], vocabulary, size["seed"])
@@ -442,11 +448,24 @@ def arguments() -> argparse.Namespace:
         "kv-heads": "of keys and values; divides heads",
         "blocks": "of attention and MLP",
     }.items():
-        parser.add_argument(f"--{name}", type=int, help=what)
+        parser.add_argument(f"--{name}", type=count, help=what)
     parser.add_argument("--rate", type=float, help="of learning")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="draw the losses to an .svg or .png file")
+    parser.add_argument("--plot", metavar="FILE", type=picture,
+                        help="draw the losses to an .svg or .png file")  # fmt: skip
     return parser.parse_args()
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 1 or more")
+    return int(text)
+
+
+def picture(text: str) -> str:
+    if not text.endswith((".svg", ".png")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; let it end with .svg or .png")
+    return text
 
 
 def has_gpu() -> bool:

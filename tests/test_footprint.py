@@ -65,6 +65,8 @@ def test_a_kernel_of_ones_own(tmp_path):
         ({"kernels": "fa2", "backward": True}, "memory is of one operation"),
         ({"M": [16, 32]}, "these sizes make 2"),
         ({"kernels": "fa9"}, "'fa9' is unknown"),
+        ({"kernels": "fa2", "Q": 3}, "forward has no Q"),
+        ({"kernels": "softmax_safe"}, "softmax has no .*d"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -174,6 +174,20 @@ def test_faults_exceed_the_bounds():
     assert ratio(scale=1.5 * problem.scale) > 1
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"kernels": "columns"}, "columns computes backward"),
+        ({"kernels": "fa9"}, "'fa9' is unknown"),
+        ({"kernels": "fa2", "Q": 3}, "forward has no Q"),
+        ({"kernels": "fa2", "values": ["odd"]}, "'odd' is unknown"),
+    ],
+)
+def test_what_accuracy_refuses(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        cupyfa.accuracy(**{"M": 8, "N": 8, "d": 8, "backend": "simulator", **arguments})
+
+
 def test_accuracy():
     found = cupyfa.accuracy(
         ["wgmma_overlap", "wgmma_fp8"], M=64, N=256, d=64, dtype="float16", backend="simulator"

@@ -119,6 +119,13 @@ def test_rungs_with_and_without_tensor_cores():
     assert row("v3", dtype="float32", device="h100").peak == 989.4
 
 
+def test_float8_is_multiplied_twice_as_fast_where_there_are_such_tensor_cores():
+    rounded = row("tiled", device="h100", d=128, dtype="float16", precision="float8_e4m3")
+    assert rounded.peak == 2 * row("tiled", device="h100", d=128, dtype="float16").peak
+    assert row("wgmma_fp8", device="h100", d=128).peak == rounded.peak
+    assert DEVICES["a100"].peak("float8_e4m3", tensor=True) == DEVICES["a100"].plain["float32"]
+
+
 def test_what_a_device_cannot_do():
     names = {x.computation for x in rows(device="a100")}
     assert {"naive", "tiled", "fa2", "mma_async"} <= names
@@ -197,6 +204,14 @@ def test_the_command_prints_the_table():
     shown = cli("roofline", "naive", "tiled", *args).stdout
     assert "NVIDIA A100 40GB" in shown and "balance=201" in shown and "data sheet" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_dtype_is_one_that_the_kernels_can_do():
+    for arguments in (["mma_tf32"], ["tiled", "--precision", "tf32"]):
+        (found,) = strict(
+            cli("roofline", *arguments, "--device", "h100", "--format", "json").stdout
+        )
+        assert found["dtype"] == "float32"
 
 
 def test_what_the_command_refuses(monkeypatch):

@@ -87,6 +87,13 @@ def test_a_rung_by_hand():
     assert columns["columns"].reads["K"] == columns["columns"].writes["dK"] == q // 2
 
 
+def test_rows_and_keys_of_boxes_are_those_of_tiles():
+    plan = planned(LADDER["backward"]["wgmma_two_pass"], M=256, N=300, d=128)
+    assert plan.constants["Br"] == 64  # of the first pass; the second one has 128 rows
+    *_, rows = traffic.of(plan)
+    assert rows.reads["K"] == rows.reads["V"] == 2 * 2 * 300 * 128
+
+
 def test_shared_heads_are_added_up_in_memory():
     plan = planned(LADDER["backward"]["baseline_backward"], heads=6, kv_heads=2, M=40, d=8)
     step = next(x for x in traffic.of(plan) if "dK_sum" in x.writes)

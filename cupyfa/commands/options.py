@@ -91,8 +91,8 @@ window_option = click.option(
 )
 
 
-def problem_options(command: Command, dtype: str | None = None) -> Command:
-    """The sizes and options of one problem, of this dtype by default or of a usual one."""
+def problem_options(command: Command, dtype: str | None = None, usual: str = DTYPE) -> Command:
+    """The sizes and options of one problem, of this dtype by default or of the usual one."""
     for option in reversed(
         (
             click.option("-B", "--batch", type=size),
@@ -104,7 +104,7 @@ def problem_options(command: Command, dtype: str | None = None) -> Command:
             click.option("-N", "N", type=size, help="Keys, or the columns of a softmax."),
             click.option("-d", type=size, help="Head dimension."),
             click.option("--dv", type=size, help="Value dimension.  [default: d]"),
-            click.option("--dtype", type=dtype_choice, default=dtype, show_default=dtype or DTYPE),
+            click.option("--dtype", type=dtype_choice, default=dtype, show_default=dtype or usual),
             click.option(
                 "--causal",
                 is_flag=False,

@@ -18,7 +18,7 @@ from cupyfa.devices import DEVICES
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@partial(problem_options, dtype="float16")
+@partial(problem_options, usual="float16, or the first that the kernels can do")
 @click.option(
     "-p",
     "swept",
