@@ -20,9 +20,9 @@ from cupyfa.problem import Problem
 LIMITS = Limits("a device", shared_bytes=232448)
 
 
-@pytest.fixture
-def far():
-    return FarDevice()
+@pytest.fixture(params=[True, False], ids=["by addresses", "by arrays"])
+def far(request):
+    return FarDevice(short=request.param)
 
 
 @pytest.fixture(autouse=True)

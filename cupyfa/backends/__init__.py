@@ -72,8 +72,8 @@ class Lane(AbstractContextManager, Protocol):
     def copy(self, to: int, source: int, size: int) -> None:
         """Starts a copy of so many bytes between addresses, of which one is the device's."""
 
-    def record(self) -> Mark:
-        """The point where its work ends now."""
+    def record(self, *, waited: bool = False) -> Mark:
+        """The point where its work ends now; ``waited`` if threads may sleep until then."""
 
     def wait(self, mark: Mark) -> None:
         """What is added from now on begins after another lane's mark."""

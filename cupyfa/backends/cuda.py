@@ -143,8 +143,8 @@ class _Lane:
     def copy(self, to: int, source: int, size: int) -> None:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
 
-    def record(self) -> _Mark:
-        event = cupy.cuda.Event(block=True, disable_timing=True)
+    def record(self, *, waited: bool = False) -> _Mark:
+        event = cupy.cuda.Event(block=waited, disable_timing=True)
         event.record(self._stream)
         return _Mark(event)
 
