@@ -247,6 +247,37 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
 
 
+def test_calls_of_attention_share_memory_for_temporaries(near):
+    first, second = arrays(2, 3, 20, 16), arrays(1, 2, 50, 16)
+    expected = [right(*x) for x in (first, second)]
+    seen = set()
+    for stream in (7, 7, 9):
+        near.stream = stream
+        near.made.clear()
+        for problem, wanted in zip((first, second), expected):
+            got = cupyfa.attention(*problem, backend=near, kernel="fa2")
+            np.testing.assert_array_equal(got, wanted)
+        assert near.made.count((binding._SPACE,)) == (1 if (0, stream) not in seen else 0)
+        seen.add((0, stream))
+    near.made.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "_SPACE", 100)
+        near.spaces.clear()
+        np.testing.assert_array_equal(
+            cupyfa.attention(*first, backend=near, kernel="fa2"), expected[0]
+        )
+    assert near.spaces == {}
+
+
+def test_temporaries_that_share_memory_lie_apart(near):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_k")
+    there = cupyfa.compile(q, k, v, backend=near, kernel="mma_split_k")(q, k, v)
+    np.testing.assert_array_equal(got, there)
+    assert len(near.spaces) == 1
+
+
 def test_threads_share_a_bound_call(near):
     bound = compiled(near, *arrays(2, 3, 20, 16))
     problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]

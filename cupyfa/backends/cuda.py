@@ -178,7 +178,7 @@ class Cuda(Backend):
     form: Any = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
 
     def __init__(self) -> None:
-        self.bound = {}
+        self.bound, self.spaces = {}, {}
         self._modules: dict[tuple[int, str, str | None], Any] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
@@ -203,7 +203,7 @@ class Cuda(Backend):
         return cupy.asnumpy(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        return cupy.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype)
 
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
@@ -330,6 +330,7 @@ class Cuda(Backend):
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def trim(self) -> None:
+        self.spaces.clear()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
@@ -443,21 +444,31 @@ class _Arguments:
         self._table = (ctypes.c_uint64 * len(starts))(*(base + size * x for x in starts))
         self.pointers = ctypes.addressof(self._table)
         self.slots = [(starts[at], array) for at, array in launch.addresses]
-        self.maps = launch.maps
-        self._engine, self._encoded = engine, dict[tuple[int, int], tuple[Any, int]]()
+        self.maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
+        self._engine, self._encoded = engine, list[Any]()
         self.launch = (launch.function, *launch.grid, launch.threads, 1, 1, launch.shared_bytes)
 
     def map(self, addresses: Sequence[int]) -> None:
         """Has the tensor maps name these addresses."""
+        for at, array, like, known in self.maps:
+            address = addresses[array]
+            there = known.get(address)
+            if there is None:
+                there = known[address] = self._mapped(like, address)
+            self._table[at] = there
+
+    def _mapped(self, like: Mapped, address: int) -> int:
+        """Where the tensor map of an array at an address lies."""
         if len(self._encoded) >= _MOST_MAPS:
-            self._encoded.clear()
-        for at, array, like in self.maps:
-            key = (at, addresses[array])
-            if key not in self._encoded:
-                address = addresses[array] if like.address else 0
-                encoded = self._engine.tensor_map(like._replace(address=address))
-                self._encoded[key] = (encoded, encoded.ctypes.data)
-            self._table[at] = self._encoded[key][1]
+            self._forget()
+        encoded = self._engine.tensor_map(like._replace(address=address if like.address else 0))
+        self._encoded.append(encoded)
+        return encoded.ctypes.data
+
+    def _forget(self) -> None:
+        for *_, known in self.maps:
+            known.clear()
+        self._dropped, self._encoded = self._encoded, []  # the call's own are still named
 
 
 def _dotted(version: int) -> str:
