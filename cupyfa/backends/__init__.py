@@ -107,6 +107,10 @@ class Backend(ABC):
         """An array of another library in this backend's memory as one of its own, uncopied."""
         return array
 
+    def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """Torch's tensors as arrays of this backend, if they lie there and need no waiting for."""
+        return None
+
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
         """An array of this backend with these elements; arrays of its own stay what they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from cupyfa.backends import (
     mapped,
     span,
 )
+from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import cdiv
 from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported
 
@@ -195,6 +197,21 @@ class Cuda(Backend):
         if self.owns(array):
             return array
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
+
+    def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """By their addresses, for the way through DLPack takes longer than all else in a call.
+
+        None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
+        """
+        torch: Any = sys.modules["torch"]
+        try:
+            device = runtime.getDevice()
+            if torch.cuda.current_stream(device).cuda_stream != get_current_stream().ptr:
+                return None
+            seen = [_of_tensor(torch, x, device) for x in tensors]
+        except Exception:  # of a tensor of some new kind: its DLPack will say
+            return None
+        return None if any(x is None for x in seen) else seen
 
     def upload(self, array: np.ndarray) -> Any:
         return cupy.asarray(array)
@@ -469,6 +486,25 @@ class _Arguments:
         for *_, known in self.maps:
             known.clear()
         self._dropped, self._encoded = self._encoded, []  # the call's own are still named
+
+
+def _of_tensor(torch: Any, x: Any, device: int) -> Any:
+    """A tensor as an array; None if it is none of the ordinary kind on this device."""
+    dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
+    plain = type(x) is torch.Tensor and x.layout is torch.strided
+    if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
+        return None
+    if dtype is None:
+        return None
+    shape, strides = tuple(x.shape), tuple(dtype.itemsize * step for step in x.stride())
+    size = sum((n - 1) * step for n, step in zip(shape, strides)) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, x, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+@cache
+def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
+    return {getattr(torch, name): dtype.numpy for name, dtype in DTYPES.items()}
 
 
 def _dotted(version: int) -> str:

@@ -62,6 +62,8 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     values = list(arrays.values())
     if (theirs := owner(backend, *values)) is not None:
         return theirs, values
+    if (seen := _tensors(backend, values)) is not None:
+        return seen
     host = {name: _on_host(name, array) for name, array in arrays.items()}
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
@@ -74,6 +76,18 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         )
     engine = backend_named("cuda" if backend == "auto" else backend)
     return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
+
+
+def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
+    """Torch's tensors in GPU memory, the short way where there is one."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
+        return None
+    if getattr(backend, "name", backend) not in ("auto", "cuda"):
+        return None
+    engine = backend_named("cuda" if backend == "auto" else backend)
+    views = engine.adopt_tensors(values)
+    return None if views is None else (engine, views)
 
 
 def _on_host(name: str, array: Any) -> bool:
