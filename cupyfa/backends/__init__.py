@@ -72,8 +72,11 @@ class Lane(AbstractContextManager, Protocol):
     def copy(self, to: int, source: int, size: int) -> None:
         """Starts a copy of so many bytes between addresses, of which one is the device's."""
 
-    def record(self, *, waited: bool = False) -> Mark:
-        """The point where its work ends now; ``waited`` if threads may sleep until then."""
+    def record(self) -> Mark:
+        """The point where its work ends now."""
+
+    def mark(self, again: Mark | None) -> Mark:
+        """The same for threads to sleep until: a mark that is no longer of use may become it."""
 
     def wait(self, mark: Mark) -> None:
         """What is added from now on begins after another lane's mark."""

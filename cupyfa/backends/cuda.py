@@ -119,8 +119,8 @@ def _failed(what: str) -> DeviceError:
 
 
 class _Mark:
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, event: Any, device: int) -> None:
+        self.event, self.device = event, device
 
     @property
     def done(self) -> bool:
@@ -145,10 +145,16 @@ class _Lane:
     def copy(self, to: int, source: int, size: int) -> None:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
 
-    def record(self, *, waited: bool = False) -> _Mark:
-        event = cupy.cuda.Event(block=waited, disable_timing=True)
+    def record(self) -> _Mark:
+        event = cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
-        return _Mark(event)
+        return _Mark(event, self._device)
+
+    def mark(self, again: Any) -> _Mark:
+        if again is None or again.device != self._device:
+            again = _Mark(cupy.cuda.Event(block=True, disable_timing=True), self._device)
+        again.event.record(self._stream)
+        return again
 
     def wait(self, mark: Any) -> None:
         self._stream.wait_event(mark.event)

@@ -650,18 +650,24 @@ class _Copies:
 class _Buffer:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.address = memory, memory.ctypes.data
-        self.mark: Mark | None = None  # of the copy out of it
+        self.mark: Mark | None = None  # of the last copy to it or out of it
+        self.sent = False  # whether that may go on
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.ndarray(shape, dtype, self.memory)
 
     @property
     def is_free(self) -> bool:
-        return self.mark is None or self.mark.done
+        return not self.sent or self.mark is None or self.mark.done
+
+    def copied(self, lane: Lane) -> None:
+        """A copy to it or out of it was started."""
+        self.mark, self.sent = lane.mark(self.mark), True
 
     def wait(self) -> None:
-        if self.mark is not None:
+        if self.sent and self.mark is not None:
             self.mark.wait()
+        self.sent = False
 
 
 class _Buffers:
@@ -722,7 +728,7 @@ def _send(
         there = buffer.array(shape, source.dtype)
         np.copyto(there[..., : source.shape[-1]], source)
         lane.copy(address, buffer.address, there.nbytes)
-        buffer.mark = lane.record(waited=True)
+        buffer.copied(lane)
     finally:
         buffers.give(buffer)
 
@@ -736,7 +742,8 @@ def _bring(
     try:
         here = buffer.array(shape, target.dtype)
         lane.copy(buffer.address, address, here.nbytes)
-        lane.record(waited=True).wait()
+        buffer.copied(lane)
+        buffer.wait()
         np.copyto(target, here[..., : target.shape[-1]])
     finally:
         buffers.give(buffer)
