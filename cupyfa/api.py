@@ -13,9 +13,9 @@ import numpy as np
 
 from cupyfa import calls, planning
 from cupyfa.backends import Backend, overlap, transfer
-from cupyfa.backends.select import adopt, backend_named
+from cupyfa.backends.select import adopt, backend_named, owner
 from cupyfa.backends.transfer import Transfer
-from cupyfa.binding import Bound, Progress, form, rows_of
+from cupyfa.binding import Bound, Form, Progress, form, rows_of
 from cupyfa.dtypes import dtype_named
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
@@ -72,9 +72,14 @@ def attention(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
-    engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
+    engine = owner(backend, q, k, v)
+    if engine is None:
+        engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
+        forms = form(engine, q), form(engine, k), form(engine, v)
+    else:
+        forms = engine.form(q), engine.form(k), engine.form(v)
     bound = _found(
-        *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
+        *(engine, q, k, v, forms, kernel, causal, window, scale, precision, layout, return_lse),
         constants,
     )
     return bound.run(q, k, v, out, check=check, progress=progress)
@@ -343,6 +348,7 @@ def _found(
     q: Any,
     k: Any,
     v: Any,
+    forms: tuple[Form, Form, Form],
     kernel: str | Kernel,
     causal: bool | str | None,
     window: Window | None,
@@ -353,20 +359,27 @@ def _found(
     constants: Mapping[str, int],
 ) -> Bound:
     """What a call like this one was bound to before; a kernel from outside may have changed."""
-    options = (kernel, causal, window, scale, precision, layout, return_lse)
-    key = (
-        *(form(engine, q), form(engine, k), form(engine, v)),
-        *(kernel if isinstance(kernel, str) else id(kernel), causal, type(causal), scale),
-        *(type(scale), None if window is None else repr(window), precision, layout, return_lse),
+    key: Any = (
+        forms,
+        kernel if type(kernel) is str else id(kernel),
+        causal,
+        type(causal),
+        scale,
+        type(scale),
+        window if window is None else repr(window),
+        precision,
+        layout,
+        return_lse,
         repr(constants) if constants else None,
     )
     try:
         found = engine.bound.get(key)
     except TypeError:  # an option that is nothing to compare, and will be refused
-        return _bind(engine, q, k, v, *options, constants, keep=False)
+        found, key = None, None
     if found is None:
+        options = (kernel, causal, window, scale, precision, layout, return_lse)
         found = _bind(engine, q, k, v, *options, constants, keep=False)
-        if found.plan.kernel.folder is None:
+        if key is not None and found.plan.kernel.folder is None:
             if len(engine.bound) >= _MOST_BOUND:
                 engine.bound.clear()
             engine.bound[key] = found

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 from weakref import ref
+
+import numpy as np
 
 from cupyfa import calls
 from cupyfa.backends import Backend, allocated, extent, transfer
 from cupyfa.backends.select import adopt
+from cupyfa.kernel import cdiv
 from cupyfa.planning import Plan, Unsupported
 from cupyfa.problem import four_axes
 
@@ -19,6 +23,9 @@ Progress = Callable[[int, int, str], None]
 _NAMES = ("q", "k", "v")
 _BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
 _PER_THREAD = 2  # the stream that is another one in every thread
+_SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for any call of ``attention``
+_MOST_SPACES = 16
+_ALIGNMENT = 512  # bytes
 # Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
 _of_graphs: list[list[Any]] = []
 
@@ -31,6 +38,21 @@ def form(engine: Backend, array: Any) -> Form:
     if engine.owns(array):
         return engine.form(array)
     return tuple(array.shape), None, array.dtype, engine.device
+
+
+_Space = tuple[Any, Sequence[int]]  # memory, and where in it each temporary begins
+_NO_SPACE: _Space = (None, ())
+_BYTE = np.dtype(np.uint8)
+
+
+def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
+    """Where each temporary begins in memory for all, and the bytes of that."""
+    kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
+    for name in names:
+        starts.append(end)
+        size = prod(plan.stored_shape(name)) * kinds[name][1].itemsize
+        end += cdiv(size, _ALIGNMENT) * _ALIGNMENT
+    return starts, end
 
 
 class _Last(NamedTuple):
@@ -75,8 +97,9 @@ class Bound:
         self._dtype, self._sums = plan.problem.dtype.numpy, plan.problem.dtype.sums
         unasked = () if return_lse or "lse" not in plan.outputs else ("lse",)
         self._temporary = (*unasked, *plan.scratch)
-        self._temporaries: dict[Any, list[Any]] = {}  # by stream
-        self._spare: list[Any] | None = None  # for a stream that is captured when it first comes
+        self._temporaries: dict[Any, _Space] = {}  # by stream
+        self._spare: _Space | None = None  # for a stream that is captured when it first comes
+        self._starts, self._space_bytes = _laid_out(plan, self._temporary)
         self._parts = transfer.Parts(plan, engine.limits)
         self._last: _Last | None = None
         self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
@@ -143,8 +166,7 @@ class Bound:
             if self._boxed and (given[0] | given[1] | given[2] | to) & _BELOW_16:
                 return self._in_general(q, k, v, out, check, progress)
             stream = engine.stream
-            space = self._space(stream)  # has to be there until the launch
-            own = [x.data.ptr for x in space]
+            _space, own = self._space(stream)  # which has to be there until the launch
             if self._return_lse:
                 lse = engine.empty(self._lse_shape, self._sums)
                 launch((*given, to, lse.data.ptr, *own), stream)
@@ -166,22 +188,24 @@ class Bound:
             start = out.data.ptr
         except AttributeError:
             return False
-        end = start + self._out_bytes
-        for address, (low, high) in zip(given, self._ends):
-            if start < address + high and address + low < end:
-                return False
-        return True
+        end, (a, b, c) = start + self._out_bytes, self._ends
+        return (
+            (start >= given[0] + a[1] or given[0] + a[0] >= end)
+            and (start >= given[1] + b[1] or given[1] + b[0] >= end)
+            and (start >= given[2] + c[1] or given[2] + c[0] >= end)
+        )
 
-    def _space(self, stream: Any) -> list[Any]:
-        """Memory for temporaries, for work in a stream."""
+    def _space(self, stream: Any) -> _Space:
+        """Memory for temporaries, for work in a stream: what is in order there may share it."""
         if not self._temporary:
-            return []
+            return _NO_SPACE
+        key: Any = stream if stream != _PER_THREAD else (stream, threading.get_ident())
         if not self._keep:
-            made = self._new_space()
-            if self._engine.is_capturing:
-                _of_graphs.append(made)
-            return made
-        key = stream if stream != _PER_THREAD else (stream, threading.get_ident())
+            if stream and self._engine.is_capturing:  # the graph may be launched in any
+                made = self._new_space()
+                _of_graphs.append(made[0])
+                return made
+            return self._shared_space(key)
         if key not in self._temporaries:
             if self._spare is not None and self._engine.is_capturing:  # where none can be had
                 self._temporaries[key], self._spare = self._spare, None
@@ -189,8 +213,23 @@ class Bound:
                 self._temporaries[key] = self._new_space()
         return self._temporaries[key]
 
-    def _new_space(self) -> list[Any]:
-        return [allocated(self._engine, self.plan, name) for name in self._temporary]
+    def _shared_space(self, stream: Any) -> _Space:
+        """Memory that all calls in a stream share, if that is enough."""
+        if self._space_bytes > _SPACE:
+            return self._new_space()
+        spaces, key = self._engine.spaces, (self._device, stream)
+        found = spaces.get(key)
+        if found is None:
+            if len(spaces) >= _MOST_SPACES:
+                spaces.clear()
+            memory = self._engine.empty((_SPACE,), _BYTE)
+            found = spaces[key] = memory, self._engine.address(memory)
+        memory, start = found
+        return memory, [start + x for x in self._starts]
+
+    def _new_space(self) -> _Space:
+        arrays = [allocated(self._engine, self.plan, name) for name in self._temporary]
+        return arrays, [self._engine.address(x) for x in arrays]
 
     def _launcher(self, arrays: tuple[Any, Any, Any]) -> Any:
         """The short way to launch the plan, if these arrays need no copy for it."""
@@ -205,13 +244,13 @@ class Bound:
             return None
         self._boxed, self._out_form, self._out_bytes = bool(plan.boxed), form(engine, o), o.nbytes
         self._ends = [extent(x) for x in arrays]
-        space = self._new_space()
+        made, _ = space = self._new_space()
         outputs = {"O": view(o)}
         if self._return_lse:
             outputs["lse"] = allocated(engine, plan, "lse")
         if self._keep:
             self._spare = space
-        return engine.launcher(plan, {**inputs, **outputs, **dict(zip(self._temporary, space))})
+        return engine.launcher(plan, {**inputs, **outputs, **dict(zip(self._temporary, made))})
 
     def _in_general(
         self, q: Any, k: Any, v: Any, out: Any, check: bool, progress: Progress | None

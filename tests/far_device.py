@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from cupyfa import Simulator
+from cupyfa.backends import execute, extent
 
 
 class Far(np.ndarray):
@@ -58,6 +59,10 @@ class Lane:
         self.add(mark.event.set)
         return mark
 
+    def mark(self, again):
+        assert again is None or again.done  # or somebody would wait for the wrong copy
+        return self.record()
+
     def wait(self, mark):
         self.add(mark.wait)
 
@@ -76,10 +81,11 @@ class Lane:
 class FarDevice(Simulator):
     """Runs in the simulator what it is sent, and as late as a stream may."""
 
-    def __init__(self, free=1 << 40):
+    def __init__(self, free=1 << 40, short=True):
         super().__init__(workers=1)
+        self.short = short  # whether it launches by addresses
         self.free, self.copied, self.failing = free, [], False
-        self.largest, self.taken = 0, []
+        self.kept = []
         self.current, self.memory = threading.local(), []
 
     def owns(self, array):
@@ -94,6 +100,7 @@ class FarDevice(Simulator):
     def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
         made.reshape(-1).view(np.uint8)[...] = 0xFF
+        self.kept.append(made)  # as a stream's pool has it, until its work is done
         return made.view(Far)
 
     def view(self, memory, shape, dtype, offset, strides):
@@ -106,6 +113,19 @@ class FarDevice(Simulator):
             start(prepared, launch, arguments, arrays)
         else:
             lane.add(start, prepared, launch, arguments, arrays)
+
+    def launcher(self, plan, arrays):
+        prepared = [self.prepare(launch) for launch in plan.launches]
+        forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
+
+        def launch(addresses, stream):
+            there = {}
+            for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
+                memory = (ctypes.c_char * (high - low)).from_address(address + low)
+                there[x] = np.ndarray(shape, dtype, memory, -low, strides).view(Far)
+            execute(self, plan, prepared, there)
+
+        return launch if self.short and getattr(self.current, "lane", None) else None
 
     @contextmanager
     def lanes(self):

@@ -2,7 +2,9 @@
 them."""
 
 import ctypes
+import sys
 import threading
+from operator import attrgetter
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -247,6 +249,37 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
 
 
+def test_calls_of_attention_share_memory_for_temporaries(near):
+    first, second = arrays(2, 3, 20, 16), arrays(1, 2, 50, 16)
+    expected = [right(*x) for x in (first, second)]
+    seen = set()
+    for stream in (7, 7, 9):
+        near.stream = stream
+        near.made.clear()
+        for problem, wanted in zip((first, second), expected):
+            got = cupyfa.attention(*problem, backend=near, kernel="fa2")
+            np.testing.assert_array_equal(got, wanted)
+        assert near.made.count((binding._SPACE,)) == (1 if (0, stream) not in seen else 0)
+        seen.add((0, stream))
+    near.made.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "_SPACE", 100)
+        near.spaces.clear()
+        np.testing.assert_array_equal(
+            cupyfa.attention(*first, backend=near, kernel="fa2"), expected[0]
+        )
+    assert near.spaces == {}
+
+
+def test_temporaries_that_share_memory_lie_apart(near):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_k")
+    there = cupyfa.compile(q, k, v, backend=near, kernel="mma_split_k")(q, k, v)
+    np.testing.assert_array_equal(got, there)
+    assert len(near.spaces) == 1
+
+
 def test_threads_share_a_bound_call(near):
     bound = compiled(near, *arrays(2, 3, 20, 16))
     problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]
@@ -358,6 +391,82 @@ def test_each_thread_has_arguments_of_its_own(driver):
     thread.join()
     launcher(call, 0)
     assert driver[0][-1] == driver[2][-1] != driver[1][-1]
+
+
+class Tensor:
+    """What is used of torch's tensors."""
+
+    is_cuda, layout, requires_grad = True, "strided", False
+
+    def __init__(self, array, **changes):
+        self.array, self.shape = array, array.shape
+        self.dtype = f"torch.{array.dtype}"
+        vars(self).update(changes)
+
+    def data_ptr(self):
+        return self.array.data.ptr
+
+    def stride(self):
+        return tuple(x // self.array.dtype.itemsize for x in self.array.strides)
+
+    def is_neg(self):
+        return False
+
+    def get_device(self):
+        return 0
+
+
+@pytest.fixture
+def torch(driver, monkeypatch):
+    from cupyfa.backends import cuda
+
+    names = ("float16", "bfloat16", "float32", "float64")
+    stream = SimpleNamespace(cuda_stream=5)
+    module = SimpleNamespace(Tensor=Tensor, strided="strided", cuda=SimpleNamespace())
+    module.cuda.current_stream = lambda device: stream
+    for each in names:
+        setattr(module, each, f"torch.{each}")
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.setattr(cuda, "get_current_stream", lambda: SimpleNamespace(ptr=5))
+    monkeypatch.setattr(cuda, "_dtypes_of", cuda._dtypes_of.__wrapped__)
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tensors_of_torch_are_seen_where_they_are(torch, dtype):
+    numpy = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    arrays = [on_device((2, 5, 6, 8), numpy) for _ in range(3)]
+    arrays[1] = arrays[1][:, ::2, 1:, ::2]
+    engine, seen = select.adopt(Driven(), **dict(zip("qkv", map(Tensor, arrays))))
+    assert engine.name == "cuda"
+    for view, array in zip(seen, arrays):
+        for fact in ("shape", "strides", "dtype", "data.ptr", "data.device_id"):
+            assert attrgetter(fact)(view) == attrgetter(fact)(array)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requires_grad": True},
+        {"layout": "sparse"},
+        {"dtype": "torch.int8"},
+        {"get_device": lambda: 1},
+        {"data_ptr": lambda: 0},
+        {"is_neg": lambda: True},
+        {"stride": lambda: 1 // 0},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_other_tensors_go_another_way(torch, change):
+    usual = Tensor(on_device((2, 5), np.dtype("f4")))
+    assert Driven().adopt_tensors([usual]) is not None
+    assert Driven().adopt_tensors([usual, Tensor(usual.array, **change)]) is None
+
+
+def test_tensors_of_another_stream_go_another_way(torch):
+    usual = Tensor(on_device((2, 5), np.dtype("f4")))
+    torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
+    assert Driven().adopt_tensors([usual]) is None
 
 
 def test_bfloat16_has_a_place_in_pinned_memory():

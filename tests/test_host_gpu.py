@@ -194,6 +194,47 @@ def test_a_producers_stream_is_waited_for():
     assert (out == 1).all()
 
 
+def test_tensors_of_torch_go_in_by_their_addresses():
+    torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
+    host = arrays(1, 2, 100, 64)
+    right = cupyfa.attention(*on_device(*host))
+    tensors = [torch.from_numpy(x).cuda() for x in host]
+    assert cupyfa.backends.select.backend_named("cuda").adopt_tensors(tensors) is not None
+    assert (cupyfa.attention(*tensors) == right).all()
+    turned = [x.swapaxes(1, 2).contiguous().swapaxes(1, 2) for x in tensors]
+    assert (cupyfa.attention(*turned) == right).all()
+
+
+def test_tensors_that_another_stream_still_writes_are_waited_for():
+    torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
+    x = torch.zeros((1, 2, 64, 64), device="cuda", dtype=torch.float16)
+    cupyfa.attention(x, x, x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        x.fill_(1)
+        out = cupyfa.attention(x, x, x)
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("kernel", ["mma_split_k", "fa2", "auto"])
+def test_calls_in_several_streams_have_temporaries_of_their_own(kernel):
+    import cupy
+
+    problems = [on_device(*arrays(1, 4, 200, 64, seed=seed)) for seed in range(4)]
+    right = [cupyfa.attention(*problem, kernel=kernel) for problem in problems]
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in problems]
+    got = []
+    for _ in range(20):
+        for stream, problem in zip(streams, problems):
+            with stream:
+                got.append(cupyfa.attention(*problem, kernel=kernel))
+    cupy.cuda.Device().synchronize()
+    for i, result in enumerate(got):
+        assert (result == right[i % len(right)]).all()
+
+
 def test_arrays_of_another_device():
     import cupy
 

@@ -20,9 +20,9 @@ from cupyfa.problem import Problem
 LIMITS = Limits("a device", shared_bytes=232448)
 
 
-@pytest.fixture
-def far():
-    return FarDevice()
+@pytest.fixture(params=[True, False], ids=["by addresses", "by arrays"])
+def far(request):
+    return FarDevice(short=request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -308,6 +308,39 @@ def test_several_threads_may_call_at_once(far):
     for i, problem in enumerate(problems):
         right = cupyfa.attention(*problem, kernel="fa2", backend="simulator")
         np.testing.assert_array_equal(results[i], right)
+
+
+def test_threads_end_with_the_buffers_that_they_were_for(far):
+    def mine():
+        return [x for x in threading.enumerate() if x.name.startswith("cupyfa_")]
+
+    transfer.release()
+    for thread in mine():
+        thread.join(60)
+    out = np.empty((4, 4, 64, 16), np.float32)
+    cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
+    running = mine()
+    assert len(running) == 2 * transfer.configure().threads
+    transfer.release()
+    for thread in running:
+        thread.join(60)
+    assert not mine()
+
+
+def test_buffers_are_taken_again_before_there_are_more(far):
+    buffers = transfer._Buffers(far, transfer.configure())
+    with far.lanes() as (lane, _, _):
+        first, second = buffers.take(), buffers.take()
+        for buffer in (first, second):
+            buffers.give(buffer)
+        assert buffers.take() is second and buffers.made == 2
+        there = far.empty((4096,), np.dtype("u1"))
+        lane.copy(far.address(there), second.address, 4096)
+        second.copied(lane)
+        buffers.give(second)
+        assert buffers.take() is first  # the other one's copy goes on
+        lane.synchronize()
+        assert buffers.take() is second and buffers.made == 2
 
 
 def test_wrong_choices_are_refused():

@@ -75,6 +75,9 @@ class Lane(AbstractContextManager, Protocol):
     def record(self) -> Mark:
         """The point where its work ends now."""
 
+    def mark(self, again: Mark | None) -> Mark:
+        """The same for threads to sleep until: a mark that is no longer of use may become it."""
+
     def wait(self, mark: Mark) -> None:
         """What is added from now on begins after another lane's mark."""
 
@@ -97,6 +100,7 @@ class Backend(ABC):
     compile_errors: tuple[type[Exception], ...] = ()  # what ``prepare`` raises for a kernel's text
     failures: tuple[type[Exception], ...] = ()  # what ``working_on`` makes a DeviceError of
     bound: dict[Any, Any]  # calls by what decides them; forgotten when the limits change
+    spaces: dict[Any, Any]  # memory for their temporaries, by device and stream
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
@@ -105,6 +109,10 @@ class Backend(ABC):
     def adopt(self, array: Any) -> Any:
         """An array of another library in this backend's memory as one of its own, uncopied."""
         return array
+
+    def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """Torch's tensors as arrays of this backend, if they lie there and need no waiting for."""
+        return None
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:

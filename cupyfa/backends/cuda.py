@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from cupyfa.backends import (
     mapped,
     span,
 )
+from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import cdiv
 from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported
 
@@ -117,8 +119,8 @@ def _failed(what: str) -> DeviceError:
 
 
 class _Mark:
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, event: Any, device: int) -> None:
+        self.event, self.device = event, device
 
     @property
     def done(self) -> bool:
@@ -144,9 +146,15 @@ class _Lane:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
 
     def record(self) -> _Mark:
-        event = cupy.cuda.Event(block=True, disable_timing=True)
+        event = cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
-        return _Mark(event)
+        return _Mark(event, self._device)
+
+    def mark(self, again: Any) -> _Mark:
+        if again is None or again.device != self._device:
+            again = _Mark(cupy.cuda.Event(block=True, disable_timing=True), self._device)
+        again.event.record(self._stream)
+        return again
 
     def wait(self, mark: Any) -> None:
         self._stream.wait_event(mark.event)
@@ -178,7 +186,7 @@ class Cuda(Backend):
     form: Any = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
 
     def __init__(self) -> None:
-        self.bound = {}
+        self.bound, self.spaces = {}, {}
         self._modules: dict[tuple[int, str, str | None], Any] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
@@ -196,6 +204,21 @@ class Cuda(Backend):
             return array
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
+    def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """By their addresses, for the way through DLPack takes longer than all else in a call.
+
+        None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
+        """
+        torch: Any = sys.modules["torch"]
+        try:
+            device = runtime.getDevice()
+            if torch.cuda.current_stream(device).cuda_stream != get_current_stream().ptr:
+                return None
+            seen = [_of_tensor(torch, x, device) for x in tensors]
+        except Exception:  # of a tensor of some new kind: its DLPack will say
+            return None
+        return None if any(x is None for x in seen) else seen
+
     def upload(self, array: np.ndarray) -> Any:
         return cupy.asarray(array)
 
@@ -203,7 +226,7 @@ class Cuda(Backend):
         return cupy.asnumpy(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        return cupy.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype)
 
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
@@ -330,6 +353,7 @@ class Cuda(Backend):
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def trim(self) -> None:
+        self.spaces.clear()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
@@ -443,21 +467,50 @@ class _Arguments:
         self._table = (ctypes.c_uint64 * len(starts))(*(base + size * x for x in starts))
         self.pointers = ctypes.addressof(self._table)
         self.slots = [(starts[at], array) for at, array in launch.addresses]
-        self.maps = launch.maps
-        self._engine, self._encoded = engine, dict[tuple[int, int], tuple[Any, int]]()
+        self.maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
+        self._engine, self._encoded = engine, list[Any]()
         self.launch = (launch.function, *launch.grid, launch.threads, 1, 1, launch.shared_bytes)
 
     def map(self, addresses: Sequence[int]) -> None:
         """Has the tensor maps name these addresses."""
+        for at, array, like, known in self.maps:
+            address = addresses[array]
+            there = known.get(address)
+            if there is None:
+                there = known[address] = self._mapped(like, address)
+            self._table[at] = there
+
+    def _mapped(self, like: Mapped, address: int) -> int:
+        """Where the tensor map of an array at an address lies."""
         if len(self._encoded) >= _MOST_MAPS:
-            self._encoded.clear()
-        for at, array, like in self.maps:
-            key = (at, addresses[array])
-            if key not in self._encoded:
-                address = addresses[array] if like.address else 0
-                encoded = self._engine.tensor_map(like._replace(address=address))
-                self._encoded[key] = (encoded, encoded.ctypes.data)
-            self._table[at] = self._encoded[key][1]
+            self._forget()
+        encoded = self._engine.tensor_map(like._replace(address=address if like.address else 0))
+        self._encoded.append(encoded)
+        return encoded.ctypes.data
+
+    def _forget(self) -> None:
+        for *_, known in self.maps:
+            known.clear()
+        self._dropped, self._encoded = self._encoded, []  # the call's own are still named
+
+
+def _of_tensor(torch: Any, x: Any, device: int) -> Any:
+    """A tensor as an array; None if it is none of the ordinary kind on this device."""
+    dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
+    plain = type(x) is torch.Tensor and x.layout is torch.strided
+    if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
+        return None
+    if dtype is None:
+        return None
+    shape, strides = tuple(x.shape), tuple(dtype.itemsize * step for step in x.stride())
+    size = sum((n - 1) * step for n, step in zip(shape, strides)) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, x, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+@cache
+def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
+    return {getattr(torch, name): dtype.numpy for name, dtype in DTYPES.items()}
 
 
 def _dotted(version: int) -> str:

@@ -41,6 +41,18 @@ def backend_named(backend: str | Backend) -> Backend:
     raise ValueError(f"backend {backend!r} is unknown; {known}")
 
 
+def owner(backend: str | Backend, first: Any, *others: Any) -> Backend | None:
+    """The backend, if all arrays are of its own kind; None if they have to be looked at."""
+    kind = type(first)
+    found = _owners.get(kind)
+    if found is None or not (backend == "auto" or backend is found or backend == found.name):
+        return None
+    for other in others:
+        if type(other) is not kind:
+            return None
+    return found
+
+
 def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     """The backend for these arrays, and the arrays as NumPy's or CuPy's, without a copy.
 
@@ -48,13 +60,10 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     on CUDA. Raises TypeError for anything else and for a mixture.
     """
     values = list(arrays.values())
-    owner = _owners.get(type(values[0]))
-    if (
-        owner is not None
-        and (backend is owner or (isinstance(backend, str) and backend in ("auto", owner.name)))
-        and all(type(x) is type(values[0]) for x in values)
-    ):
-        return owner, values
+    if (theirs := owner(backend, *values)) is not None:
+        return theirs, values
+    if (seen := _tensors(backend, values)) is not None:
+        return seen
     host = {name: _on_host(name, array) for name, array in arrays.items()}
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
@@ -67,6 +76,18 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         )
     engine = backend_named("cuda" if backend == "auto" else backend)
     return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
+
+
+def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
+    """Torch's tensors in GPU memory, the short way where there is one."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
+        return None
+    if getattr(backend, "name", backend) not in ("auto", "cuda"):
+        return None
+    engine = backend_named("cuda" if backend == "auto" else backend)
+    views = engine.adopt_tensors(values)
+    return None if views is None else (engine, views)
 
 
 def _on_host(name: str, array: Any) -> bool:

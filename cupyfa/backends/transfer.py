@@ -19,16 +19,17 @@ import queue
 import threading
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from cupyfa import planning
-from cupyfa.backends import Backend, Lane, Mark, OutOfMemory, allocated, execute
+from cupyfa.backends import Backend, Lane, Launcher, Mark, OutOfMemory, allocated, execute
 from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Limits, Plan, aligned_width
@@ -38,6 +39,10 @@ _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
 _ALIGNMENT = 512  # bytes, of what CuPy's memory pool hands out
 _SPARE = 0.9  # of the memory that is free, what a call may take
+_MOST_LAYOUTS = 64  # of pieces, that are kept for a plan
+Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
+Slot = Mapping[str, tuple[Any, int]]  # memory on the device for the arrays of a piece, and where
+Move = Callable[..., None]  # one of _send and _bring
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,10 @@ class Transfer:
     """
 
     threads: int = min(16, len(os.sched_getaffinity(0)))
-    chunk_bytes: int = 4 << 20
-    buffers: int = 24
-    piece_bytes: int = 32 << 20
-    pieces: int = 4
+    chunk_bytes: int = 2 << 20
+    buffers: int = 48
+    piece_bytes: int = 33 << 20
+    pieces: int = 6
     device_bytes: int | None = None
     pinned_results: int = 1 << 30
 
@@ -235,6 +240,7 @@ class Parts:
         self._plans: dict[Problem, Plan] = {}
         self._of: dict[Piece, Plan] = {}
         self._prepared: dict[Problem, list[Any]] = {}
+        self._layouts: dict[Any, _Layout] = {}
 
     def cut(self, wanted: int, most: int) -> list[Piece]:
         """``cut``, which is done again only where it would give something else."""
@@ -259,6 +265,16 @@ class Parts:
         if plan.problem not in self._prepared:
             self._prepared[plan.problem] = [engine.prepare(launch) for launch in plan.launches]
         return self._prepared[plan.problem]
+
+    def layout(self, piece: Piece, orders: Orders) -> _Layout:
+        """How the arrays of a piece lie on the device, by the order of each one's axes there."""
+        plan = self.of(piece)
+        key = plan.problem, *orders.items()
+        if key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = _Layout(plan, orders)
+        return self._layouts[key]
 
 
 def part_of(plan: Plan, limits: Limits, problem: Problem) -> Plan:
@@ -315,14 +331,77 @@ def _memory_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, .
 # One call
 
 
-@dataclass(frozen=True)
-class _Place:
-    """An array of a piece: the host's part of it and the device's memory, outer axes first."""
+class _Lying(NamedTuple):
+    """How an array of a piece lies in the device's memory."""
 
-    array: Any  # as the kernel sees it
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...]
+    order: tuple[int, ...]  # of its axes in memory, outer ones first
+    memory: tuple[int, ...]  # the sizes of those, with columns to spare
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.memory) * self.dtype.itemsize
+
+
+class _Layout:
+    """How the arrays of a piece lie on the device, and the short way to launch its kernels."""
+
+    def __init__(self, plan: Plan, orders: Orders) -> None:
+        self.plan = plan
+        operation, p = OPERATIONS[plan.kernel.operation], plan.problem
+        kinds = {"scalar": p.dtype.numpy, "real": np.dtype(p.dtype.sums)}
+        arrays = {
+            name: (p.shape(axes), kinds[operation.input_kind(name)])
+            for name, axes in operation.inputs.items()
+        }
+        self.arrays = {
+            name: _lying(plan, name, shape, dtype, orders[name])
+            for name, (shape, dtype) in {**arrays, **plan.outputs}.items()
+        }
+        self._launcher: Launcher | None = None
+        self._asked = False
+
+    def views(self, engine: Backend, slot: Slot) -> dict[str, Any]:
+        """The arrays as a kernel sees them."""
+        return {
+            name: engine.view(slot[name][0], x.shape, x.dtype, 0, x.strides)
+            for name, x in self.arrays.items()
+        }
+
+    def launch(self, engine: Backend, prepared: Sequence[Any], slot: Slot) -> None:
+        """Launches the kernels on a slot's memory, in the current stream."""
+        scratch = {name: allocated(engine, self.plan, name) for name in self.plan.scratch}
+        if not self._asked:
+            self._launcher = engine.launcher(self.plan, {**self.views(engine, slot), **scratch})
+            self._asked = True
+        if self._launcher is None:
+            execute(engine, self.plan, prepared, {**self.views(engine, slot), **scratch})
+            return
+        addresses = [slot[name][1] for name in self.arrays]
+        addresses += [engine.address(x) for x in scratch.values()]
+        self._launcher(addresses, engine.stream)
+
+
+def _lying(
+    plan: Plan, name: str, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]
+) -> _Lying:
+    whole = _memory_shape(plan, name, shape)
+    memory = tuple(whole[axis] for axis in order)
+    strides = [0] * len(shape)
+    for at, axis in enumerate(order):
+        strides[axis] = dtype.itemsize * math.prod(memory[at + 1 :])
+    return _Lying(shape, dtype, tuple(strides), order, memory)
+
+
+class _Place(NamedTuple):
+    """The host's part of an array of a piece, and where it lies on the device."""
+
     address: int
     host: np.ndarray | None  # with the axes of the memory
     shape: tuple[int, ...]  # of the memory
+    pinned: bool
 
     def slabs(self, most: int) -> Iterator[tuple[np.ndarray, int, tuple[int, ...]]]:
         """Parts of the host's array, and where each lies on the device: address and shape."""
@@ -336,7 +415,11 @@ class _Place:
 
 
 class _Call:
-    """A problem on its way through the device."""
+    """A problem on its way through the device.
+
+    This thread has the pieces sent, computed and brought back, and sleeps while others copy: so it
+    seldom keeps them from Python's one lock.
+    """
 
     def __init__(
         self,
@@ -352,19 +435,31 @@ class _Call:
         plan = parts.plan
         self.engine, self.host, self.plan, self.pieces = engine, host, plan, pieces
         self.up, self.work, self.down = lanes
-        self.given, self.results = dict(inputs), dict(outputs)
+        self.given, self.results = tuple(inputs), dict(outputs)
         self.parts = parts
         operation = OPERATIONS[plan.kernel.operation]
         self.axes = {**operation.inputs, **{x: axes for x, (axes, _) in operation.outputs.items()}}
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         self.sums: _Sums | None = None
+        there = {name: x for name, x in {**inputs, **outputs}.items() if x.size}
+        self.bits = {name: x.view(f"u{x.itemsize}") for name, x in there.items()}
+        self.pinned = {name for name, x in there.items() if engine.is_pinned(x)}
+        self.orders = {name: self.order(name) for name in self.axes}
         cost = _needed(plan, parts.of(pieces[0]))
         self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
-        moved = sum(x.nbytes for x in (*inputs.values(), *outputs.values()))
-        self.submit: Callable[..., _Copy] = host.submit if moved > _INLINE else _at_once
+        moved = sum(x.nbytes for x in there.values())
+        self.threaded = moved > _INLINE
         self.grain = max(min(host.chosen.chunk_bytes, moved // (4 * host.chosen.threads)), _INLINE)
         self.grain = min(self.grain, host.chosen.chunk_bytes)
-        self.pending: list[_Copy] = []
+        self.started: list[_Copies] = []
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """The axes of an array, outer ones first: on the device as on the host, if they may."""
+        axes = tuple(range(len(self.axes[name].split())))
+        if name not in self.bits or "strides" not in self.plan.kernel.features or len(axes) != 4:
+            return axes
+        strides = self.bits[name].strides
+        return (*sorted(axes[:-1], key=lambda axis: -abs(strides[axis])), axes[-1])
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         pieces, count = self.pieces, self.count
@@ -372,8 +467,8 @@ class _Call:
         what = f"{self.plan.kernel.name} on {self.plan.problem}"
         slots = [self.memory() for _ in range(count)]
         places: list[dict[str, _Place]] = []
-        sent: list[list[_Copy]] = []
-        brought: list[list[_Copy]] = []
+        sent: list[_Copies] = []
+        brought: list[_Copies] = []
         computed: list[Mark] = []
         try:
             for i, piece in enumerate(pieces[:count]):
@@ -382,11 +477,13 @@ class _Call:
             for piece in pieces:  # while the first ones are on their way
                 self.parts.prepared(self.engine, self.parts.of(piece))
             for i, piece in enumerate(pieces):
-                for copy in (*sent[i], *(brought[i - count] if i >= count else ())):
-                    self.work.wait(copy.result())
+                sent[i].wait()
+                self.work.wait(sent[i].end or self.up.record())
                 if i >= count:
                     self.finish(i - count, places, brought)
-                self.execute(piece, places[i])
+                    if (end := brought[i - count].end) is not None:
+                        self.work.wait(end)
+                self.execute(piece, slots[i % count])
                 computed.append(self.work.record())
                 self.down.wait(computed[i])
                 brought.append(self.bring(places[i]))
@@ -403,101 +500,79 @@ class _Call:
             if progress is not None:
                 progress(len(pieces), len(pieces), what)
         finally:  # nothing may be on its way to memory that is given back
-            for copy in self.pending:
-                copy.exception()
+            for copies in self.started:
+                copies.sleep()
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> Slot:
         """Memory on the device for the arrays of a piece; the first one is the largest."""
-        plan = self.parts.of(self.pieces[0])
+        slot = {}
         with self.work:
-            return {
-                name: self.engine.empty(
-                    (math.prod(_memory_shape(plan, name, shape)) * dtype.itemsize,),
-                    np.dtype(np.uint8),
-                )
-                for name, (shape, dtype) in self.arrays_of(plan).items()
-            }
+            for name, lying in self.parts.layout(self.pieces[0], self.orders).arrays.items():
+                memory = self.engine.empty((lying.bytes,), np.dtype(np.uint8))
+                slot[name] = memory, self.engine.address(memory)
+        return slot
 
-    def arrays_of(self, plan: Plan) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        inputs = {
-            name: (plan.problem.shape(self.axes[name]), array.dtype)
-            for name, array in self.given.items()
-        }
-        return {**inputs, **plan.outputs}
-
-    def placed(self, piece: Piece, memory: Mapping[str, Any]) -> dict[str, _Place]:
+    def placed(self, piece: Piece, slot: Slot) -> dict[str, _Place]:
         """The arrays of a piece: what belongs together on the host and on the device."""
-        plan = self.parts.of(piece)
         places = {}
-        for name, (shape, dtype) in self.arrays_of(plan).items():
-            part = self.part(name, piece, shape, dtype)
-            order = tuple(range(len(shape)))
-            if part is not None and "strides" in self.plan.kernel.features and len(shape) == 4:
-                outer = sorted(order[:-1], key=lambda axis: -abs(part.strides[axis]))
-                order = (*outer, order[-1])
-            whole = _memory_shape(plan, name, shape)
-            in_memory = tuple(whole[axis] for axis in order)
-            strides = [0] * len(shape)
-            for at, axis in enumerate(order):
-                strides[axis] = dtype.itemsize * math.prod(in_memory[at + 1 :])
-            array = self.engine.view(memory[name], shape, dtype, 0, tuple(strides))
-            bits = None if part is None else part.view(f"u{dtype.itemsize}").transpose(order)
-            places[name] = _Place(array, self.engine.address(array), bits, in_memory)
+        for name, lying in self.parts.layout(piece, self.orders).arrays.items():
+            part, pinned = None, name in self.pinned
+            if self.by_keys and name in self.plan.outputs:
+                part, pinned = np.empty(lying.shape, f"u{lying.dtype.itemsize}"), False
+            elif name in self.bits:
+                part = piece.of(self.bits[name], self.axes[name], self.plan.problem.group)
+            host = None if part is None else part.transpose(lying.order)
+            places[name] = _Place(slot[name][1], host, lying.memory, pinned)
         return places
 
-    def part(
-        self, name: str, piece: Piece, shape: tuple[int, ...], dtype: np.dtype
-    ) -> np.ndarray | None:
-        """The host's side of an array of a piece; None if it is not wanted there."""
-        if self.by_keys and name in self.plan.outputs:
-            return np.empty(shape, dtype)
-        array = self.given.get(name, self.results.get(name))
-        if array is None or not array.size:
-            return None
-        return piece.of(array, self.axes[name], self.plan.problem.group)
-
-    def send(self, places: Mapping[str, _Place]) -> list[_Copy]:
+    def send(self, places: Mapping[str, _Place]) -> _Copies:
         return self.moved(self.up, [places[x] for x in self.given], _send)
 
-    def bring(self, places: Mapping[str, _Place]) -> list[_Copy]:
+    def bring(self, places: Mapping[str, _Place]) -> _Copies:
         return self.moved(self.down, [places[x] for x in self.plan.outputs], _bring)
 
-    def moved(self, lane: Lane, places: Sequence[_Place], move: Callable[..., Mark]) -> list[_Copy]:
+    def moved(self, lane: Lane, places: Sequence[_Place], move: Move) -> _Copies:
         """Starts all copies of a piece in one direction: by themselves, or through buffers."""
-        buffers = self.host.buffers[move]
-        started: list[_Copy] = []
+        chunks: list[tuple[np.ndarray, int, tuple[int, ...]]] = []
         for place in places:
-            if place.host is None or not place.host.size:
+            host = place.host
+            if host is None or not host.size:
                 continue
-            contiguous = place.host.flags.c_contiguous and place.host.shape == place.shape
-            if contiguous and self.engine.is_pinned(place.host):
-                there, here = place.address, place.host.ctypes.data
+            if place.pinned and host.flags.c_contiguous and host.shape == place.shape:
+                there, here = place.address, host.ctypes.data
                 to, source = (there, here) if move is _send else (here, there)
-                lane.copy(to, source, place.host.nbytes)
-                started.append(_Started(lane.record()))
-                continue
-            for part, address, shape in place.slabs(self.grain):
-                started.append(self.submit(move, lane, buffers, part, address, shape))
-        self.pending.extend(started)
-        return started
+                lane.copy(to, source, host.nbytes)
+            else:
+                chunks.extend(place.slabs(self.grain))
+        buffers = self.host.buffers[move]
+        if not self.threaded:
+            for chunk in chunks:
+                move(lane, buffers, *chunk)
+            chunks = []
+        copies = _Copies(len(chunks), None if chunks else lane.record())
+        self.started.append(copies)
+        self.host.submit(move, [(copies, lane, buffers, *chunk) for chunk in chunks])
+        return copies
 
-    def execute(self, piece: Piece, places: Mapping[str, _Place]) -> None:
-        plan = self.parts.of(piece)
-        prepared = self.parts.prepared(self.engine, plan)
-        arrays = {name: place.array for name, place in places.items()}
+    def execute(self, piece: Piece, slot: Slot) -> None:
+        layout = self.parts.layout(piece, self.orders)
         with self.work:
-            scratch = {name: allocated(self.engine, plan, name) for name in plan.scratch}
-            execute(self.engine, plan, prepared, {**arrays, **scratch})
+            layout.launch(self.engine, self.parts.prepared(self.engine, layout.plan), slot)
 
-    def finish(self, i: int, places: list[dict[str, _Place]], brought: list[list[_Copy]]) -> None:
+    def finish(self, i: int, places: list[dict[str, _Place]], brought: list[_Copies]) -> None:
         """Waits until the results of a piece are there, and adds them up if keys were cut."""
-        for copy in brought[i]:
-            copy.result()
+        brought[i].wait()
         if self.by_keys:
             self.down.synchronize()
-            self.merge(self.pieces[i], {x: places[i][x].host for x in self.plan.outputs})
+            arrays = self.parts.layout(self.pieces[i], self.orders).arrays
+            parts = {}
+            for name in self.plan.outputs:
+                host = places[i][name].host
+                assert host is not None
+                parts[name] = host.transpose(np.argsort(arrays[name].order))
+            self.merge(self.pieces[i], parts)
         places[i] = {}
 
     def merge(self, piece: Piece, parts: Mapping[str, Any]) -> None:
@@ -536,32 +611,37 @@ class _Sums:
             self.o, self.lse = self.o * mine + o * its, total
 
 
-class _Copy(Protocol):
-    """A copy that somebody starts, a Future for example."""
+class _Copies:
+    """The copies of a piece in one direction: so many that threads start.
 
-    def result(self) -> Mark:
-        """Its end in its lane, once it is started; what a thread copies after that is done too."""
+    What threads copy from a buffer in the end they have done when they count it. ``end`` is where
+    copies end in their lane that no thread has a part in.
+    """
 
-    def exception(self) -> BaseException | None:
-        """What went wrong in starting it."""
+    def __init__(self, count: int, end: Mark | None) -> None:
+        self.end = end
+        self._left, self._error = count, cast(BaseException | None, None)
+        self._lock, self._all = threading.Lock(), threading.Lock()
+        if count:
+            self._all.acquire()
 
+    def count(self, error: BaseException | None) -> None:
+        """One more is started, or went wrong."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if not self._left:
+                self._all.release()
 
-@dataclass(frozen=True)
-class _Started:
-    """A copy that was started in this thread."""
+    def sleep(self) -> None:
+        with self._all:
+            return
 
-    mark: Mark
-
-    def result(self) -> Mark:
-        return self.mark
-
-    def exception(self) -> None:
-        return
-
-
-def _at_once(move: Callable[..., Mark], *arguments: Any) -> _Started:
-    """In this thread."""
-    return _Started(move(*arguments))
+    def wait(self) -> None:
+        """Returns when all are started; raises what went wrong."""
+        self.sleep()
+        if self._error is not None:
+            raise self._error
 
 
 # Buffers
@@ -570,14 +650,29 @@ def _at_once(move: Callable[..., Mark], *arguments: Any) -> _Started:
 class _Buffer:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.address = memory, memory.ctypes.data
-        self.mark: Mark | None = None  # of the copy out of it
+        self.mark: Mark | None = None  # of the last copy to it or out of it
+        self.sent = False  # whether that may go on
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.ndarray(shape, dtype, self.memory)
 
+    @property
+    def is_free(self) -> bool:
+        return not self.sent or self.mark is None or self.mark.done
+
+    def copied(self, lane: Lane) -> None:
+        """A copy to it or out of it was started."""
+        self.mark, self.sent = lane.mark(self.mark), True
+
+    def wait(self) -> None:
+        if self.sent and self.mark is not None:
+            self.mark.wait()
+        self.sent = False
+
 
 class _Buffers:
-    """The pinned buffers of one direction, handed out in turn."""
+    """The pinned buffers of one direction: the one that was free last is taken first, for its
+    memory may still be in the processor's caches."""
 
     def __init__(self, engine: Backend, chosen: Transfer) -> None:
         self._engine, self._size, self._most = (
@@ -585,30 +680,32 @@ class _Buffers:
             chosen.chunk_bytes,
             chosen.buffers,
         )
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        self._lock, self.made = threading.Lock(), 0
+        self._busy: deque[_Buffer] = deque()  # with a copy that was still on its way out of each
+        self._free: list[_Buffer] = []
+        self._given, self.made = threading.Condition(threading.Lock()), 0
 
     def take(self) -> _Buffer:
         """A buffer that nothing is on its way out of."""
-        with self._lock:
-            if make := self.made < self._most and self._free.empty():
-                self.made += 1
-        if make:
-            return self._new()
-        buffer = self._free.get()
-        if buffer.mark is None or buffer.mark.done:
-            return buffer
-        with self._lock:
+        with self._given:
+            while not self._busy and not self._free and self.made == self._most:
+                self._given.wait()
+            while self._busy and self._busy[0].is_free:
+                self._free.append(self._busy.popleft())
+            if self._free:
+                return self._free.pop()
             if make := self.made < self._most:
                 self.made += 1
+            else:
+                buffer = self._busy.popleft()
         if make:
-            self.give(buffer)
             return self._new()
-        buffer.mark.wait()
+        buffer.wait()
         return buffer
 
     def give(self, buffer: _Buffer) -> None:
-        self._free.put(buffer)
+        with self._given:
+            self._busy.append(buffer)
+            self._given.notify()
 
     def _new(self) -> _Buffer:
         engine = self._engine()
@@ -616,43 +713,38 @@ class _Buffers:
         try:
             return _Buffer(engine.pinned(self._size))
         except BaseException:
-            with self._lock:
+            with self._given:
                 self.made -= 1
             raise
 
 
 def _send(
     lane: Lane, buffers: _Buffers, source: np.ndarray, address: int, shape: tuple[int, ...]
-) -> Mark:
-    """Copies a part of an array to a buffer, and starts the copy from there to the device.
-
-    Returns its end.
-    """
+) -> None:
+    """Copies a part of an array to a buffer, and starts the copy from there to the device."""
     lane.enter()
     buffer = buffers.take()
     try:
         there = buffer.array(shape, source.dtype)
         np.copyto(there[..., : source.shape[-1]], source)
         lane.copy(address, buffer.address, there.nbytes)
-        buffer.mark = mark = lane.record()
-        return mark
+        buffer.copied(lane)
     finally:
         buffers.give(buffer)
 
 
 def _bring(
     lane: Lane, buffers: _Buffers, target: np.ndarray, address: int, shape: tuple[int, ...]
-) -> Mark:
+) -> None:
     """Copies a part of a result to a buffer, and from there to where the caller has it."""
     lane.enter()
     buffer = buffers.take()
     try:
         here = buffer.array(shape, target.dtype)
         lane.copy(buffer.address, address, here.nbytes)
-        buffer.mark = mark = lane.record()
-        mark.wait()
+        buffer.copied(lane)
+        buffer.wait()
         np.copyto(target, here[..., : target.shape[-1]])
-        return mark
     finally:
         buffers.give(buffer)
 
@@ -661,21 +753,49 @@ class _Host:
     """The buffers and threads of a backend."""
 
     def __init__(self, engine: Backend, chosen: Transfer) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         self.chosen = chosen
         self.buffers = {move: _Buffers(engine, chosen) for move in (_send, _bring)}
-        self._threads = {
-            move: ThreadPoolExecutor(chosen.threads, f"cupyfa{move.__name__}")
-            for move in (_send, _bring)
-        }
+        self._tasks: dict[Move, queue.SimpleQueue] = {}
+        self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
         return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
 
-    def submit(self, move: Callable[..., Mark], *arguments: Any) -> _Copy:
-        return self._threads[move].submit(move, *arguments)
+    def submit(self, move: Move, tasks: Sequence[tuple[Any, ...]]) -> None:
+        """Has threads make copies, and count each in the first of its arguments."""
+        if tasks and move not in self._tasks:
+            with self._lock:
+                if move not in self._tasks:
+                    self._tasks[move] = self._crew(move)
+        for task in tasks:
+            self._tasks[move].put(task)
+
+    def _crew(self, move: Move) -> queue.SimpleQueue:
+        """The tasks of new threads, which know nothing but these."""
+        tasks: queue.SimpleQueue = queue.SimpleQueue()
+        for i in range(self.chosen.threads):
+            name = f"cupyfa{move.__name__}_{i}"
+            threading.Thread(target=_serve, args=(move, tasks), name=name, daemon=True).start()
+        return tasks
+
+    def __del__(self) -> None:
+        for tasks in self._tasks.values():
+            for _ in range(self.chosen.threads):
+                tasks.put(None)  # after what is still to be done
+
+
+def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
+    """Makes copies, until there are to be no more."""
+    while (task := tasks.get()) is not None:
+        copies, *arguments = task
+        error = None
+        try:
+            move(*arguments)
+        except BaseException as caught:
+            error = caught
+        copies.count(error)
+        del task, copies, arguments, error  # which hold the caller's arrays
 
 
 def _host_of(engine: Backend) -> _Host:

@@ -69,7 +69,7 @@ class Simulator(Backend):
                 raise ValueError(f"{name} is {value!r}; give a whole number from {least}, or None")
         self.schedule = schedule
         self.workers = workers
-        self.bound = {}
+        self.bound, self.spaces = {}, {}
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
