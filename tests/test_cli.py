@@ -83,7 +83,14 @@ def test_list_as_json_holds_every_record():
         assert row["adds"] == kernel.adds
         assert row["dtypes"] == list(kernel.dtypes)
         assert row["tile"] in (*kernel.tiles, *sum(kernel.tiles_up_to.values(), ()))
-        rounded = kernel.name in ("v3", "mma_async", "mma_split_k", "mma_slices", "mma_tf32")
+        rounded = kernel.name in (
+            "v3",
+            "mma_async",
+            "mma_split_k",
+            "mma_slices",
+            "mma_tf32",
+            "wgmma_fp8",
+        )
         assert row["float32_as"] == (list(kernel.float32_as) if rounded else None)
         assert (row["largest_d"] is None) == (row["operation"] == "softmax")
 

@@ -568,8 +568,9 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
 
 // The warps of a block that are late, by the seed: none, any, or any in fours. Threads that take
 // turns at random stay close together, and what is missing between two that do not shows here.
-unsigned late_warps(Worker& worker, std::uint64_t seed) {
-  const std::uint64_t random = next_random(worker.random);
+unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
+  std::uint64_t state = seed + (block << 32);
+  const std::uint64_t random = next_random(state);
   if (seed % 3 == 2) return 0;
   if (seed % 3 == 0) return unsigned(random);
   unsigned late = 0;
@@ -1297,7 +1298,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
   worker.finished = 0;
   worker.idle_polls = 0;
   worker.random = request.seed * 0x2545f4914f6cdd1du ^ block;
-  worker.late_warps = late_warps(worker, request.seed);
+  worker.late_warps = late_warps(request.seed, block);
   worker.ready_warps = 0;
   free_all(worker.pasts);
   for (Arena* arena : {&worker.dynamic, &worker.fixed}) {
