@@ -65,7 +65,7 @@ def places():
                 yield pytest.param(kernel, file, found.span(), id=f"{file}:{line}-{found[0]}")
 
 
-def run_without(tmp_path, kernel, file, span, schedules=(None, 1, 2)):
+def run_without(tmp_path, kernel, file, span, schedules=(None, 1, 2, 7, 9)):
     """Runs a kernel without part of a file: two warpgroups, stages that come again, Q < 0.
 
     Unless that is about turns, nobody waits for them, so that they make up for nothing.
