@@ -21,9 +21,7 @@ from cupyfa.backends.simulator import Simulator
 from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.backends.transfer import Transfer
 from cupyfa.binding import Bound
-from cupyfa.cases import Case
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
-from cupyfa.measurement import Measurement
 from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.tolerance import WrongResult
@@ -31,10 +29,12 @@ from cupyfa.tolerance import WrongResult
 if TYPE_CHECKING:
     from cupyfa.accuracies import accuracy
     from cupyfa.benchmark import bench
+    from cupyfa.cases import Case
     from cupyfa.checking import check, replay
     from cupyfa.comparing import compare
     from cupyfa.diagnosis import doctor
     from cupyfa.footprint import memory
+    from cupyfa.measurement import Measurement
     from cupyfa.profiling import profile
     from cupyfa.roofs import roofline
     from cupyfa.tuning import tune
@@ -85,6 +85,8 @@ __all__ = [
 
 # The tools around the kernels take as long to import as all the rest: they are imported when used.
 _TOOLS = {
+    "Case": "cases",
+    "Measurement": "measurement",
     "accuracy": "accuracies",
     "bench": "benchmark",
     "check": "checking",

@@ -20,9 +20,8 @@ from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
-from cupyfa.traffic import Step
+from cupyfa.traffic import NAIVE, TILED, Step
 
-NAIVE, TILED = "naive", "tiled"
 _MB = 1e6
 
 

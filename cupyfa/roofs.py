@@ -28,8 +28,8 @@ from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS, visible_scores
 from cupyfa.planning import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
+from cupyfa.traffic import NAIVE, TILED
 
-NAIVE, TILED = "naive", "tiled"
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _SIZES = (

@@ -24,6 +24,7 @@ from cupyfa.planning import Plan, PlannedLaunch
 from cupyfa.problem import Problem
 
 _SCORES = "batch heads M N"
+NAIVE, TILED = "naive", "tiled"  # the computations that are no kernel's
 _OF_KEYS = ("K", "V", "dK", "dV", "dK_sum", "dV_sum")
 _OF_ROWS = ("Q", "O", "dO", "dQ", "dQ_sum", "lse", "delta", "row_sums")
 
@@ -114,13 +115,6 @@ def naive(operation: str, p: Problem) -> tuple[Step, ...]:
     )
 
 
-def score_arrays(operation: str, p: Problem) -> dict[str, int]:
-    """The bytes of each array [batch, heads, M, N] that ``naive`` makes."""
-    known = {"lse", "D", *inputs(operation, p), *outputs(operation, p)}
-    made = {name: size for step in naive(operation, p) for name, size in step.writes.items()}
-    return {name: size for name, size in made.items() if name not in known}
-
-
 def tiled(operation: str, p: Problem, chip_bytes: int) -> tuple[Step, ...]:
     """One step: the algorithm of FlashAttention with ``chip_bytes`` of fast memory for a head.
 
@@ -177,14 +171,6 @@ def of(plan: Plan) -> tuple[Step, ...] | None:
     return tuple(found)
 
 
-def keys_passed(p: Problem, Br: int, Bc: int, packed: int = 1) -> int:
-    """How many keys pass by, for all tiles of Br rows of one head together.
-
-    With ``packed`` a tile's rows are those of as many heads, side by side.
-    """
-    return int(_KeyTiles.of(p, Br, Bc, packed).keys.sum())
-
-
 def rows_passed(p: Problem, Br: int, Bc: int) -> int:
     """How many rows pass by, for all tiles of Bc keys of one head together."""
     first = np.arange(0, p.N, Bc, dtype=np.int64)
@@ -199,7 +185,7 @@ def rows_passed(p: Problem, Br: int, Bc: int) -> int:
 
 
 @dataclass(frozen=True)
-class _KeyTiles:
+class KeyTiles:
     """For each tile of rows of one head: its rows, and the tiles and keys that one of them sees."""
 
     rows: Any
@@ -207,7 +193,7 @@ class _KeyTiles:
     keys: Any
 
     @staticmethod
-    def of(p: Problem, Br: int, Bc: int, packed: int = 1) -> _KeyTiles:
+    def of(p: Problem, Br: int, Bc: int, packed: int = 1) -> KeyTiles:
         first = np.arange(0, p.M * packed, Br, dtype=np.int64)
         end = np.minimum(first + Br, p.M * packed)
         hidden, visible = np.zeros_like(first), np.full_like(first, p.N)
@@ -218,7 +204,7 @@ class _KeyTiles:
         start, stop = hidden // Bc, -(-visible // Bc)
         tiles = np.maximum(stop - start, 0)
         keys = np.where(tiles > 0, np.minimum(stop * Bc, p.N) - start * Bc, 0)
-        return _KeyTiles(end - first, tiles, keys)
+        return KeyTiles(end - first, tiles, keys)
 
 
 def _has_tiles(step: PlannedLaunch) -> bool:
@@ -251,7 +237,7 @@ def _passes(plan: Plan, step: PlannedLaunch) -> dict[str, int]:
     forward = plan.kernel.operation == "forward"
     if keeps == "keys" and forward:
         Br = 1  # whether a tile of keys counts is asked row by row
-    tiles = _KeyTiles.of(p, Br, Bc, packed)
+    tiles = KeyTiles.of(p, Br, Bc, packed)
     visits = np.maximum(tiles.tiles, 1)  # a row without a key is written in the first tile
     passed: dict[str, int] = {}
     for name in arrays_of(step) & arrays.keys():

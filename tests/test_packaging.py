@@ -202,16 +202,16 @@ def test_the_unpacked_sdist(built, environment, tmp_path):
 
 
 def test_the_import_is_quick_and_brings_neither_cupy_nor_click():
-    """0.15 s where NumPy's own import takes 0.06 s; machines differ, and so do their hours."""
+    """By NumPy's own import, in the same processes: both take longer on a slower machine."""
     code = """
 import sys, time
 start = time.process_time()
 import numpy
 after = time.process_time()
 import cupyfa
-times = (time.process_time() - after) / (after - start)
-print(times, *{"cupy", "click", "rich"} & set(sys.modules))
+print(after - start, time.process_time() - after, *{"cupy", "click", "rich"} & set(sys.modules))
 """
     measured = [call(sys.executable, "-c", code, cwd=TREE).split() for _ in range(5)]
-    assert all(len(words) == 1 for words in measured), measured
-    assert min(float(times) for (times,) in measured) < 2.5
+    assert all(len(words) == 2 for words in measured), measured
+    of_numpy, own = (min(map(float, times)) for times in zip(*measured))
+    assert own < 2.5 * of_numpy, measured
