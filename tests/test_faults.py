@@ -41,6 +41,7 @@ BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
 OF_GLOBAL_MEMORY = (
     "every lane has read the row's old maximum and sum",
     "before rows that other lanes wrote are written once more",
+    "before a lane adds to what others have stored",
 )
 # Only where there is no tile of keys may Q still be on its way when O takes its place.
 WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"

@@ -70,10 +70,15 @@ SPLIT_K_TILES_UP_TO = {
 }
 # Where ptxas lacks registers for the others.
 SPLIT_K_TILES_ON = {arch: {256: SPLIT_K_TILES[1:2]} for arch in ("100", "120")}
+# The second ones are for 64 KB of shared memory.
 SPLIT_K_TILES_FEW_ROWS = {
     Br: {
-        d: ({"Br": Br, "Bc": Bc, "Wr": 16, "stages": stages, "fill": fill},)
-        for d, Bc, stages, fill in ((64, 64, 3, 3), (128, 64, 2, 2), (256, 16, 4, 2))
+        d: tuple({"Br": Br, "Bc": Bc, "Wr": 16, "stages": n, "fill": fill} for Bc, n, fill in tiles)
+        for d, tiles in {
+            64: ((64, 3, 3),),
+            128: ((64, 2, 2), (32, 2, 2)),
+            256: ((16, 4, 2), (16, 2, 2)),
+        }.items()
     }
     for Br in (16, 32, 64)
 }
