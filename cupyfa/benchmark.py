@@ -53,8 +53,9 @@ def bench(
 
     ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is joined by the
     operation's baseline and by the rung before it, unless ``alone``. ``sizes`` are those of
-    ``sweeps.problems``: each of them, and each of the kernels' ``constants``, may be a list, and
-    every combination is measured. ``against`` are peers, out of ``peers.NAMES``.
+    ``sweeps.problems`` (small ones in the simulator): each of them, and each of the kernels'
+    ``constants``, may be a list, and every combination is measured. ``against`` are peers, out of
+    ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on these very inputs (``values``,
     ``layout`` and ``seed`` as in ``Case``), among canaries; where that would take long, a sample of
@@ -81,7 +82,9 @@ def bench(
     cases = [
         Case(operation, problem, seed, values, layout)
         for operation in operations
-        for problem in sweeps.problems(operation, _with_dtype(sizes, operation, chosen))
+        for problem in sweeps.problems(
+            operation, _with_dtype(sizes, operation, chosen), small=engine.name == "simulator"
+        )
     ]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []

@@ -16,7 +16,6 @@ README, ITS_TRANSLATIONS = "README.md", ("README.zh-CN.md",)
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
 _FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what is measured
-_MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
@@ -76,26 +75,31 @@ def title(results: Results, problem: Problem) -> str:
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
     """Writes a ladder between the markers of README.md and its translations; returns the files.
 
-    Raises ValueError if there is no README.md in the folder, or if a page has no markers.
+    The markers name its operation. Raises ValueError if there is no README.md in the folder, or if
+    a page has no markers.
     """
     pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
     if not pages or pages[0].name != README:
         raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
     table = report.markdown(rungs(rows))
     text = f"{table}\n\n{described(results, rows[0].problem)}\n"
-    changed = {page: _marked(page, text) for page in pages}
+    changed = {page: _marked(page, rows[0].operation, text) for page in pages}
     for page, content in changed.items():
         store.write_whole(page, content.encode())
     return pages
 
 
-def _marked(page: Path, text: str) -> str:
-    """The page with the text between its markers."""
-    content, count = _MARKED.subn(
-        lambda found: found[1] + text + found[2], page.read_text(encoding="utf-8")
+def _marked(page: Path, operation: str, text: str) -> str:
+    """The page with the text between the markers of an operation."""
+    first, last = f"<!-- measured {operation} -->", f"<!-- /measured {operation} -->"
+    content, count = re.subn(
+        f"(?<={first}\n).*?(?={last})",
+        lambda _: text,
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
     )
     if count != 1:
-        raise ValueError(f"{page} needs one <!-- measured --> and one <!-- /measured --> after it")
+        raise ValueError(f"{page} needs one {first} and one {last} after it")
     return content
 
 

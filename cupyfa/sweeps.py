@@ -17,6 +17,12 @@ USUAL: dict[str, dict[str, Any]] = {
     "backward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
     "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
 }
+# Of these, what the simulator takes instead: to try a command out.
+SMALL: dict[str, dict[str, int]] = {
+    "forward": {"batch": 1, "heads": 2, "M": 128},
+    "backward": {"batch": 1, "heads": 2, "M": 128},
+    "softmax": {"M": 64, "N": 256},
+}
 MOST = 10_000  # problems in one go
 AXES = (
     *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype"),
@@ -56,13 +62,13 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     return name, [_value(name, value.strip()) for value in values.split(",")]
 
 
-def problems(operation: str, sizes: Mapping[str, Any]) -> list[Problem]:
+def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -> list[Problem]:
     """The problem of every combination of sizes, each of which is a value or several.
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
     unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A tuple is several
     values of any size but the window, which is one; several windows are a list. A softmax has M
-    rows of N. What is left out is USUAL.
+    rows of N. What is left out is USUAL, or with ``small`` what the simulator takes.
     """
     several = {
         name: value if isinstance(value, list if name == "window" else list | tuple) else [value]
@@ -72,7 +78,8 @@ def problems(operation: str, sizes: Mapping[str, Any]) -> list[Problem]:
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give {MOST:,} at the most")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
-    return list(dict.fromkeys(_problem(operation, one) for one in combined))
+    usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
+    return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 
 def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
@@ -81,11 +88,10 @@ def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
     return [name for name, value in sizes.items() if value is not None and name not in known]
 
 
-def _problem(operation: str, given: dict[str, Any]) -> Problem:
+def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
+    sizes = {**usual, **given}
     if operation == "softmax":
-        usual = USUAL[operation]
-        return Problem.of_row_sizes(*(given.get(name, usual[name]) for name in _OF_SOFTMAX))
-    sizes = {**USUAL[operation], **given}
+        return Problem.of_row_sizes(*(sizes[name] for name in _OF_SOFTMAX))
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:

@@ -82,7 +82,7 @@ def tune(
     rules and the device allow, with its own choice first. ``sizes`` are those of
     ``sweeps.problems``: each may be a list, and every combination is tuned, for ``budget`` seconds.
     What is left out is batch 4, heads 16, M = N = 2048 and d = 64, for a softmax 16384 rows of
-    4096.
+    4096; in the simulator less.
 
     Each candidate is compared with the float64 reference, on a smaller problem and among canaries,
     before it is timed. After a short look at all, those that were best are timed in turn until they
@@ -98,7 +98,8 @@ def tune(
     if foreign := ", ".join(sweeps.foreign(record.operation, sizes)):
         raise ValueError(f"{record.name} computes {record.operation}, which has no {foreign}")
     usual = sweeps.usual_dtype(record, precision=sizes.get("precision"))
-    problems = sweeps.problems(record.operation, {"dtype": usual, **sizes})
+    small = engine.name == "simulator"
+    problems = sweeps.problems(record.operation, {"dtype": usual, **sizes}, small=small)
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")

@@ -3,11 +3,12 @@
 import itertools
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from test_cli import cli, refused, strict
 
-from cupyfa import Problem, pages, plotting, sources
+from cupyfa import Problem, benchmark, pages, plotting, sources
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement, Results
 
@@ -19,7 +20,7 @@ WHERE = {
     "cupyfa": "0.1",
     "command": "cupyfa ladder --readme --save x.json",
 }
-README = "# Title\n<!-- measured -->\nold\n<!-- /measured -->\nrest\n"
+README = "# Title\n<!-- measured forward -->\nold\n<!-- /measured forward -->\nrest\n"
 
 
 def measured(name, ms, M=2048, factors=None, **more):
@@ -77,8 +78,10 @@ def test_the_table_stands_between_the_markers_of_every_readme(checkout):
     assert len(pages.publish(checkout, Results(WHERE, ROWS), ROWS)) == 2
     for name, title in (("README.md", "Title"), ("README.zh-CN.md", "标题")):
         text = (checkout / name).read_text(encoding="utf-8")
-        assert text.startswith(f"# {title}\n<!-- measured -->\n| rung | adds | ms | TFLOP/s |")
-        assert text.endswith(".\n<!-- /measured -->\nrest\n")
+        assert text.startswith(
+            f"# {title}\n<!-- measured forward -->\n| rung | adds | ms | TFLOP/s |"
+        )
+        assert text.endswith(".\n<!-- /measured forward -->\nrest\n")
         assert "old" not in text
         assert "| fa2 | " in text
         line = text.splitlines()[-3]
@@ -93,9 +96,21 @@ def test_publishing_again_changes_nothing(checkout):
     assert (checkout / "README.md").read_bytes() == once
 
 
+def test_gradients_have_a_place_of_their_own(checkout):
+    page = checkout / "README.md"
+    gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
+    with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
+        pages.publish(checkout, Results(WHERE, gradients), gradients)
+    page.write_text(README + README.replace("forward", "backward"), encoding="utf-8")
+    pages.publish(checkout, Results(WHERE, gradients), gradients)
+    before, after = page.read_text(encoding="utf-8").split("rest\n")[:2]
+    assert before == README.removesuffix("rest\n")
+    assert "| rows |" in after
+
+
 def test_no_page_is_written_unless_all_can_be(checkout):
     (checkout / "README.zh-CN.md").write_text("no markers")
-    with pytest.raises(ValueError, match=r"README\.zh-CN\.md needs one <!-- measured -->"):
+    with pytest.raises(ValueError, match=r"README\.zh-CN\.md needs one <!-- measured forward -->"):
         pages.publish(checkout, Results(WHERE, ROWS), ROWS)
     assert (checkout / "README.md").read_text() == README
     (checkout / "README.md").unlink()
@@ -106,7 +121,10 @@ def test_no_page_is_written_unless_all_can_be(checkout):
 def test_the_pages_of_the_project_have_the_markers():
     for name in (pages.README, *pages.ITS_TRANSLATIONS):
         if (sources.ROOT / name).is_file():
-            assert pages._MARKED.search((sources.ROOT / name).read_text(encoding="utf-8")), name
+            text = (sources.ROOT / name).read_text(encoding="utf-8")
+            for operation in ("forward", "backward"):
+                assert text.count(f"<!-- measured {operation} -->") == 1, name
+                assert text.count(f"<!-- /measured {operation} -->") == 1, name
 
 
 # Which rows make the table
@@ -212,6 +230,13 @@ def test_all_rungs_that_take_the_dtype():
     assert shown[0] == "the simulator: batch=1 heads=1 M=12 N=12 d=8 float16 scale=0.353553"
 
 
+def test_the_rungs_of_gradients(monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmark, "bench", lambda names, **_: asked.extend(names) or ROWS)
+    cli("ladder", "--backward", "--backend", "simulator")
+    assert asked == list(LADDER["backward"])
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_ladder_fits_the_terminal(monkeypatch, tmp_path, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -233,8 +258,6 @@ def test_from_a_file_nothing_is_measured(tmp_path, checkout):
 
 
 def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
-    from cupyfa import benchmark
-
     def bench(kernels, *, backend, budget, patience, progress, **sizes):
         assert (kernels, budget, patience) == (OF_16_BITS, 2.0, 10.0)
         assert sizes["M"] == [256, 300, 512, 1024, 2048, 4096]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cupyfa.backends.select import backend_named
 from cupyfa.commands import WRONG
 from cupyfa.commands.bench import budget_option, check_target, save_option
 from cupyfa.commands.options import backend_option, format_option, problem_options, progress_bar
+from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Results
 
@@ -22,6 +24,7 @@ _PATIENCE = 5  # budgets
 
 
 @click.command()
+@click.option("--backward", is_flag=True, help="The gradients' rungs.")
 @partial(problem_options, dtype="float16")
 @budget_option
 @click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
@@ -40,6 +43,7 @@ _PATIENCE = 5  # budgets
 @backend_option
 @format_option
 def ladder(
+    backward: bool,
     budget: float,
     readme: bool,
     plot: Path | None,
@@ -51,35 +55,41 @@ def ladder(
 ) -> None:
     """Measure the rungs that take a dtype in turn, and what each gains over the rung before.
 
-    The problem is batch 4, heads 16, M = N = 2048, d = 64 in float16, which most rungs take,
-    and in which the baseline's matrix products run on tensor cores.
+    The problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
+    float16, which most rungs take, and in which the baseline's products run on tensor cores.
     """
     check_target(save)
     if plot:
         plotting.check(plot)
         check_target(plot)
     sweep = plot is not None
-    results = Results.load(source) if source else _measure(backend, budget, sweep, sizes)
+    rungs = LADDER["backward" if backward else "forward"]
+    results = Results.load(source) if source else _measure(rungs, backend, budget, sweep, sizes)
     if save:
         results.save(save)
-    rungs = pages.at_length(results.rows, sizes["M"])
+    rows = pages.at_length(results.rows, sizes["M"])
     if plot:
-        plotting.draw(results.rows, plot, pages.title(results, rungs[0].problem))
+        plotting.draw(results.rows, plot, pages.title(results, rows[0].problem))
     if readme:
-        for page in pages.publish(sources.ROOT, results, rungs):
+        for page in pages.publish(sources.ROOT, results, rows):
             click.echo(f"note: wrote {page}", err=True)
     for row in results.rows:
         if row.note:
             click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
     if form == "table":
-        click.echo(f"{results.environment['device']}: {rungs[0].problem}")
-    click.echo(report.render(pages.rungs(rungs), form))
+        click.echo(f"{results.environment['device']}: {rows[0].problem}")
+    click.echo(report.render(pages.rungs(rows), form))
     sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
 
 
-def _measure(backend: str, budget: float, sweep: bool, sizes: dict[str, Any]) -> Results:
+def _measure(
+    rungs: Mapping[str, Kernel],
+    backend: str,
+    budget: float,
+    sweep: bool,
+    sizes: dict[str, Any],
+) -> Results:
     """All rungs at one length, or at several; slow ones are left out of the longer ones."""
-    length = sizes["M"] or pages.USUAL_LENGTH
     if sweep and sizes["N"] is not None:
         raise ValueError("--plot goes through lengths with N = M; leave -N out")
     engine = backend_named(backend)
@@ -87,13 +97,16 @@ def _measure(backend: str, budget: float, sweep: bool, sizes: dict[str, Any]) ->
         rows = benchmark.bench(
             [
                 x.name
-                for x in LADDER["forward"].values()
+                for x in rungs.values()
                 if x.takes(sizes["dtype"]) and x.suits(sizes["precision"])
             ],
             backend=engine,
             budget=budget,
             patience=_PATIENCE * budget if sweep else None,
             progress=progress,
-            **{**sizes, "M": sorted({*LENGTHS, length}) if sweep else length},
+            **{
+                **sizes,
+                "M": sorted({*LENGTHS, sizes["M"] or LENGTHS[-1]}) if sweep else sizes["M"],
+            },
         )
     return Results(environment.describe(engine), rows)

@@ -56,8 +56,8 @@ def tune(kernel: str, budget: float, fresh: bool, backend: str, form: str, **siz
     """Try the tile sizes of KERNEL on this device, and remember the fastest.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Later plans
-    for the same kernel, dtype, d and dv begin with what was fastest. Ends with 1 if, of some
-    problem, no candidate is right.
+    for the same kernel, dtype, d and dv begin with what was fastest. The simulator takes smaller
+    sizes by default. Ends with 1 if, of some problem, no candidate is right.
     """
     given = {name: x for name, x in sizes.items() if x is not None and x != ()}
     with progress_bar("tuning") as progress:
