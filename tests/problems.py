@@ -8,7 +8,7 @@ from cupyfa.sweeps import usual_dtype
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]
 
-# Small and ragged: every rung runs these in the simulator, in every dtype it claims.
+# Small and ragged: every rung runs these, and every dtype that it claims.
 RAGGED = (
     {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 20, "causal": True},
     {"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "causal": "top-left"},
@@ -22,6 +22,14 @@ WINDOWED = ({"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "win
 def claimed(kernels=FORWARD, dtypes=DTYPES):
     """(kernel, dtype) for every dtype that every kernel claims, float32 also where it rounds it."""
     return [(k, dtype) for k in kernels.values() for dtype in dtypes if k.takes(dtype)]
+
+
+def in_turn(kernels, sizes):
+    """(kernel, dtype, sizes) for all sizes of every kernel, whose dtypes take turns."""
+    for first, kernel in enumerate(kernels.values()):
+        dtypes = [dtype for _, dtype in claimed({kernel.name: kernel})]
+        for i in range(max(len(sizes), len(dtypes))):
+            yield kernel, dtypes[i % len(dtypes)], sizes[(first + i) % len(sizes)]
 
 
 def name(value):

@@ -88,7 +88,7 @@ def test_bshd_is_bhsd_with_heads_inside(backend, lead):
 @KERNELS
 @pytest.mark.parametrize(
     "shape, N, dv",
-    [((0, 2, 5, 4), 5, 4), ((2, 0, 5, 4), 5, 4), ((1, 2, 0, 4), 5, 4), ((1, 2, 5, 4), 5, 0)],
+    [((0, 2, 5, 8), 5, 8), ((2, 0, 5, 8), 5, 8), ((1, 2, 0, 8), 5, 8), ((1, 2, 5, 8), 5, 0)],
     ids=["batch", "heads", "M", "dv"],
 )
 def test_results_without_elements(backend, kernel, shape, N, dv):
@@ -101,7 +101,7 @@ def test_results_without_elements(backend, kernel, shape, N, dv):
 
 @KERNELS
 def test_no_keys_make_empty_rows(backend, kernel):
-    q, k, v = arrays_for(kernel, 1, 2, 5, 4, N=0)
+    q, k, v = arrays_for(kernel, 1, 2, 5, 8, N=0)
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     assert (o == 0).all()
     assert (lse == NEG).all()
@@ -352,9 +352,9 @@ def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
 def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
     skip_without_infinity(kernel)
     q, k, v = (
-        np.ones_like(x) * one for x, one in zip(arrays_for(kernel, 1, 1, 3, 2, N=40), (1, 0, 1))
+        np.ones_like(x) * one for x, one in zip(arrays_for(kernel, 1, 1, 3, 8, N=40), (1, 0, 1))
     )
-    v[:] = arrays_for(kernel, 1, 1, 40, 2)[2]
+    v[:] = arrays_for(kernel, 1, 1, 40, 8)[2]
     k[0, 0, ::2] = NEG
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
     np.testing.assert_allclose(o[0, 0, 0], v[0, 0, 1::2].mean(0), atol=1e-3)
@@ -364,7 +364,7 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 @KERNELS
 def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
     skip_without_infinity(kernel)
-    q, k, v = (np.ones_like(x) for x in arrays_for(kernel, 1, 1, 3, 2, N=40))
+    q, k, v = (np.ones_like(x) for x in arrays_for(kernel, 1, 1, 3, 8, N=40))
     k[:] = NEG
     v[0, 0, 7, 1] = np.nan
     o, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True, check=True)
@@ -386,7 +386,7 @@ def test_huge_scores_do_not_overflow(backend, kernel, size):
 @KERNELS
 def test_one_hot_values_read_off_the_weights(backend, kernel):
     q, k, _ = arrays_for(kernel, 1, 1, 9, 8, N=40)
-    v = np.eye(40, dtype=q.dtype)[None, None]
+    v = np.tile(np.eye(8, dtype=q.dtype), (1, 1, 5, 1))
     weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=max(2e-3, precision_of(kernel) / 2))
 

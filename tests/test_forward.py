@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from problems import FORWARD, RAGGED, claimed, inputs_of, name, planned
+from problems import FORWARD, RAGGED, in_turn, inputs_of, name, planned
 
 from cupyfa import calls
 from cupyfa.backends.simulator import Simulator
 
 
-@pytest.mark.parametrize("sizes", RAGGED, ids=name)
-@pytest.mark.parametrize("kernel, dtype", claimed(), ids=name)
+@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     plan = planned(kernel, backend, sizes, dtype)
     calls.checked(backend, plan, inputs_of(plan), {})
