@@ -14,6 +14,7 @@
 #include <consumers.cuh>
 #include <e4m3.cuh>
 #include <mask.cuh>
+#include <own_rows.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
 #include <turns.cuh>
@@ -45,19 +46,6 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
     make_barrier(shared.V_empty[i], consumers);
   }
   publish_barriers();
-}
-
-// A block's rows of a head, and the keys that some of them see.
-struct Work {
-  int row, head, batch, start, end;
-};
-
-__device__ __forceinline__ Work find_work(int M, int N, int heads, int diagonal, int lower) {
-  const int tiles = cdiv(M, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
-  const int row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
-  return {row, head, batch, hidden_keys(row, N, lower) / Bc * Bc,
-          visible_keys(min(row + Br, M) - 1, N, diagonal)};
 }
 
 // What the producer's one thread does.
@@ -229,7 +217,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, heads, diagonal, lower);
+  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, diagonal, lower);
   const int kv_head = work.head / group, warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();

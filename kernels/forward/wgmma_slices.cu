@@ -14,6 +14,7 @@
 #include <consumers.cuh>
 #include <fresh.cuh>
 #include <mask.cuh>
+#include <own_rows.cuh>
 #include <recompute.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
@@ -58,20 +59,6 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
     make_barrier(shared.empty[i], consumers);
   }
   publish_barriers();
-}
-
-// A row tile of a head, and the keys that some of its rows see.
-struct Work {
-  int row, head, batch, start, end;
-};
-
-__device__ __forceinline__ Work find_work(int index, int M, int N, int heads, int diagonal,
-                                          int lower) {
-  const int tiles = cdiv(M, Br);
-  const auto [tile, head, batch] = place(index, tiles, heads);
-  const int row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
-  return {row, head, batch, hidden_keys(row, N, lower) / Bc * Bc,
-          visible_keys(min(row + Br, M) - 1, N, diagonal)};
 }
 
 // The keys of a span, whose last tile may not be full.
@@ -304,7 +291,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     if (threadIdx.x < warp_size && is_elected()) {
       Turn<stages> turn;
       for (int index = blockIdx.x; index < count; index += gridDim.x) {
-        const Work work = find_work(index, M, N, heads, diagonal, lower);
+        const Work work = find_work<Br, Bc>(index, M, N, heads, diagonal, lower);
         produce(shared, turn, work, Q_map, K_map, V_map, work.head / group);
       }
     }
@@ -316,7 +303,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
   Consumer consumer = {{shared, threadIdx.x % warpgroup_size == 0}, warpgroup, lane, M, scale};
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
-    const Work work = find_work(index, M, N, heads, diagonal, lower);
+    const Work work = find_work<Br, Bc>(index, M, N, heads, diagonal, lower);
     Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
     bool strange = false;
 #pragma unroll 1
@@ -334,7 +321,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
         Fragments<Wv> sums = {};
         consumer.multiply(keys, P, sums);
         // What is needed here alone takes no registers before.
-        const Work same = find_work(fresh(index), M, N, heads, diagonal, lower);
+        const Work same = find_work<Br, Bc>(fresh(index), M, N, heads, diagonal, lower);
         float4* saved = reinterpret_cast<float4*>(O_sum) +
                         (fresh(int(blockIdx.x)) * (long long)output_tiles + tile) *
                             (Wv / 8 * consumer_threads) +
