@@ -62,31 +62,14 @@ struct __half_raw {
   unsigned short x;
 };
 
-struct __half {
-  unsigned short bits;
+#define NUMBER __half
+#define RAW __half_raw
+#define PAIR __half2
+#define BITS simulator::half_bits
+#define VALUE simulator::half_value
+#include <sixteen_bits.h>
 
-  __half() = default;
-  __half(__half_raw raw) : bits(raw.x) {}
-  __half(float value) : bits(simulator::half_bits(value)) {}
-  __half(double value) : bits(simulator::half_bits(simulator::round_to_odd(value))) {}
-  __half(int value) : __half(static_cast<double>(value)) {}
-  __half(unsigned value) : __half(static_cast<double>(value)) {}
-  __half(short value) : __half(static_cast<float>(value)) {}
-  __half(unsigned short value) : __half(static_cast<float>(value)) {}
-  __half(long long value) : __half(static_cast<double>(value)) {}
-  __half(unsigned long long value) : __half(static_cast<double>(value)) {}
-
-  operator float() const { return simulator::half_value(bits); }
-  operator __half_raw() const { return {bits}; }
-};
 typedef __half half;
-
-struct alignas(4) __half2 {
-  __half x, y;
-
-  __half2() = default;
-  __half2(__half low, __half high) : x(low), y(high) {}
-};
 typedef __half2 half2;
 
 inline __half __float2half(float value) {
@@ -120,107 +103,6 @@ inline short __half_as_short(__half value) {
   return static_cast<short>(value.bits);
 }
 
-inline __half __hadd(__half a, __half b) {
-  return __half(__half2float(a) + __half2float(b));
-}
-inline __half __hsub(__half a, __half b) {
-  return __half(__half2float(a) - __half2float(b));
-}
-inline __half __hmul(__half a, __half b) {
-  return __half(__half2float(a) * __half2float(b));
-}
-inline __half __hdiv(__half a, __half b) {
-  return __half(__half2float(a) / __half2float(b));
-}
-inline __half __hneg(__half a) {
-  return __ushort_as_half(static_cast<unsigned short>(a.bits ^ 0x8000));
-}
-inline __half __habs(__half a) {
-  return __ushort_as_half(static_cast<unsigned short>(a.bits & 0x7fff));
-}
-// The product is exact in double; of the sum, rounding to odd keeps what decides.
-inline __half __hfma(__half a, __half b, __half c) {
-  double product = static_cast<double>(__half2float(a)) * static_cast<double>(__half2float(b));
-  return __half(simulator::add_to_odd(product, static_cast<double>(__half2float(c))));
-}
-
-inline __half operator+(const __half& a, const __half& b) {
-  return __hadd(a, b);
-}
-inline __half operator-(const __half& a, const __half& b) {
-  return __hsub(a, b);
-}
-inline __half operator*(const __half& a, const __half& b) {
-  return __hmul(a, b);
-}
-inline __half operator/(const __half& a, const __half& b) {
-  return __hdiv(a, b);
-}
-inline __half operator-(const __half& a) {
-  return __hneg(a);
-}
-inline __half& operator+=(__half& a, const __half& b) {
-  return a = a + b;
-}
-inline __half& operator-=(__half& a, const __half& b) {
-  return a = a - b;
-}
-inline __half& operator*=(__half& a, const __half& b) {
-  return a = a * b;
-}
-inline __half& operator/=(__half& a, const __half& b) {
-  return a = a / b;
-}
-inline bool operator==(const __half& a, const __half& b) {
-  return __half2float(a) == __half2float(b);
-}
-inline bool operator!=(const __half& a, const __half& b) {
-  return !(a == b);
-}
-inline bool operator<(const __half& a, const __half& b) {
-  return __half2float(a) < __half2float(b);
-}
-inline bool operator>(const __half& a, const __half& b) {
-  return b < a;
-}
-inline bool operator<=(const __half& a, const __half& b) {
-  return __half2float(a) <= __half2float(b);
-}
-inline bool operator>=(const __half& a, const __half& b) {
-  return b <= a;
-}
-
-inline bool __heq(__half a, __half b) {
-  return a == b;
-}
-inline bool __hlt(__half a, __half b) {
-  return a < b;
-}
-inline bool __hgt(__half a, __half b) {
-  return a > b;
-}
-inline bool __hisnan(__half a) {
-  return isnan(__half2float(a));
-}
-inline __half __hmax(__half a, __half b) {
-  return __half(fmaxf(__half2float(a), __half2float(b)));
-}
-inline __half __hmin(__half a, __half b) {
-  return __half(fminf(__half2float(a), __half2float(b)));
-}
-inline __half hexp(__half a) {
-  return __half(expf(__half2float(a)));
-}
-inline __half hexp2(__half a) {
-  return __half(exp2f(__half2float(a)));
-}
-inline __half hlog(__half a) {
-  return __half(logf(__half2float(a)));
-}
-inline __half hsqrt(__half a) {
-  return __half(sqrtf(__half2float(a)));
-}
-
 inline __half2 __halves2half2(__half low, __half high) {
   return __half2(low, high);
 }
@@ -236,12 +118,6 @@ inline __half __low2half(__half2 pair) {
 inline __half __high2half(__half2 pair) {
   return pair.y;
 }
-inline float __low2float(__half2 pair) {
-  return __half2float(pair.x);
-}
-inline float __high2float(__half2 pair) {
-  return __half2float(pair.y);
-}
 inline __half2 __float2half2_rn(float value) {
   return __half2half2(__half(value));
 }
@@ -253,25 +129,4 @@ inline __half2 __float22half2_rn(float2 pair) {
 }
 inline float2 __half22float2(__half2 pair) {
   return make_float2(__half2float(pair.x), __half2float(pair.y));
-}
-inline __half2 __hadd2(__half2 a, __half2 b) {
-  return __half2(a.x + b.x, a.y + b.y);
-}
-inline __half2 __hsub2(__half2 a, __half2 b) {
-  return __half2(a.x - b.x, a.y - b.y);
-}
-inline __half2 __hmul2(__half2 a, __half2 b) {
-  return __half2(a.x * b.x, a.y * b.y);
-}
-inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
-  return __half2(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y));
-}
-inline __half2 operator+(const __half2& a, const __half2& b) {
-  return __hadd2(a, b);
-}
-inline __half2 operator-(const __half2& a, const __half2& b) {
-  return __hsub2(a, b);
-}
-inline __half2 operator*(const __half2& a, const __half2& b) {
-  return __hmul2(a, b);
 }
