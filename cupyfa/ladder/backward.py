@@ -314,6 +314,12 @@ def wgmma_two_pass_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(tiles + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages), 1024) * 1024
 
 
+def wgmma_two_pass_wide_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with P, and barriers for each of four warps."""
+    tiles = 2 * (c.Bc + c.stages * c.Br) * _boxed_width(p) + 4 * c.stages * c.Br * c.Bc
+    return cdiv(tiles + 8 * c.stages * c.Br + 8 * (2 + 8 * c.stages), 1024) * 1024
+
+
 def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same of 128 rows, and stages of keys."""
     tiles = 2 * (128 + c.stages * c.Bk) * _boxed_width(p)
@@ -358,6 +364,13 @@ WGMMA_COLUMNS = Launch(
     threads=lambda p, c: 384,
     shared=wgmma_shared,
     when=lambda p: not is_wide(p),
+)
+
+WGMMA_TWO_PASS_COLUMNS = replace(
+    WGMMA_COLUMNS,
+    entry="wgmma_two_pass_columns",
+    args=WGMMA_COLUMNS.args.replace("dQ_sum.data ", ""),
+    shared=wgmma_two_pass_columns_shared,
 )
 
 KERNELS = (
@@ -559,19 +572,12 @@ KERNELS = (
             wgmma_tile_launch(
                 "sum_rows", "O dO lse row_sums.data M heads", lambda p, c: 1, THREADS
             ),
-            Launch(
-                "wgmma_two_pass_columns",
-                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dK dV "
-                "M N heads kv_heads group diagonal lower scale",
-                boxes={
-                    "Q": lambda p, c: c.Br,
-                    "K": lambda p, c: c.Bc,
-                    "V": lambda p, c: c.Bc,
-                    "dO": lambda p, c: c.Br,
-                },
-                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
-                threads=lambda p, c: 384,
-                shared=wgmma_two_pass_columns_shared,
+            WGMMA_TWO_PASS_COLUMNS,
+            replace(
+                WGMMA_TWO_PASS_COLUMNS,
+                entry="wgmma_two_pass_columns_wide",
+                shared=wgmma_two_pass_wide_shared,
+                when=is_wide,
             ),
             Launch(
                 "wgmma_two_pass_rows",
@@ -589,17 +595,26 @@ KERNELS = (
             ),
         ),
         tiles=({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
-        tiles_up_to={64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},)},
-        candidates={"Br": (64, 128), "Bc": (128,), "Bk": (64, 80, 96, 128), "stages": (2, 3, 4)},
-        rules={
-            "Br is 64 or 128": lambda c: c.Br in (64, 128),
-            "Bc is 128": lambda c: c.Bc == 128,
+        tiles_up_to={
+            64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},),
+            128: ({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
+            192: ({"Br": 64, "Bc": 64, "Bk": 80, "stages": 2},),
+            256: ({"Br": 64, "Bc": 64, "Bk": 48, "stages": 2},),
+        },
+        candidates={
+            "Br": (64, 128),
+            "Bc": (64, 128),
+            "Bk": (48, 64, 80, 96, 128),
+            "stages": (1, 2, 3, 4),
+        },
+        rules=WGMMA_RULES
+        | {
             "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0,
         },
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         scratch={"row_sums": WGMMA_SCRATCH["row_sums"]},
         arch="90a",
-        largest_d=128,
+        largest_d=256,
     ),
 )
