@@ -209,9 +209,8 @@ struct Differentiator {
     OwnParts<of_dK> dQ;
     wait(shared.dO_full[j], dO_turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[j], 0);
-    wait(shared.Q_full[i], turn.phase);  // with the row sums
     wait_for_products<0>(dP);
-    barrier_sync(P_full, consuming_threads);
+    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
     shared.P.read(P);
     own.differentiate(P, dP, shared.sums[i]);
     pack_weights(dP, dS);
@@ -264,10 +263,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     store_gradient<dv>(weigher.dV, 1, first_key, dV, work.batch, work.kv_head, N, weigher.own.lane);
   } else {
     Differentiator differentiator(shared);
-    if (any) {
-      wait(shared.K_full, 0);
-      wait(shared.V_full, 0);
-    }
+    if (any) wait(shared.V_full, 0);  // K is there before dS
     work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
     const int first_key = work.first_key + differentiator.own.first_key();
     if (is_strange(differentiator.dK)) {

@@ -108,8 +108,7 @@ struct Differentiator {
     Weights16<Br> dS;
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], 0);
-    wait(shared.Q_full[i], turn.phase);  // with the row sums
-    wait(shared.P_full[i][own.warp], turn.phase);
+    wait(shared.P_full[i][own.warp], turn.phase);  // and with it Q and the row sums are there
     shared.P[i].read(P);
     wait_for_products<0>(dP);
     if (own.leads()) arrive(shared.dO_empty[i]);
