@@ -142,7 +142,7 @@ class Kernel:
     resident: how many blocks a multiprocessor runs at a time, of the usual tiles.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
-    rules: what constants must keep, as ``{"in words": c -> bool}``.
+    rules: what constants must keep, as ``{"in words": c -> bool}``; there c has d and dv too.
     features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
         also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
         contiguous), "lse" (else it is not returned), "dv" (dv other than d).

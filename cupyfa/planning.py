@@ -488,9 +488,10 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
             raise ValueError(f"{name}={value!r} is no tile size; give a whole number from 1")
 
 
-def _check_rules(kernel: Kernel, constants: Mapping[str, int]) -> None:
+def _check_rules(kernel: Kernel, problem: Problem, constants: Mapping[str, int]) -> None:
+    c = SimpleNamespace(**constants, d=problem.d, dv=problem.dv)
     for rule, holds in kernel.rules.items():
-        if not _evaluated(kernel, f"rule {rule!r}", holds, SimpleNamespace(**constants)):
+        if not _evaluated(kernel, f"rule {rule!r}", holds, c):
             raise ValueError(
                 f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
                 "choose others, or leave them to the plan"
@@ -500,7 +501,7 @@ def _check_rules(kernel: Kernel, constants: Mapping[str, int]) -> None:
 def _with_constants(
     kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
 ) -> Plan:
-    _check_rules(kernel, constants)
+    _check_rules(kernel, problem, constants)
     steps = _evaluated(kernel, "when", kernel.steps, problem)
     return Plan(
         kernel=kernel,

@@ -7,6 +7,7 @@ from problems import RAGGED, WINDOWED, in_turn, inputs_of, name, planned
 import cupyfa
 from cupyfa import Problem, calls, planning, reference
 from cupyfa.backends.simulator import Simulator
+from cupyfa.compiling import compile_launch, limits_of
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.sources import ROOT
@@ -337,3 +338,28 @@ def test_gradients_for_torch():
     tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     attention(*tensors, causal=True, backend="simulator").backward(torch.from_numpy(dout))
     close([x.grad.numpy() for x in tensors], expected(p, q, k, v, dout))
+
+
+# On Hopper, above d = 128
+
+
+@pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (40, 250)])
+@pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass"])
+def test_wide_tiles_fit_and_others_are_refused(kernel, d, dv):
+    problem = Problem.of_sizes(M=64, d=d, dv=dv, dtype="float16")
+    wide = planning.plan(BACKWARD[kernel], problem, limits_of("90"))
+    assert [x.entry.endswith("_wide") for x in wide.launches[:2]] == [False, True]
+    assert wide.constants["Bc"] == 64
+    with pytest.raises(ValueError, match="Bc is 128, or 64 above d = 128"):
+        planning.plan(BACKWARD[kernel], problem, limits_of("90"), Bc=128)
+
+
+def test_wide_kernels_neither_spill_nor_serialize():
+    for kernel, d, dv, dtype, mask in (
+        ("wgmma_columns", 256, 256, "float16", {"window": (100, 20)}),
+        ("wgmma_two_pass", 192, 128, "bfloat16", {"causal": True}),
+    ):
+        problem = Problem.of_sizes(M=64, d=d, dv=dv, dtype=dtype, **mask)
+        plan = planning.plan(BACKWARD[kernel], problem, limits_of("90"))
+        made = compile_launch(plan.launches[1], "90a")
+        assert (made.warnings, made.spilled_bytes) == ((), 0)

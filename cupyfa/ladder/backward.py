@@ -245,6 +245,8 @@ def mma_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) 
     )
 
 
+SHARED_OF_SM_90 = 232448  # bytes a block may have
+
 WGMMA_SCRATCH = {
     "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
     "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
@@ -252,12 +254,17 @@ WGMMA_SCRATCH = {
 WGMMA_TILES_UP_TO = {
     64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 1},),
     128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 2},),
+    256: ({"Br": 64, "Bc": 64, "stages": 2, "dS_stages": 1},),
 }
 WGMMA_RULES = {
-    "Br is 64 or 128": lambda c: c.Br in (64, 128),
-    "Bc is 128": lambda c: c.Bc == 128,
-    "dS_stages is 1 or 2": lambda c: c.dS_stages in (1, 2),
+    "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
+    "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
 }
+
+
+def is_wide(sizes: Problem | SimpleNamespace) -> bool:
+    """Whether dK and dV of 64 keys need the registers of two warpgroups, as row_sums.cuh says."""
+    return max(sizes.d, sizes.dv) > 128
 
 
 def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
@@ -267,11 +274,15 @@ def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
     """Into how many parts dQ of a tile is shared out, as row_sums.cuh does."""
+    if is_wide(p):
+        return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
 
 
 def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
     """The columns of the sums of dQ."""
+    if is_wide(p):
+        return cdiv(p.d, 64) * 64
     return cdiv(p.d, 16) * 16 if c.Br == 128 or p.d <= 64 else 128
 
 
@@ -283,10 +294,30 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(tiles + rest, 1024) * 1024
 
 
+def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
+    """The same with P, a part of dQ for each warpgroup, and fewer stages of dO."""
+    dO_stages = dO_stages or wgmma_dO_stages(p, c)
+    tiles = 2 * ((c.Bc + c.stages * c.Br) * _boxed(p.d) + (c.Bc + dO_stages * c.Br) * _boxed(p.dv))
+    between = (2 + 4) * c.Br * c.Bc + 2 * 4 * 64 * 64
+    rest = 8 * c.stages * c.Br + 8 * (2 + 2 * c.stages + 2 * dO_stages)
+    return cdiv(tiles + between + rest, 1024) * 1024
+
+
+def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
+    """As many stages of dO as of Q, or one where that is more than shared memory holds."""
+    return c.stages if wgmma_wide_shared(p, c, c.stages) <= SHARED_OF_SM_90 else 1
+
+
 def wgmma_two_pass_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, row sums and barriers."""
     tiles = 2 * (c.Bc + c.stages * c.Br) * _boxed_width(p)
     return cdiv(tiles + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages), 1024) * 1024
+
+
+def wgmma_two_pass_wide_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with P, and barriers for each of four warps."""
+    tiles = 2 * (c.Bc + c.stages * c.Br) * _boxed_width(p) + 4 * c.stages * c.Br * c.Bc
+    return cdiv(tiles + 8 * c.stages * c.Br + 8 * (2 + 8 * c.stages), 1024) * 1024
 
 
 def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -297,7 +328,12 @@ def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
 
 def _boxed_width(p: Problem) -> int:
     """The columns of Q and dO, or K and V, filled up to boxes."""
-    return cdiv(p.d, 64) * 64 + cdiv(p.dv, 64) * 64
+    return _boxed(p.d) + _boxed(p.dv)
+
+
+def _boxed(columns: int) -> int:
+    """So many columns, filled up to boxes."""
+    return cdiv(columns, 64) * 64
 
 
 def wgmma_tile_launch(
@@ -313,6 +349,29 @@ def wgmma_tile_launch(
         moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
     )
 
+
+WGMMA_COLUMNS = Launch(
+    "wgmma_columns",
+    args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data dK dV "
+    "M N heads kv_heads group diagonal lower scale",
+    boxes={
+        "Q": lambda p, c: c.Br,
+        "K": lambda p, c: c.Bc,
+        "V": lambda p, c: c.Bc,
+        "dO": lambda p, c: c.Br,
+    },
+    grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+    threads=lambda p, c: 384,
+    shared=wgmma_shared,
+    when=lambda p: not is_wide(p),
+)
+
+WGMMA_TWO_PASS_COLUMNS = replace(
+    WGMMA_COLUMNS,
+    entry="wgmma_two_pass_columns",
+    args=WGMMA_COLUMNS.args.replace("dQ_sum.data ", ""),
+    shared=wgmma_two_pass_columns_shared,
+)
 
 KERNELS = (
     Kernel(
@@ -470,19 +529,13 @@ KERNELS = (
                 lambda p, c: 1,
                 THREADS,
             ),
-            Launch(
-                "wgmma_columns",
-                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data dK dV "
-                "M N heads kv_heads group diagonal lower scale",
-                boxes={
-                    "Q": lambda p, c: c.Br,
-                    "K": lambda p, c: c.Bc,
-                    "V": lambda p, c: c.Bc,
-                    "dO": lambda p, c: c.Br,
-                },
-                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
-                threads=lambda p, c: 384,
-                shared=wgmma_shared,
+            WGMMA_COLUMNS,
+            replace(
+                WGMMA_COLUMNS,
+                entry="wgmma_columns_wide",
+                shared=wgmma_wide_shared,
+                constants={"dO_stages": wgmma_dO_stages},
+                when=is_wide,
             ),
             wgmma_tile_launch(
                 "finish_dQ",
@@ -497,13 +550,18 @@ KERNELS = (
             for stages, dS_stages in ((2, 2), (2, 1), (1, 1))
         ),
         tiles_up_to=WGMMA_TILES_UP_TO,
-        candidates={"Br": (64, 128), "Bc": (128,), "stages": (1, 2, 3), "dS_stages": (1, 2)},
-        rules=WGMMA_RULES,
+        candidates={"Br": (64, 128), "Bc": (64, 128), "stages": (1, 2, 3), "dS_stages": (1, 2)},
+        rules=WGMMA_RULES
+        | {
+            "dS_stages is 1, or 2 up to d = 128": lambda c: (
+                c.dS_stages == 1 or (c.dS_stages == 2 and not is_wide(c))
+            ),
+        },
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         scratch=WGMMA_SCRATCH,
         arch="90a",
-        largest_d=128,
+        largest_d=256,
         unordered=("dQ",),
     ),
     Kernel(
@@ -514,19 +572,12 @@ KERNELS = (
             wgmma_tile_launch(
                 "sum_rows", "O dO lse row_sums.data M heads", lambda p, c: 1, THREADS
             ),
-            Launch(
-                "wgmma_two_pass_columns",
-                args="Q.map K.map V.map dO.map Q K V dO row_sums.data dK dV "
-                "M N heads kv_heads group diagonal lower scale",
-                boxes={
-                    "Q": lambda p, c: c.Br,
-                    "K": lambda p, c: c.Bc,
-                    "V": lambda p, c: c.Bc,
-                    "dO": lambda p, c: c.Br,
-                },
-                grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
-                threads=lambda p, c: 384,
-                shared=wgmma_two_pass_columns_shared,
+            WGMMA_TWO_PASS_COLUMNS,
+            replace(
+                WGMMA_TWO_PASS_COLUMNS,
+                entry="wgmma_two_pass_columns_wide",
+                shared=wgmma_two_pass_wide_shared,
+                when=is_wide,
             ),
             Launch(
                 "wgmma_two_pass_rows",
@@ -544,17 +595,26 @@ KERNELS = (
             ),
         ),
         tiles=({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
-        tiles_up_to={64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},)},
-        candidates={"Br": (64, 128), "Bc": (128,), "Bk": (64, 80, 96, 128), "stages": (2, 3, 4)},
-        rules={
-            "Br is 64 or 128": lambda c: c.Br in (64, 128),
-            "Bc is 128": lambda c: c.Bc == 128,
+        tiles_up_to={
+            64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},),
+            128: ({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
+            192: ({"Br": 64, "Bc": 64, "Bk": 80, "stages": 2},),
+            256: ({"Br": 64, "Bc": 64, "Bk": 48, "stages": 2},),
+        },
+        candidates={
+            "Br": (64, 128),
+            "Bc": (64, 128),
+            "Bk": (48, 64, 80, 96, 128),
+            "stages": (1, 2, 3, 4),
+        },
+        rules=WGMMA_RULES
+        | {
             "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0,
         },
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         scratch={"row_sums": WGMMA_SCRATCH["row_sums"]},
         arch="90a",
-        largest_d=128,
+        largest_d=256,
     ),
 )

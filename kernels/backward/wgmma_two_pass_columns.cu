@@ -19,6 +19,7 @@ struct Shared {
   Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bc == consumers * warpgroup_rows && !is_wide, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {

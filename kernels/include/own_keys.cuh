@@ -1,13 +1,11 @@
 #pragma once
-// What a block does that owns 128 keys, and goes through tiles of Br rows that lie transposed: a
+// What a block does that owns Bc keys, and goes through tiles of Br rows that lie transposed: a
 // thread has two keys of each tile, and of each 8 rows two.
 
 #include <fresh.cuh>
 #include <gradient_warpgroups.cuh>
 #include <gradients.cuh>
 #include <recompute_gradients.cuh>
-
-static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
 
 // A block's keys, and the tiles of rows that see some of them, in each head of the group.
 struct Work {
@@ -88,7 +86,8 @@ struct Own {
   }
 };
 
-// dK and dV of a warp's 16 keys, by the rows that see each.
+// dK and dV of a warp's 16 keys, or one of them, by the rows that see each.
+template <bool with_dK = true, bool with_dV = true>
 __device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
                                Tensor<const scalar> V, Tensor<const scalar> dO, Tensor<scalar> dK,
                                Tensor<scalar> dV, const RowSums* row_sums, const Work& work,
@@ -111,24 +110,25 @@ __device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
 #pragma unroll
         for (int j = 0; j < d_count; ++j) {
           const int col = lane + j * warp_size;
-          if (col < d) k_sums[j] += pair.slope * float(q[col]);
+          if (with_dK && col < d) k_sums[j] += pair.slope * float(q[col]);
         }
 #pragma unroll
         for (int j = 0; j < dv_count; ++j) {
           const int col = lane + j * warp_size;
-          if (col < dv) v_sums[j] += pair.weight * float(grad[col]);
+          if (with_dV && col < dv) v_sums[j] += pair.weight * float(grad[col]);
         }
       }
     });
 #pragma unroll
     for (int j = 0; j < d_count; ++j) {
       const int col = lane + j * warp_size;
-      if (col < d) dK.row(work.batch, work.kv_head, key)[col] = scalar(k_sums[j] * scale);
+      if (with_dK && col < d)
+        dK.row(work.batch, work.kv_head, key)[col] = scalar(k_sums[j] * scale);
     }
 #pragma unroll
     for (int j = 0; j < dv_count; ++j) {
       const int col = lane + j * warp_size;
-      if (col < dv) dV.row(work.batch, work.kv_head, key)[col] = scalar(v_sums[j]);
+      if (with_dV && col < dv) dV.row(work.batch, work.kv_head, key)[col] = scalar(v_sums[j]);
     }
   }
 }

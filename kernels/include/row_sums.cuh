@@ -5,7 +5,7 @@
 #include <math.cuh>
 #include <tma.cuh>
 
-constexpr int consumers = 2;        // warpgroups that own 64 keys each
+constexpr int consumers = 2;        // warpgroups that own 64 keys each, or share them
 constexpr int warpgroup_rows = 64;  // of one's products
 constexpr int step = 16;            // rows, keys and depth of a product
 
@@ -29,13 +29,17 @@ __device__ __forceinline__ long long tile_of(int batch, int head, int heads, int
   return ((long long)batch * heads + head) * cdiv(M, Br) + row / Br;
 }
 
-// dQ = dS K of a tile is shared out to the warpgroups by rows, or by columns in two boxes, or else
-// by keys; then both add to the same part.
-constexpr bool by_rows_of_dQ = Br == consumers * warpgroup_rows;
-constexpr bool by_columns_of_dQ = !by_rows_of_dQ && d > box_columns;
+// Of more columns than two boxes have, a warpgroup has no registers for dK and dV of 64 keys: two
+// share these (shared_keys.cuh).
+constexpr bool is_wide = d > 2 * box_columns || dv > 2 * box_columns;
+static_assert(d <= 4 * box_columns && dv <= 4 * box_columns, "sums stay in registers");
+
+// dQ = dS K of a tile is shared out to the warpgroups by rows, or by columns in boxes, or else by
+// keys; then both add to the same part.
+constexpr bool by_rows_of_dQ = !is_wide && Br == consumers * warpgroup_rows;
+constexpr bool by_columns_of_dQ = is_wide || (!by_rows_of_dQ && d > box_columns);
 static_assert(by_rows_of_dQ || Br == warpgroup_rows, "a tile has a warpgroup's rows, or two's");
-static_assert(d <= 2 * box_columns && dv <= 2 * box_columns, "sums stay in registers");
-constexpr int parts = by_rows_of_dQ || by_columns_of_dQ ? consumers : 1;
+constexpr int parts = by_rows_of_dQ ? consumers : by_columns_of_dQ ? cdiv(d, box_columns) : 1;
 constexpr int part_width = by_columns_of_dQ ? box_columns : d_width;
 
 // The sums lie as the registers of a product do, so that nobody has to sort them before they are

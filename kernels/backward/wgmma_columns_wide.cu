@@ -1,0 +1,277 @@
+// wgmma_columns_wide: `wgmma_columns` for 129 to 256 columns, of Q and K or of dO and V.
+//
+// dK and dV of 64 keys fill the registers of two warpgroups, so a block has 64 keys: one warpgroup
+// sums dV, the other dK. P goes from the first to the second through shared memory; dQ = dS K they
+// share out by columns. Products, the copies and the way of dQ to memory are as before.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   the host sets: scalar, real, Br, Bc, stages, dO_stages, d, dv, causal, windowed, threads,
+//   shared_bytes
+#include <named_barrier.cuh>
+#include <shared.cuh>
+#include <shared_keys.cuh>
+
+struct Shared {
+  Boxes<scalar, Bc, d> K;
+  Boxes<scalar, Bc, dv> V;
+  Boxes<scalar, Br, d> Q[stages];
+  Boxes<scalar, Br, dv> dO[dO_stages];
+  Boxes<scalar, Br, Bc> dS;
+  PassedWeights P;
+  Part dQ[consumers];
+  RowSums sums[stages];
+  Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[dO_stages], dO_empty[dO_stages];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+
+// Named barriers.
+constexpr int P_full = 1;   // the second warpgroup may read P, and write dS: the last dQ is done
+constexpr int dS_full = 2;  // both may read dS, and P was read
+__device__ __forceinline__ int dQ_full(int warpgroup) {
+  return 3 + warpgroup;
+}
+__device__ __forceinline__ int dQ_empty(int warpgroup) {
+  return 3 + consumers + warpgroup;
+}
+constexpr int adding_threads = warpgroup_size + warp_size;
+
+// The parts of dQ that a warpgroup computes: the second has more to do besides, so it has one less
+// of an odd number.
+__device__ __forceinline__ constexpr int first_part(int warpgroup) {
+  return warpgroup * cdiv(parts, 2);
+}
+
+__device__ __forceinline__ void make_barriers(Shared& shared) {
+  make_barrier(shared.K_full, 1);
+  make_barrier(shared.V_full, 1);
+  for (int i = 0; i < stages; ++i) {
+    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    make_barrier(shared.Q_empty[i], 1);
+  }
+  for (int i = 0; i < dO_stages; ++i) {
+    make_barrier(shared.dO_full[i], 1);
+    make_barrier(shared.dO_empty[i], 1);
+  }
+  publish_barriers();
+}
+
+// What the producer's one thread does.
+__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+                                        const TensorMap& K, const TensorMap& V, const TensorMap& dO,
+                                        const RowSums* row_sums, int heads) {
+  if (work.first_row >= work.end_row) return;
+  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  Turn<stages> turn;
+  Turn<dO_stages> dO_turn;
+  work.for_tiles(heads, [&](int head, int row, long long tile) {
+    const int i = turn.stage, j = dO_turn.stage;
+    wait(shared.Q_empty[i], turn.phase ^ 1);
+    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
+    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    wait(shared.dO_empty[j], dO_turn.phase ^ 1);
+    load_boxes(shared.dO[j], dO, shared.dO_full[j], row, head, work.batch);
+    turn.advance();
+    dO_turn.advance();
+  });
+}
+
+// What a warp does for a warpgroup: it has parts of dQ of each tile added to the sums in memory.
+__device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, Part* dQ_sum,
+                                       int warpgroup, int heads) {
+  const bool elected = is_elected();
+  const int end = warpgroup == of_dV ? first_part(of_dK) : parts;
+  work.for_tiles(heads, [&](int, int, long long tile) {
+#pragma unroll 1
+    for (int part = first_part(warpgroup); part < end; ++part) {
+      barrier_arrive(dQ_empty(warpgroup), adding_threads);
+      barrier_sync(dQ_full(warpgroup), adding_threads);
+      if (elected) {
+        add_floats(&dQ_sum[tile * parts + part].sums[0][0].x, &shared.dQ[warpgroup].sums[0][0].x,
+                   sizeof(Part) / sizeof(float));
+        commit_stores();
+        wait_until_stores_have_read();
+      }
+      __syncwarp();  // before another thread says that there is room
+    }
+  });
+}
+
+// A warpgroup's parts of dQ = dS K.
+template <int warpgroup>
+struct OwnParts {
+  static constexpr int first = first_part(warpgroup);
+  static constexpr int count = (warpgroup == of_dV ? first_part(of_dK) : parts) - first;
+  Sums<(count > 0 ? count : 1) * part_width> dQ;
+
+  // Begins their products.
+  __device__ __forceinline__ void begin(const Shared& shared) {
+    if constexpr (count > 0) {
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < Bc / step; ++k) {
+        const Matrix keys = by_columns(shared.K.box[first], Bc) + k * 2048;
+        multiply_columns<scalar>(dQ, by_rows(shared.dS.box[0]) + k * 32, keys, k > 0);
+      }
+      commit_products();
+    }
+  }
+
+  // Waits for them, but not for so many groups that began since, and leaves them, one by one, to
+  // the warp that adds them.
+  template <int pending>
+  __device__ __forceinline__ void pass(Shared& shared) {
+    if constexpr (count > 0) wait_for_products<pending>(dQ);
+#pragma unroll
+    for (int part = 0; part < count; ++part) {
+      barrier_sync(dQ_empty(warpgroup), adding_threads);
+      const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+#pragma unroll
+      for (int i = 0; i < part_width / 8; ++i) {
+        const float* four = &dQ[part * part_width / 2 + 4 * i];
+        shared.dQ[warpgroup].sums[i][mine] = float4{four[0], four[1], four[2], four[3]};
+      }
+      publish_to_copies();
+      barrier_arrive(dQ_full(warpgroup), adding_threads);
+    }
+  }
+};
+
+// What the first warpgroup goes through, tile by tile.
+struct Weigher {
+  Shared& shared;
+  Own own;
+  float scale2;
+  Sums<dv_width> dV;
+  Turn<stages> turn;
+  Turn<dO_stages> dO_turn;
+
+  __device__ __forceinline__ Weigher(Shared& shared, float scale)
+      : shared(shared), own(0), scale2(scale * log2e), dV() {}
+
+  // A tile.
+  __device__ __forceinline__ void advance(const Pairs& pairs) {
+    const int i = turn.stage, j = dO_turn.stage;
+    Sums<Br> S;
+    Weights16<Br> P;
+    OwnParts<of_dV> dQ;
+    wait(shared.Q_full[i], turn.phase);
+    begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
+    wait_for_products<0>(S);
+    own.weigh(S, shared.sums[i], scale2);
+    own.hide(S, pairs);
+    shared.P.write(S);
+    barrier_arrive(P_full, consuming_threads);
+    pack_weights(S, P);
+    wait(shared.dO_full[j], dO_turn.phase);
+    begin_sums(dV, P, shared.dO[j]);
+    barrier_sync(dS_full, consuming_threads);
+    dQ.begin(shared);
+    wait_for_products<1>(dV);
+    if (own.leads()) arrive(shared.dO_empty[j]);  // dP was there before dS
+    dQ.pass<0>(shared);
+    turn.advance();
+    dO_turn.advance();
+  }
+};
+
+// What the second goes through.
+struct Differentiator {
+  Shared& shared;
+  Own own;
+  Sums<d_width> dK;
+  Turn<stages> turn;
+  Turn<dO_stages> dO_turn;
+
+  __device__ __forceinline__ explicit Differentiator(Shared& shared)
+      : shared(shared), own(0), dK() {}
+
+  // Writes the warp's columns of dS, whose transpose these are.
+  __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
+    const int lane = fresh(own.lane);
+    const int chunk = own.first_key() / 8 + lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < Br / step; ++i) {
+      const int row = i * step + lane % 8 + lane / 16 * 8;
+      store_matrices_transposed(shared.dS.at(row, chunk), weights[i]);
+    }
+  }
+
+  // A tile.
+  __device__ __forceinline__ void advance() {
+    const int i = turn.stage, j = dO_turn.stage;
+    Sums<Br> P, dP;
+    Weights16<Br> dS;
+    OwnParts<of_dK> dQ;
+    wait(shared.dO_full[j], dO_turn.phase);
+    begin_scores<dv_width>(dP, shared.V, shared.dO[j], 0);
+    wait_for_products<0>(dP);
+    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
+    shared.P.read(P);
+    own.differentiate(P, dP, shared.sums[i]);
+    pack_weights(dP, dS);
+    store_dS(dS);
+    publish_to_copies();
+    barrier_sync(dS_full, consuming_threads);
+    dQ.begin(shared);
+    begin_sums(dK, dS, shared.Q[i]);
+    dQ.pass<1>(shared);
+    wait_for_products<0>(dK);
+    if (own.leads()) arrive(shared.Q_empty[i]);  // S was there before P
+    turn.advance();
+    dO_turn.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
+    const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
+    const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    const RowSums* row_sums, Part* dQ_sum, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N,
+    int heads, int kv_heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) make_barriers(shared);
+  __syncthreads();
+  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
+  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    give_to_consumers();
+    const int warp = uniform(threadIdx.x / warp_size);
+    if (warp == 0 && is_elected())
+      produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
+    if (warp > 0 && warp <= consumers) add_dQ(shared, work, dQ_sum, warp - 1, heads);
+    return;
+  }
+  take_from_producer();
+  const bool any = work.first_row < work.end_row;
+  if (warpgroup == of_dV) {
+    Weigher weigher(shared, scale);
+    if (any) wait(shared.K_full, 0);
+    work.for_tiles(heads, [&](int, int row, long long) {
+      weigher.advance({row, work.first_key, M, N, diagonal, lower});
+    });
+    const int first_key = work.first_key + weigher.own.first_key();
+    if (is_strange(weigher.dV)) {
+      recompute_keys<false, true>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
+                                  diagonal, lower, scale);
+      return;
+    }
+    store_gradient<dv>(weigher.dV, 1, first_key, dV, work.batch, work.kv_head, N, weigher.own.lane);
+  } else {
+    Differentiator differentiator(shared);
+    if (any) wait(shared.V_full, 0);  // K is there before dS
+    work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
+    const int first_key = work.first_key + differentiator.own.first_key();
+    if (is_strange(differentiator.dK)) {
+      recompute_keys<true, false>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
+                                  diagonal, lower, scale);
+      return;
+    }
+    store_gradient<d>(differentiator.dK, scale, first_key, dK, work.batch, work.kv_head, N,
+                      differentiator.own.lane);
+  }
+}

@@ -1,0 +1,170 @@
+// wgmma_two_pass_columns_wide: `wgmma_columns_wide` without dQ, which another pass sums.
+//
+// Only P is passed on, and a stage has room for it as for Q and dO: the first warpgroup may be a
+// tile ahead of the second.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   row_sums [batch, heads, cdiv(M, Br)]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
+#include <shared.cuh>
+#include <shared_keys.cuh>
+
+constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
+
+struct Shared {
+  Boxes<scalar, Bc, d> K;
+  Boxes<scalar, Bc, dv> V;
+  Boxes<scalar, Br, d> Q[stages];
+  Boxes<scalar, Br, dv> dO[stages];
+  PassedWeights P[stages];
+  RowSums sums[stages];
+  Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[stages], dO_empty[stages];
+  Barrier P_full[stages][warps];  // what a warp reads one other has written
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+
+__device__ __forceinline__ void make_barriers(Shared& shared) {
+  make_barrier(shared.K_full, 1);
+  make_barrier(shared.V_full, 1);
+  for (int i = 0; i < stages; ++i) {
+    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    make_barrier(shared.Q_empty[i], warps);
+    make_barrier(shared.dO_full[i], 1);
+    make_barrier(shared.dO_empty[i], consumers);
+    for (int warp = 0; warp < warps; ++warp) make_barrier(shared.P_full[i][warp], 1);
+  }
+  publish_barriers();
+}
+
+// What the producer's one thread does.
+__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+                                        const TensorMap& K, const TensorMap& V, const TensorMap& dO,
+                                        const RowSums* row_sums, int heads) {
+  if (work.first_row >= work.end_row) return;
+  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  Turn<stages> turn;
+  work.for_tiles(heads, [&](int head, int row, long long tile) {
+    const int i = turn.stage;
+    wait(shared.Q_empty[i], turn.phase ^ 1);
+    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
+    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    wait(shared.dO_empty[i], turn.phase ^ 1);
+    load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
+    turn.advance();
+  });
+}
+
+// What the first warpgroup goes through, tile by tile.
+struct Weigher {
+  Shared& shared;
+  Own own;
+  float scale2;
+  Sums<dv_width> dV;
+  Turn<stages> turn;
+
+  __device__ __forceinline__ Weigher(Shared& shared, float scale)
+      : shared(shared), own(0), scale2(scale * log2e), dV() {}
+
+  // A tile. P of the last one here was read before the stage was filled again.
+  __device__ __forceinline__ void advance(const Pairs& pairs) {
+    const int i = turn.stage;
+    Sums<Br> S;
+    Weights16<Br> P;
+    wait(shared.Q_full[i], turn.phase);
+    begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
+    wait_for_products<0>(S);
+    own.weigh(S, shared.sums[i], scale2);
+    own.hide(S, pairs);
+    shared.P[i].write(S);
+    __syncwarp();  // before one thread says that all have written
+    if (own.lane == 0) arrive(shared.P_full[i][own.warp]);
+    pack_weights(S, P);
+    wait(shared.dO_full[i], turn.phase);
+    begin_sums(dV, P, shared.dO[i]);
+    wait_for_products<0>(dV);
+    if (own.leads()) arrive(shared.dO_empty[i]);
+    turn.advance();
+  }
+};
+
+// What the second goes through.
+struct Differentiator {
+  Shared& shared;
+  Own own;
+  Sums<d_width> dK;
+  Turn<stages> turn;
+
+  __device__ __forceinline__ explicit Differentiator(Shared& shared)
+      : shared(shared), own(0), dK() {}
+
+  // A tile.
+  __device__ __forceinline__ void advance() {
+    const int i = turn.stage;
+    Sums<Br> P, dP;
+    Weights16<Br> dS;
+    wait(shared.dO_full[i], turn.phase);
+    begin_scores<dv_width>(dP, shared.V, shared.dO[i], 0);
+    wait(shared.P_full[i][own.warp], turn.phase);  // and with it Q and the row sums are there
+    shared.P[i].read(P);
+    wait_for_products<0>(dP);
+    if (own.leads()) arrive(shared.dO_empty[i]);
+    own.differentiate(P, dP, shared.sums[i]);
+    pack_weights(dP, dS);
+    begin_sums(dK, dS, shared.Q[i]);
+    wait_for_products<0>(dK);
+    __syncwarp();  // before one thread says that all have read row sums and P
+    if (own.lane == 0) arrive(shared.Q_empty[i]);  // S was there before P
+    turn.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_wide(
+    const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
+    const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads,
+    int kv_heads, int group, int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) make_barriers(shared);
+  __syncthreads();
+  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
+  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    give_to_consumers();
+    if (threadIdx.x < warp_size && is_elected())
+      produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
+    return;
+  }
+  take_from_producer();
+  const bool any = work.first_row < work.end_row;
+  if (warpgroup == of_dV) {
+    Weigher weigher(shared, scale);
+    if (any) wait(shared.K_full, 0);
+    work.for_tiles(heads, [&](int, int row, long long) {
+      weigher.advance({row, work.first_key, M, N, diagonal, lower});
+    });
+    const int first_key = work.first_key + weigher.own.first_key();
+    if (is_strange(weigher.dV)) {
+      recompute_keys<false, true>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
+                                  diagonal, lower, scale);
+      return;
+    }
+    store_gradient<dv>(weigher.dV, 1, first_key, dV, work.batch, work.kv_head, N, weigher.own.lane);
+  } else {
+    Differentiator differentiator(shared);
+    if (any) wait(shared.V_full, 0);
+    work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
+    const int first_key = work.first_key + differentiator.own.first_key();
+    if (is_strange(differentiator.dK)) {
+      recompute_keys<true, false>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
+                                  diagonal, lower, scale);
+      return;
+    }
+    store_gradient<d>(differentiator.dK, scale, first_key, dK, work.batch, work.kv_head, N,
+                      differentiator.own.lane);
+  }
+}
