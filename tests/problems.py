@@ -26,10 +26,12 @@ def claimed(kernels=FORWARD, dtypes=DTYPES):
 
 def in_turn(kernels, sizes):
     """(kernel, dtype, sizes) for all sizes of every kernel, whose dtypes take turns."""
+    found = []
     for first, kernel in enumerate(kernels.values()):
         dtypes = [dtype for _, dtype in claimed({kernel.name: kernel})]
         for i in range(max(len(sizes), len(dtypes))):
-            yield kernel, dtypes[i % len(dtypes)], sizes[(first + i) % len(sizes)]
+            found.append((kernel, dtypes[i % len(dtypes)], sizes[(first + i) % len(sizes)]))
+    return found
 
 
 def name(value):
