@@ -507,12 +507,21 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
 
 def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
     done = cli(
-        "compile", "fa2", "v3", "--arch", "75,90", "--causal", "-d", "40", "--format", "json"
+        "compile",
+        "fa2",
+        "mma_split_q",
+        "--arch",
+        "80,90",
+        "--causal",
+        "-d",
+        "40",
+        "--format",
+        "json",
     )
     rows = strict(done.stdout)
     found = {(row["kernel"], row["dtype"], row["arch"]) for row in rows}
-    names = {"fa2": DTYPES, "v3": ("float16", "bfloat16", "float32")}
-    assert found == {(k, dtype, arch) for k in names for dtype in names[k] for arch in ("75", "90")}
+    names = {"fa2": DTYPES, "mma_split_q": ("float16", "bfloat16")}
+    assert found == {(k, dtype, arch) for k in names for dtype in names[k] for arch in ("80", "90")}
     assert all(row["registers"] > 0 and row["shared_bytes"] <= 227 * 1024 for row in rows)
     assert {(row["d"], row["causal"]) for row in rows} == {(40, "bottom-right")}
 

@@ -3,6 +3,7 @@
 import json
 import runpy
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -152,14 +153,14 @@ def test_a_limit_too_large_for_the_kernels_integers():
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
     """Among canaries, on shapes with rows that see no key; GQA; several blocks and tiles."""
-    for M, N in SHAPES:
-        for window in WINDOWS:
-            p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
-            plan = planning.plan(kernel, p, backend.limits)
-            results = calls.checked(backend, plan, inputs_of(plan), {})
-            empty = ~dense_mask(p).any(-1)
-            assert (results["O"][:, :, empty] == 0).all()
-            assert (results["lse"][:, :, empty] == -np.inf).all()
+    every = list(product(SHAPES, WINDOWS))
+    for (M, N), window in every[MASKS.index(causal) :: len(MASKS)]:
+        p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
+        plan = planning.plan(kernel, p, backend.limits)
+        results = calls.checked(backend, plan, inputs_of(plan), {})
+        empty = ~dense_mask(p).any(-1)
+        assert (results["O"][:, :, empty] == 0).all()
+        assert (results["lse"][:, :, empty] == -np.inf).all()
 
 
 @EACH
