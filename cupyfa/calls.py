@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.backends import Backend, allocated, can_be_boxed, overlap, run, transfer
+from cupyfa.backends import (
+    Backend,
+    allocated,
+    can_be_boxed,
+    is_masked,
+    overlap,
+    run,
+    transfer,
+)
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, aligned_width
@@ -39,7 +47,7 @@ def target(
         raise TypeError(
             f"out is a {type(out).__name__}, the inputs are {kind} arrays; give a {kind} array"
         )
-    if isinstance(out, np.ma.MaskedArray):
+    if is_masked(out):
         raise TypeError("out is a MaskedArray, whose mask no kernel knows; give out.data")
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
         raise ValueError(
