@@ -4,6 +4,7 @@ them."""
 import ctypes
 import sys
 import threading
+import time
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -391,6 +392,44 @@ def test_each_thread_has_arguments_of_its_own(driver):
     thread.join()
     launcher(call, 0)
     assert driver[0][-1] == driver[2][-1] != driver[1][-1]
+
+
+def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, monkeypatch):
+    """Of two threads in one stream, which share the temporaries that the second launch reads."""
+    from cupyfa.backends import cuda
+
+    engine = Driven()
+    sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
+    plan = planned(FORWARD["mma_split_k"], Simulator(), sizes, "float16")
+    assert len(plan.launches) > 1
+    p = plan.problem
+    arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
+    arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
+    arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
+    launchers = [engine.launcher(plan, arrays) for _ in range(2)]
+    launched = []
+
+    def launch(function, *_):
+        launched.append((threading.get_ident(), function))
+        time.sleep(0.001)  # as the driver does, it lets other threads go on
+
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    addresses = [x.data.ptr for x in arrays.values()]
+    start = threading.Barrier(2)
+
+    def call(launcher):
+        start.wait()
+        for _ in range(20):
+            launcher(addresses, 0)
+
+    threads = [threading.Thread(target=call, args=(x,)) for x in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = len(plan.launches)
+    for at in range(0, len(launched), count):
+        assert len({thread for thread, _ in launched[at : at + count]}) == 1
 
 
 class Tensor:

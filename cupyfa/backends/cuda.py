@@ -170,6 +170,9 @@ class _Lane:
 
 
 _MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays
+# Held while a call of several launches is queued: temporaries belong to a stream, in which other
+# threads may launch too.
+_together = threading.Lock()
 _ready = threading.local()  # which device a thread of transfer's works for
 
 
@@ -447,8 +450,13 @@ class _Launcher:
                 if step.maps:
                     step.map(addresses)
             mine.addresses = addresses
-        for step in steps:
+        if len(steps) == 1:
+            (step,) = steps
             driver.launchKernel(*step.launch, stream, step.pointers, 0)
+            return
+        with _together:
+            for step in steps:
+                driver.launchKernel(*step.launch, stream, step.pointers, 0)
 
 
 class _Arguments:
