@@ -168,6 +168,7 @@ def attention_backward(
     _check_like("dout", dout, shape, problem.dtype.numpy)
     _check_like("out", out, shape, problem.dtype.numpy)
     _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
+    calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
     with engine.working_on(q):
         plan = _plan(
             engine, attention_backward, kernel, problem, constants, deterministic=deterministic
@@ -406,10 +407,7 @@ def _bind(
     problem = Problem.of(
         q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
     )
-    devices = [form(engine, x)[3:] for x in (q, k, v)]
-    if len(set(devices)) > 1:
-        where = ", ".join(str(number) for (number,) in devices)
-        raise ValueError(f"q, k and v are on devices {where}; copy them to one")
+    calls.require_one_device(engine, {"q": q, "k": k, "v": v})
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         if keep:
