@@ -368,7 +368,7 @@ def _trap(engine: Any, script: str) -> str:
     return f"a kernel that traps: {said[0]!r}, and every later call says so"
 
 
-def killed(engine: Any, seed: int, times: int = 6) -> str:
+def killed(engine: Any, seed: int, times: int = 3) -> str:
     """Processes that are killed while they compile and write to the caches."""
     rng, sums = random.Random(seed), set()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
