@@ -78,10 +78,8 @@ def attention(
         forms = form(engine, q), form(engine, k), form(engine, v)
     else:
         forms = engine.form(q), engine.form(k), engine.form(v)
-    bound = _found(
-        *(engine, q, k, v, forms, kernel, causal, window, scale, precision, layout, return_lse),
-        constants,
-    )
+    options = kernel, causal, window, scale, precision, layout, return_lse
+    bound = _found(engine, (q, k, v), forms, options, constants)
     return bound.run(q, k, v, out, check=check, progress=progress)
 
 
@@ -346,20 +344,13 @@ def free_buffers() -> None:
 
 def _found(
     engine: Backend,
-    q: Any,
-    k: Any,
-    v: Any,
+    arrays: tuple[Any, Any, Any],
     forms: tuple[Form, Form, Form],
-    kernel: str | Kernel,
-    causal: bool | str | None,
-    window: Window | None,
-    scale: float | None,
-    precision: str | None,
-    layout: str,
-    return_lse: bool,
+    options: tuple[Any, ...],
     constants: Mapping[str, int],
 ) -> Bound:
     """What a call like this one was bound to before; a kernel from outside may have changed."""
+    kernel, causal, window, scale, precision, layout, return_lse = options
     key: Any = (
         forms,
         kernel if type(kernel) is str else id(kernel),
@@ -378,8 +369,12 @@ def _found(
     except TypeError:  # an option that is nothing to compare, and will be refused
         found, key = None, None
     if found is None:
-        options = (kernel, causal, window, scale, precision, layout, return_lse)
-        found = _bind(engine, q, k, v, *options, constants, keep=False)
+        q, k, v = arrays
+        found = _bind(
+            *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
+            constants,
+            keep=False,
+        )
         if key is not None and found.plan.kernel.folder is None:
             if len(engine.bound) >= _MOST_BOUND:
                 engine.bound.clear()

@@ -442,7 +442,7 @@ class _Launcher:
             runtime.setDevice(self._device)  # a new thread has no context yet
             steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
             mine.addresses = None
-        if mine.addresses is not addresses:
+        if mine.addresses != addresses:
             for step in steps:
                 memory = step.memory
                 for slot, array in step.slots:
