@@ -63,9 +63,10 @@ class Mark(Protocol):
         """Returns when it is."""
 
 
-class Lane(AbstractContextManager, Protocol):
-    """Work that is done in order, beside that of other lanes: a stream. In its context memory is
-    taken and kernels are launched for it."""
+class Lane(Protocol):
+    """Work that is done in order, beside that of other lanes: a stream."""
+
+    context: AbstractContextManager  # in which memory is taken and kernels are launched for it
 
     def enter(self) -> None:
         """Makes this thread one that may add to it."""

@@ -135,7 +135,8 @@ class _Lane:
 
     def __init__(self) -> None:
         self._device = runtime.getDevice()
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Itself: a signal that came within an __enter__ of Python's would leave it current.
+        self.context = self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def enter(self) -> None:
         if _ready.__dict__.get("device") != self._device:
@@ -161,12 +162,6 @@ class _Lane:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
-
-    def __enter__(self) -> None:
-        self._stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.__exit__(*error)
 
 
 _MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays

@@ -517,7 +517,7 @@ class _Call:
     def memory(self) -> Slot:
         """Memory on the device for the arrays of a piece; the first one is the largest."""
         slot = {}
-        with self.work:
+        with self.work.context:
             for name, lying in self.parts.layout(self.pieces[0], self.orders).arrays.items():
                 memory = self.engine.empty((lying.bytes,), np.dtype(np.uint8))
                 slot[name] = memory, self.engine.address(memory)
@@ -567,7 +567,7 @@ class _Call:
 
     def execute(self, piece: Piece, slot: Slot) -> None:
         layout = self.parts.layout(piece, self.orders)
-        with self.work:
+        with self.work.context:
             layout.launch(self.engine, self.parts.prepared(self.engine, layout.plan), slot)
 
     def finish(self, i: int, places: list[dict[str, _Place]], brought: list[_Copies]) -> None:
