@@ -17,8 +17,6 @@ from cupyfa.api import (
     softmax,
 )
 from cupyfa.backends import DeviceError
-from cupyfa.backends.simulator import Simulator
-from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.backends.transfer import Transfer
 from cupyfa.binding import Bound
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
@@ -28,6 +26,8 @@ from cupyfa.tolerance import WrongResult
 
 if TYPE_CHECKING:
     from cupyfa.accuracies import accuracy
+    from cupyfa.backends.simulator import Simulator
+    from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
     from cupyfa.benchmark import bench
     from cupyfa.cases import Case
     from cupyfa.checking import check, replay
@@ -83,10 +83,14 @@ __all__ = [
     "tune",
 ]
 
-# The tools around the kernels take as long to import as all the rest: they are imported when used.
-_TOOLS = {
+# The tools around the kernels take as long to import as all the rest, and not every process has
+# use of the simulator: they are imported when used.
+_LATER = {
     "Case": "cases",
+    "CompilerNotFound": "backends.simulator.machine",
     "Measurement": "measurement",
+    "Simulator": "backends.simulator",
+    "SimulatorFault": "backends.simulator.machine",
     "accuracy": "accuracies",
     "bench": "benchmark",
     "check": "checking",
@@ -101,6 +105,6 @@ _TOOLS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TOOLS:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_TOOLS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

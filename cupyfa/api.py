@@ -78,10 +78,8 @@ def attention(
         forms = form(engine, q), form(engine, k), form(engine, v)
     else:
         forms = engine.form(q), engine.form(k), engine.form(v)
-    bound = _found(
-        *(engine, q, k, v, forms, kernel, causal, window, scale, precision, layout, return_lse),
-        constants,
-    )
+    options = kernel, causal, window, scale, precision, layout, return_lse
+    bound = _found(engine, (q, k, v), forms, options, constants)
     return bound.run(q, k, v, out, check=check, progress=progress)
 
 
@@ -168,6 +166,7 @@ def attention_backward(
     _check_like("dout", dout, shape, problem.dtype.numpy)
     _check_like("out", out, shape, problem.dtype.numpy)
     _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
+    calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
     with engine.working_on(q):
         plan = _plan(
             engine, attention_backward, kernel, problem, constants, deterministic=deterministic
@@ -345,20 +344,13 @@ def free_buffers() -> None:
 
 def _found(
     engine: Backend,
-    q: Any,
-    k: Any,
-    v: Any,
+    arrays: tuple[Any, Any, Any],
     forms: tuple[Form, Form, Form],
-    kernel: str | Kernel,
-    causal: bool | str | None,
-    window: Window | None,
-    scale: float | None,
-    precision: str | None,
-    layout: str,
-    return_lse: bool,
+    options: tuple[Any, ...],
     constants: Mapping[str, int],
 ) -> Bound:
     """What a call like this one was bound to before; a kernel from outside may have changed."""
+    kernel, causal, window, scale, precision, layout, return_lse = options
     key: Any = (
         forms,
         kernel if type(kernel) is str else id(kernel),
@@ -377,8 +369,12 @@ def _found(
     except TypeError:  # an option that is nothing to compare, and will be refused
         found, key = None, None
     if found is None:
-        options = (kernel, causal, window, scale, precision, layout, return_lse)
-        found = _bind(engine, q, k, v, *options, constants, keep=False)
+        q, k, v = arrays
+        found = _bind(
+            *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
+            constants,
+            keep=False,
+        )
         if key is not None and found.plan.kernel.folder is None:
             if len(engine.bound) >= _MOST_BOUND:
                 engine.bound.clear()
@@ -406,10 +402,7 @@ def _bind(
     problem = Problem.of(
         q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
     )
-    devices = [form(engine, x)[3:] for x in (q, k, v)]
-    if len(set(devices)) > 1:
-        where = ", ".join(str(number) for (number,) in devices)
-        raise ValueError(f"q, k and v are on devices {where}; copy them to one")
+    calls.require_one_device(engine, {"q": q, "k": k, "v": v})
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         if keep:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -40,6 +40,8 @@ def form(engine: Backend, array: Any) -> Form:
     return tuple(array.shape), None, array.dtype, engine.device
 
 
+# The arrays of a call, the addresses it was launched with, and the stream: the same for the same.
+_Last = tuple[ref, ref, ref, ref, tuple[int, ...], int | None]
 _Space = tuple[Any, Sequence[int]]  # memory, and where in it each temporary begins
 _NO_SPACE: _Space = (None, ())
 _BYTE = np.dtype(np.uint8)
@@ -53,17 +55,6 @@ def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
         size = prod(plan.stored_shape(name)) * kinds[name][1].itemsize
         end += cdiv(size, _ALIGNMENT) * _ALIGNMENT
     return starts, end
-
-
-class _Last(NamedTuple):
-    """The arrays of a call, and what it was launched with: all of it is the same for the same."""
-
-    q: ref
-    k: ref
-    v: ref
-    out: ref
-    addresses: tuple[int, ...]
-    stream: int | None
 
 
 class Bound:
@@ -102,6 +93,7 @@ class Bound:
         self._starts, self._space_bytes = _laid_out(plan, self._temporary)
         self._parts = transfer.Parts(plan, engine.limits)
         self._last: _Last | None = None
+        self._before: tuple[int, ...] = ()  # the addresses of the call before
         self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
@@ -111,19 +103,19 @@ class Bound:
         ``attention`` raises for ``out`` and the device's failures.
         """
         engine, last = self._engine, self._last
-        if (
-            last is not None
-            and out is not None
-            and (last.q() is q and last.k() is k and last.v() is v and last.out() is out)
-            and engine.device == self._device
-            and engine.stream == last.stream
-        ):
-            try:
-                self._launch(last.addresses, last.stream)
-                return out
-            except engine.failures:
-                with engine.working_on(q):
-                    raise
+        if last is not None and out is not None:
+            of_q, of_k, of_v, of_out, addresses, stream = last
+            if (
+                (of_q() is q and of_k() is k and of_v() is v and of_out() is out)
+                and engine.device == self._device
+                and engine.stream == stream
+            ):
+                try:
+                    self._launch(addresses, stream)
+                    return out
+                except engine.failures:
+                    with engine.working_on(q):
+                        raise
         try:
             same = (engine.form(q), engine.form(k), engine.form(v)) == self._forms
         except AttributeError:  # the host's, or another library's
@@ -174,7 +166,9 @@ class Bound:
             addresses = (*given, to, *own)
             launch(addresses, stream)
             if self._keep and o is out and stream != _PER_THREAD:
-                self._last = _Last(ref(q), ref(k), ref(v), ref(out), addresses, stream)
+                if addresses == self._before:  # else such a call may not come again
+                    self._last = ref(q), ref(k), ref(v), ref(out), addresses, stream
+                self._before = addresses
             return o
         except engine.failures:
             with engine.working_on(q):

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from cupyfa import tolerance
-from cupyfa.backends import Backend, allocated, can_be_boxed, overlap, run, transfer
+from cupyfa.backends import (
+    Backend,
+    allocated,
+    can_be_boxed,
+    is_masked,
+    overlap,
+    run,
+    transfer,
+)
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
 from cupyfa.planning import Plan, aligned_width
@@ -39,8 +47,9 @@ def target(
         raise TypeError(
             f"out is a {type(out).__name__}, the inputs are {kind} arrays; give a {kind} array"
         )
-    if isinstance(out, np.ma.MaskedArray):
+    if is_masked(out):
         raise TypeError("out is a MaskedArray, whose mask no kernel knows; give out.data")
+    require_one_device(engine, {"the inputs": first, "out": out})
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
@@ -63,6 +72,15 @@ def target(
     if in_place and engine.address(view(out)) == engine.address(out):
         return out
     return new(engine, first, shape, dtype)
+
+
+def require_one_device(engine: Backend, arrays: Arrays) -> None:
+    """Raises if arrays that the engine can reach are on several devices."""
+    devices = [engine.form(x)[3:] for x in arrays.values() if engine.owns(x)]
+    if len(set(devices)) > 1:
+        *names, last = arrays
+        where = ", ".join(str(number) for (number,) in devices)
+        raise ValueError(f"{', '.join(names)} and {last} are on devices {where}; copy them to one")
 
 
 def new(engine: Backend, beside: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:

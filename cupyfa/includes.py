@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ def digest(text: str, folders: Sequence[Path]) -> str:
     beside the file that includes it. Those found nowhere are left to the compiler, and so are
     names that a macro stands for.
     """
+    import hashlib
+
     total = hashlib.sha256()
     for path, content in reached(text, folders).items():
         name = path.name.encode(errors="surrogateescape")

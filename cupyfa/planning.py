@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import log, prod, sqrt
+from math import exp, fsum, log, prod, sqrt
 from pathlib import Path
-from statistics import geometric_mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,7 +311,7 @@ def _fastest(
     recorded = {kernel.name: kernel.tflops[arithmetic] for kernel in measured}
     here = {name: _measured_here(name, problem, limits) for name in recorded}
     both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
-    scale = geometric_mean(both) if both else 1.0
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
     scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
     speeds = {k.name: _nearest(scaled[k.name] | here[k.name], problem.d) for k in able}
     return [k for k in able if speeds[k.name] >= _ALIKE * max(speeds.values())][-1]

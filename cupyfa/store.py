@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import stat
-import tempfile
 import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tempfile
 
 
 def user_cache() -> Path | None:
@@ -51,6 +52,8 @@ def give_cupy_a_folder() -> None:
 
 def can_write(path: Path) -> bool:
     """Whether files can be made in a folder; makes the folder if it is not there."""
+    import tempfile
+
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=path):
@@ -90,7 +93,7 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that others see all of it or nothing. Raises OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = path.parent / f".{path.name}-{secrets.token_hex(4)}"
+    name = path.parent / f".{path.name}-{os.urandom(4).hex()}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with suppress(FileNotFoundError):  # who may read the file stays as it was
@@ -105,4 +108,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
+    import tempfile
+
     return tempfile.TemporaryDirectory(prefix="cupyfa-")  # removed when the process ends

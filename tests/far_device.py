@@ -31,6 +31,7 @@ class Mark:
 class Lane:
     def __init__(self, device):
         self.device, self.work, self.error = device, queue.SimpleQueue(), None
+        self.context = self
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self):

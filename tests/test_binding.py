@@ -4,6 +4,9 @@ them."""
 import ctypes
 import sys
 import threading
+import time
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -19,7 +22,12 @@ from cupyfa.sweeps import usual_dtype
 
 
 class Near(np.ndarray):
-    """An array in the device's memory; its address is where CuPy's arrays have it."""
+    """An array in a device's memory; its address is where CuPy's arrays have it."""
+
+    where = 0  # the number of the device
+
+    def __array_finalize__(self, like):
+        self.where = getattr(like, "where", 0)
 
     @property
     def data(self):
@@ -34,24 +42,36 @@ class NearDevice(Simulator):
     def __init__(self):
         super().__init__(workers=1)
         self.made, self.stream, self.is_capturing, self.short = [], 7, False, 0
+        self.device = 0
 
-    stream = is_capturing = None  # not the properties of others
+    stream = is_capturing = device = None  # not the properties of others
+
+    @contextmanager
+    def working_on(self, array):
+        before, self.device = self.device, getattr(array, "where", self.device)
+        yield
+        self.device = before
 
     def owns(self, array):
         return isinstance(array, Near)
 
     def form(self, array):
-        return array.shape, array.strides, array.dtype, array.data.ptr and 0
+        return array.shape, array.strides, array.dtype, array.where
 
     def empty(self, shape, dtype):
         self.made.append(tuple(shape))
-        return np.empty(shape, dtype).view(Near)
+        made = np.empty(shape, dtype).view(Near)
+        made.where = self.device
+        return made
 
     def launcher(self, plan, arrays):
         prepared = [self.prepare(launch) for launch in plan.launches]
         forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
 
+        device = self.device
+
         def launch(addresses, stream):
+            assert self.device == device
             self.short += 1
             there = {}
             for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
@@ -133,6 +153,54 @@ def test_arrays_that_do_not_match_are_refused(near, change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         bound(change(q), k, v)
     assert near.short == 0
+
+
+def on(device, arrays):
+    for x in arrays:
+        x.where = device
+    return arrays
+
+
+def test_calls_go_to_the_device_of_their_arrays(near):
+    """With another one current."""
+    here, there = arrays(2, 3, 20, 16), on(1, arrays(2, 3, 20, 16, seed=1))
+    bound = compiled(near, *there)
+    for call in (bound, partial(cupyfa.attention, backend=near, kernel="fa2")):
+        out = call(*there)
+        assert out.where == 1
+        np.testing.assert_array_equal(out, right(*there))
+        given = np.empty_like(out)
+        assert call(*there, out=given) is call(*there, out=given) is given
+        np.testing.assert_array_equal(given, out)
+    with pytest.raises(ValueError, match="compiled for .* on device 1"):
+        bound(*here)
+    out, pullback = cupyfa.attention_vjp(*there, backend=near, kernel="fa2", backward_kernel="rows")
+    assert {x.where for x in pullback(out)} == {1}
+    assert near.device == 0
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", "lse", "grads"])
+def test_arrays_of_several_devices_are_refused(near, name):
+    q, k, v = arrays(2, 3, 20, 16)
+    out, lse = cupyfa.attention(q, k, v, backend=near, kernel="fa2", return_lse=True)
+    given = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given["grads"] = tuple(arrays(2, 3, 20, 16))
+    if name == "grads":
+        on(1, given["grads"][1:2])
+    else:
+        (given[name],) = on(1, [given[name].copy()])
+    with pytest.raises(ValueError, match="are on devices .*1.*copy them to one"):
+        cupyfa.attention_backward(**given, backend=near, kernel="rows")
+
+
+def test_an_out_on_another_device_is_refused(near):
+    x = arrays(2, 3, 20, 16)
+    out = on(1, [np.empty_like(x[0])])[0]
+    for call in (compiled(near, *x), partial(cupyfa.attention, backend=near, kernel="fa2")):
+        with pytest.raises(ValueError, match="the inputs and out are on devices 0, 1; copy them"):
+            call(*x, out=out)
+    with pytest.raises(ValueError, match="devices 0, 1"):
+        cupyfa.softmax(x[0], backend=near, out=out)
 
 
 def test_out_is_written_in_place_or_looked_at_closely(near):
@@ -391,6 +459,44 @@ def test_each_thread_has_arguments_of_its_own(driver):
     thread.join()
     launcher(call, 0)
     assert driver[0][-1] == driver[2][-1] != driver[1][-1]
+
+
+def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, monkeypatch):
+    """Of two threads in one stream, which share the temporaries that the second launch reads."""
+    from cupyfa.backends import cuda
+
+    engine = Driven()
+    sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
+    plan = planned(FORWARD["mma_split_k"], Simulator(), sizes, "float16")
+    assert len(plan.launches) > 1
+    p = plan.problem
+    arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
+    arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
+    arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
+    launchers = [engine.launcher(plan, arrays) for _ in range(2)]
+    launched = []
+
+    def launch(function, *_):
+        launched.append((threading.get_ident(), function))
+        time.sleep(0.001)  # as the driver does, it lets other threads go on
+
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    addresses = [x.data.ptr for x in arrays.values()]
+    start = threading.Barrier(2)
+
+    def call(launcher):
+        start.wait()
+        for _ in range(20):
+            launcher(addresses, 0)
+
+    threads = [threading.Thread(target=call, args=(x,)) for x in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = len(plan.launches)
+    for at in range(0, len(launched), count):
+        assert len({thread for thread, _ in launched[at : at + count]}) == 1
 
 
 class Tensor:

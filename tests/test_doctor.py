@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -242,7 +243,7 @@ def test_a_read_only_cache_is_a_fault(monkeypatch, tmp_path):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(store.tempfile, "TemporaryFile", read_only)
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     assert look("cache").state == FAULT
 
 

@@ -903,3 +903,24 @@ def test_a_kernel_without_end_on_the_gpu_is_interrupted(cuda, tmp_path, place):
     long = ("run", f"{script}:mine", *CUDA)
     interrupted(long, place, lambda: time.monotonic() > start + 6, signal.SIGINT)
     works_on(cuda)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_ctrl_c_as_a_launch_begins_leaves_none_that_goes_on(monkeypatch, begins):
+    """It would write to arrays that are somebody else's by then."""
+    ended = []
+
+    def call():
+        time.sleep(0.1)
+        ended.append(True)
+        return 0
+
+    def interrupted(self, start=threading.Thread.start):
+        if begins:
+            start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        machine._interruptible(call, stop=lambda: None)
+    assert ended == [True] * begins

@@ -368,3 +368,22 @@ def test_a_part_sees_the_keys_that_the_whole_does(options):
         assert part.left is None or part.right is None or part.diagonal >= part.lower
         for i, j in product(range(part.M), range(part.N)):
             assert sees(part, i, j) == sees(whole, i + m, j + n)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_as_copies_are_handed_over_ends_the_call(far, monkeypatch, begun):
+    """They are given to threads all or not at all, and the call waits for those that are."""
+    q, k, v = arrays(2, 4, 50, 16)
+    submit, left = transfer._Host.submit, [4]
+
+    def interrupted(self, move, copies):
+        left[0] -= 1
+        if begun or left[0]:
+            submit(self, move, copies)
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer._Host, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cupyfa.attention(q, k, v, backend=far, kernel="fa2")
+    same(far, q, k, v)

@@ -6,6 +6,7 @@ compiler). Its arrays are CuPy's or NumPy's; all else about them is the same to 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,9 +63,10 @@ class Mark(Protocol):
         """Returns when it is."""
 
 
-class Lane(AbstractContextManager, Protocol):
-    """Work that is done in order, beside that of other lanes: a stream. In its context memory is
-    taken and kernels are launched for it."""
+class Lane(Protocol):
+    """Work that is done in order, beside that of other lanes: a stream."""
+
+    context: AbstractContextManager  # in which memory is taken and kernels are launched for it
 
     def enter(self) -> None:
         """Makes this thread one that may add to it."""
@@ -394,6 +396,12 @@ def span(backend: Backend, array: Any) -> tuple[int, int]:
     """The lowest address of an array's elements, and the bytes from there to their end."""
     low, high = extent(array)
     return backend.address(array) + low, high - low
+
+
+def is_masked(array: Any) -> bool:
+    """Whether it is a MaskedArray: none, where nobody has imported numpy.ma, which takes long."""
+    kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
+    return isinstance(array, kind)
 
 
 def overlap(backend: Backend, a: Any, b: Any) -> bool:

@@ -135,7 +135,8 @@ class _Lane:
 
     def __init__(self) -> None:
         self._device = runtime.getDevice()
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Itself: a signal that came within an __enter__ of Python's would leave it current.
+        self.context = self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def enter(self) -> None:
         if _ready.__dict__.get("device") != self._device:
@@ -162,14 +163,11 @@ class _Lane:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
-    def __enter__(self) -> None:
-        self._stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.__exit__(*error)
-
 
 _MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays
+# Held while a call of several launches is queued: temporaries belong to a stream, in which other
+# threads may launch too.
+_together = threading.Lock()
 _ready = threading.local()  # which device a thread of transfer's works for
 
 
@@ -439,7 +437,7 @@ class _Launcher:
             runtime.setDevice(self._device)  # a new thread has no context yet
             steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
             mine.addresses = None
-        if mine.addresses is not addresses:
+        if mine.addresses != addresses:
             for step in steps:
                 memory = step.memory
                 for slot, array in step.slots:
@@ -447,8 +445,13 @@ class _Launcher:
                 if step.maps:
                     step.map(addresses)
             mine.addresses = addresses
-        for step in steps:
+        if len(steps) == 1:
+            (step,) = steps
             driver.launchKernel(*step.launch, stream, step.pointers, 0)
+            return
+        with _together:
+            for step in steps:
+                driver.launchKernel(*step.launch, stream, step.pointers, 0)
 
 
 class _Arguments:

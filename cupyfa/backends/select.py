@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.backends import Backend, DeviceError
+from cupyfa.backends import Backend, DeviceError, is_masked
 
 # Warnings point at the line that called the library, where Python can be told so.
 AT_THE_CALLER: Any = (
@@ -91,7 +91,7 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
 
 
 def _on_host(name: str, array: Any) -> bool:
-    if isinstance(array, np.ma.MaskedArray):
+    if is_masked(array):
         raise TypeError(f"{name} is a MaskedArray, whose mask no kernel knows; pass {name}.data")
     if isinstance(array, np.ndarray):
         return True

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
+from operator import length_hint
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -500,15 +501,23 @@ class _Call:
             if progress is not None:
                 progress(len(pieces), len(pieces), what)
         finally:  # nothing may be on its way to memory that is given back
+            self.settle()
+
+    def settle(self) -> None:
+        """Returns when nothing is on its way any more, which another Ctrl-C has to wait for."""
+        try:
             for copies in self.started:
                 copies.sleep()
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
+        except KeyboardInterrupt:
+            self.settle()
+            raise
 
     def memory(self) -> Slot:
         """Memory on the device for the arrays of a piece; the first one is the largest."""
         slot = {}
-        with self.work:
+        with self.work.context:
             for name, lying in self.parts.layout(self.pieces[0], self.orders).arrays.items():
                 memory = self.engine.empty((lying.bytes,), np.dtype(np.uint8))
                 slot[name] = memory, self.engine.address(memory)
@@ -551,14 +560,14 @@ class _Call:
             for chunk in chunks:
                 move(lane, buffers, *chunk)
             chunks = []
-        copies = _Copies(len(chunks), None if chunks else lane.record())
+        copies = _Copies(lane, buffers, chunks)
         self.started.append(copies)
-        self.host.submit(move, [(copies, lane, buffers, *chunk) for chunk in chunks])
+        self.host.submit(move, copies)
         return copies
 
     def execute(self, piece: Piece, slot: Slot) -> None:
         layout = self.parts.layout(piece, self.orders)
-        with self.work:
+        with self.work.context:
             layout.launch(self.engine, self.parts.prepared(self.engine, layout.plan), slot)
 
     def finish(self, i: int, places: list[dict[str, _Place]], brought: list[_Copies]) -> None:
@@ -615,14 +624,16 @@ class _Copies:
     """The copies of a piece in one direction: so many that threads start.
 
     What threads copy from a buffer in the end they have done when they count it. ``end`` is where
-    copies end in their lane that no thread has a part in.
+    copies end in their lane that no thread has a part in. ``tasks`` are those that no thread was
+    given yet: all of them, or none.
     """
 
-    def __init__(self, count: int, end: Mark | None) -> None:
-        self.end = end
-        self._left, self._error = count, cast(BaseException | None, None)
+    def __init__(self, lane: Lane, buffers: _Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:
+        self.end = None if chunks else lane.record()
+        self.tasks = iter([(self, lane, buffers, *chunk) for chunk in chunks])
+        self._left, self._error = len(chunks), cast(BaseException | None, None)
         self._lock, self._all = threading.Lock(), threading.Lock()
-        if count:
+        if chunks:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
@@ -634,8 +645,10 @@ class _Copies:
                 self._all.release()
 
     def sleep(self) -> None:
-        with self._all:
-            return
+        """Returns when all are started that threads were given."""
+        if not length_hint(self.tasks):
+            with self._all:
+                return
 
     def wait(self) -> None:
         """Returns when all are started; raises what went wrong."""
@@ -682,11 +695,12 @@ class _Buffers:
         )
         self._busy: deque[_Buffer] = deque()  # with a copy that was still on its way out of each
         self._free: list[_Buffer] = []
-        self._given, self.made = threading.Condition(threading.Lock()), 0
+        self._lock = threading.Lock()  # which Ctrl-C finds held by nobody, unlike a Condition
+        self._given, self.made = threading.Condition(self._lock), 0
 
     def take(self) -> _Buffer:
         """A buffer that nothing is on its way out of."""
-        with self._given:
+        with self._lock:
             while not self._busy and not self._free and self.made == self._most:
                 self._given.wait()
             while self._busy and self._busy[0].is_free:
@@ -703,7 +717,7 @@ class _Buffers:
         return buffer
 
     def give(self, buffer: _Buffer) -> None:
-        with self._given:
+        with self._lock:
             self._busy.append(buffer)
             self._given.notify()
 
@@ -713,7 +727,7 @@ class _Buffers:
         try:
             return _Buffer(engine.pinned(self._size))
         except BaseException:
-            with self._given:
+            with self._lock:
                 self.made -= 1
             raise
 
@@ -762,14 +776,16 @@ class _Host:
     def bytes(self) -> int:
         return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
 
-    def submit(self, move: Move, tasks: Sequence[tuple[Any, ...]]) -> None:
-        """Has threads make copies, and count each in the first of its arguments."""
-        if tasks and move not in self._tasks:
+    def submit(self, move: Move, copies: _Copies) -> None:
+        """Has threads make copies."""
+        if not length_hint(copies.tasks):
+            return
+        if move not in self._tasks:
             with self._lock:
                 if move not in self._tasks:
                     self._tasks[move] = self._crew(move)
-        for task in tasks:
-            self._tasks[move].put(task)
+        # Not in Python's steps, between which Ctrl-C comes: it finds all tasks given, or none.
+        deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
 
     def _crew(self, move: Move) -> queue.SimpleQueue:
         """The tasks of new threads, which know nothing but these."""

@@ -207,24 +207,31 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    results: list[int] = []
-    done = threading.Event()  # Thread.join, once interrupted, takes the thread for ended
+    results: list[int | None] = []
+    begun, done = threading.Lock(), threading.Lock()  # what a signal interrupts takes these or not
+    done.acquire()
 
     def work() -> None:
-        try:
-            results.append(call())
-        finally:
-            done.set()
+        result = None
+        if begun.acquire(blocking=False):
+            try:
+                result = call()
+            finally:
+                results.append(result)
+                done.release()
 
-    threading.Thread(target=work, daemon=True).start()
     try:
-        while not done.wait(_PATIENCE):  # by and by, for the signal may come to another thread
+        threading.Thread(target=work, daemon=True).start()  # where the signal may come, too
+        while not done.acquire(timeout=_PATIENCE):  # for it may also come to another thread
             continue
     finally:
-        while not done.is_set():
-            stop()
-            done.wait(_PATIENCE)
-    return results[0]
+        if not begun.acquire(blocking=False):
+            while not results:
+                stop()
+                done.acquire(timeout=_PATIENCE)
+    (result,) = results
+    assert result is not None
+    return result
 
 
 def _block_shape(threads: int | tuple[int, int, int]) -> tuple[int, int, int]:

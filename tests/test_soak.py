@@ -1,0 +1,41 @@
+"""Short runs of soak.py, in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupyfa
+
+
+def soak(*args):
+    """What it prints; fails with all of that unless its exit code is 0."""
+    path = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
+    command = [sys.executable, str(Path(__file__).with_name("soak.py")), *map(str, args)]
+    done = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_calls_from_many_threads_are_right_and_leak_nothing():
+    assert "200 calls from 8 threads" in soak("--backend", "simulator", "--calls", 200)
+
+
+def test_calls_are_right_after_ctrl_c():
+    faults = ("--faults", "--only", "interrupted", "--interrupts", 22)
+    assert "all are right after" in soak("--backend", "simulator", *faults)
+
+
+@pytest.mark.gpu
+def test_calls_from_many_threads_on_the_gpu(cuda):
+    assert "nothing has leaked" in soak("--backend", "cuda", "--calls", 3000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["out_of_memory", "trapped", "killed", "interrupted"])
+def test_faults_on_the_gpu(cuda, fault):
+    assert soak("--backend", "cuda", "--faults", "--only", fault, "--interrupts", 100)
