@@ -92,7 +92,7 @@ def repeat(failure, **options):
 
 
 def test_kernels_of_the_ladder():
-    names = [name for kernels in LADDER.values() for name in kernels]
+    names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_async", "mma_tf32", "columns"]
     done = check(names, grid="edges", samples=8, dtypes=["float16"])
     assert done.failures == ()
     assert done.right == done.runs > 20
