@@ -459,13 +459,13 @@ def place(tmp_path, warm):
     }
 
 
-def interrupted(args, place, begun, number, *, speaks=False):
-    """Starts a command, sends it a signal when it has begun, and looks at how it ends."""
+def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False):
+    """Starts a command, sends it a signal some time after it has begun, and looks how it ends."""
     cache, temporary = place["CUPYFA_CACHE_DIR"], place["TMPDIR"]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
     # Where these tests run under nohup, SIGHUP is ignored, which a command inherits and keeps to.
     usual = signal.signal(number, signal.SIG_DFL)
-    command = [*CLI, *map(str, args)]
+    command = [*program, *map(str, args)]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, env=env, **pipes) as running:
         signal.signal(number, usual)
@@ -474,7 +474,7 @@ def interrupted(args, place, begun, number, *, speaks=False):
             if begun():
                 break
             time.sleep(0.05)
-        time.sleep(0.2)
+        time.sleep(wait)
         sent = time.monotonic()
         running.send_signal(number)
         try:
@@ -553,6 +553,13 @@ def test_a_script_without_end_is_interrupted(tmp_path, place):
     interrupted(("run", f"{script}:mine"), place, (tmp_path / "begun").exists, signal.SIGINT)
 
 
+# Runs a script's main, once it has said by a file that all is imported.
+WHEN_IMPORTED = """
+import pathlib, runpy, sys
+main = runpy.run_path(sys.argv[1])["main"]
+pathlib.Path(sys.argv[2]).touch()
+main(sys.argv[3:])
+"""
 LONG = ("-B", "1", "-H", "4", "-M", "700", "-N", "700", "-d", "64")
 
 
@@ -569,10 +576,11 @@ LONG = ("-B", "1", "-H", "4", "-M", "700", "-N", "700", "-d", "64")
     ],
     ids=" ".join,
 )
-def test_long_commands_are_interrupted(place, args):
-    start = time.monotonic()
+def test_long_commands_are_interrupted(tmp_path, place, args):
+    imported = tmp_path / "imported"
     speaks = args[0] == "check"  # of what it has found
-    interrupted(args, place, lambda: time.monotonic() > start + 1.5, signal.SIGINT, speaks=speaks)
+    program = [sys.executable, "-c", WHEN_IMPORTED, CLI[-1], str(imported)]
+    interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
 # Memory
