@@ -131,6 +131,11 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, PlannedLaunch))
 
     @property
+    def programs(self) -> tuple[PlannedLaunch, ...]:
+        """The launches that have to be compiled: one of those that rounds repeat."""
+        return tuple({id(x.launch): x for x in self.launches}.values())
+
+    @property
     def scratch_bytes(self) -> int:
         """Bytes of temporary memory beside inputs and outputs."""
         return sum(

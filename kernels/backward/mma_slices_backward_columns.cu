@@ -128,10 +128,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_col
   const auto [tile, key_tile, kv_head] = place(blockIdx.x, tiles, key_tiles);
   const int key = first_key + key_tile * Br;
   const Round round = {first_head, first_key, stride, M};
-  if (tile < value_tiles)
+  const bool of_values = tile < value_tiles;
+  if constexpr (d == dv) {
+    sum_tile<d>(shared, of_values ? P : dS, of_values ? dO : Q, lse, of_values ? dV : dK, round,
+                heads, group, kv_head, key, tile % value_tiles * tile_width<d>, N, diagonal, lower,
+                of_values ? 1 : scale);
+  } else if (of_values) {
     sum_tile<dv>(shared, P, dO, lse, dV, round, heads, group, kv_head, key, tile * tile_width<dv>,
                  N, diagonal, lower, 1);
-  else
+  } else {
     sum_tile<d>(shared, dS, Q, lse, dK, round, heads, group, kv_head, key,
                 (tile - value_tiles) * tile_width<d>, N, diagonal, lower, scale);
+  }
 }

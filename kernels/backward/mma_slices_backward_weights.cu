@@ -11,12 +11,12 @@
 //   windowed, threads, shared_bytes; packed for fragments.cuh
 #include <weight_slices.cuh>
 
-constexpr int fragments = Wr / step * (Wc / 8);  // of S that a thread holds, 4 floats each
-constexpr int slices = cdiv(d, Bd);              // of Q and K; then those of dO and V follow
+constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
+constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow
 
 struct Shared {
   Stage ring[stages];
-  float4 P[fragments][threads];
+  float2 P[pairs_of_sums][threads];
   float lse[Br];
   float delta[Br];
 };
@@ -60,25 +60,55 @@ __device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, S
   }
 }
 
+// The thread's weights of one row, of which its registers hold `sums`; hidden pairs become 0.
+struct RowMask {
+  int first, end;  // of the keys that the row sees, from the tile's first one on
+
+  __device__ __forceinline__ RowMask(const Pairs& pairs, float lse, int row) {
+    const int key = fresh(pairs.first_key);  // registers do not keep what counts
+    first = hidden_keys(pairs.first_row + row, pairs.N, pairs.lower) - key;
+    end = lse == -infinity ? first
+                           : visible_keys(pairs.first_row + row, pairs.N, pairs.diagonal) - key;
+  }
+  __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
+};
+
+// S becomes P = 2^(S * scale2 - lse), of an lse in powers of two.
+template <bool masked>
+__device__ __forceinline__ void weigh_rows(Sums& S, const Shared& shared, const Own& own,
+                                           const Pairs& pairs, float scale2, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const float lse = shared.lse[row];
+    const RowMask mask(pairs, lse, row);
+#pragma unroll
+    for (int j = 0; j < Wc / 4; ++j) {
+      float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
+      x = exp2f(x * scale2 - lse);
+      if (masked && !mask.sees(own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2)) x = 0;
+    }
+  }
+}
+
 // dP becomes dS = P * (dP - delta), of the P that is parked; without the scale.
 template <bool masked>
-__device__ __forceinline__ void slope_parked(Sums& dP, const Shared& shared, const Own& own,
-                                             Pairs pairs, int lane) {
-  pairs.first_key = fresh(pairs.first_key);  // registers do not keep what counts
+__device__ __forceinline__ void slope_rows(Sums& dP, const Shared& shared, const Own& own,
+                                           const Pairs& pairs, int lane) {
 #pragma unroll
-  for (int i = 0; i < Wr / step; ++i) {
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const float delta = shared.delta[row];
+    const RowMask mask(pairs, shared.lse[row], row);
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n) {
-      const float4 four = shared.P[i * (Wc / 8) + n][threadIdx.x];
-      const float P[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = own.row + i * step + e / 2 * 8 + lane / 4;
-        const int key = own.col + n * 8 + 2 * (lane % 4) + e % 2;
-        float& x = dP[i][n][e];
-        x = P[e] * (x - shared.delta[row]);
-        if (masked && !counts(pairs, shared.lse[row], row, key)) x = 0;
-      }
+      const float2 P = shared.P[i * (Wc / 8) + n][threadIdx.x];
+      float& x = dP[i / 2][n][i % 2 * 2];
+      float& y = dP[i / 2][n][i % 2 * 2 + 1];
+      x = P.x * (x - delta), y = P.y * (y - delta);
+      const int col = own.col + n * 8 + 2 * (lane % 4);
+      if (masked && !mask.sees(col)) x = 0;
+      if (masked && !mask.sees(col + 1)) y = 0;
     }
   }
 }
@@ -89,7 +119,7 @@ __device__ __forceinline__ void write_weights(operand* to, int stride, const Sum
                                               const Own& own, int rows, int cols, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = own.row + i * 8 + lane / 4;
+    const int row = fresh(own.row) + i * 8 + lane / 4;
     unsigned pairs[Wc / 8];
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n)
@@ -104,31 +134,6 @@ __device__ __forceinline__ void write_weights(operand* to, int stride, const Sum
         *reinterpret_cast<uint4*>(to + (long long)row * stride + col) = piece;
     }
   }
-}
-
-template <bool masked>
-__device__ __forceinline__ void make_weights(Shared& shared, Ring<Source>& ring, operand* P,
-                                             operand* dS, int stride, const Pairs& pairs, int cols,
-                                             float scale2) {
-  Sums sums = {};
-  multiply_slices(ring, slices, sums);
-  {
-    const Own own(Wc);
-    const int lane = own_lane();
-    weigh<masked>(sums, shared.lse, own, pairs, scale2, lane);
-    write_weights(P, stride, sums, own, pairs.M - pairs.first_row, cols, lane);
-#pragma unroll
-    for (int i = 0; i < fragments; ++i) {
-      float (&x)[4] = sums[i / (Wc / 8)][i % (Wc / 8)];
-      shared.P[i][threadIdx.x] = {x[0], x[1], x[2], x[3]};
-      x[0] = x[1] = x[2] = x[3] = 0;
-    }
-  }
-  multiply_slices(ring, cdiv(dv, Bd), sums);
-  const Own own(Wc);
-  const int lane = own_lane();
-  slope_parked<masked>(sums, shared, own, pairs, lane);
-  write_weights(dS, stride, sums, own, pairs.M - pairs.first_row, cols, lane);
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_weights(
@@ -147,19 +152,40 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_wei
       hidden_keys(first_row, N, lower) >= key + Bc)
     return;  // the whole block: no row of its tile sees a key of it
 
-  RowSums sums;
-  sums.load(lse, delta, batch, head, first_row, M);
+  RowSums row_sums;
+  row_sums.load(lse, delta, batch, head, first_row, M);
   Ring<Source> ring = {shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  sums.store(shared.lse, shared.delta);
-  const bool dead = __syncthreads_or(sums.dead);  // the rows' sums are there
+  row_sums.store(shared.lse, shared.delta);
+  const bool dead = __syncthreads_or(row_sums.dead);  // the rows' sums are there
   const Pairs pairs = {first_row, key, M, N, diagonal, lower};
   const bool whole = key + Bc <= N && first_row + Br <= M && !dead && pairs.all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
+
+  Sums sums = {};
+  multiply_slices(ring, slices, sums);
+  {
+    const Own own(Wc);
+    const int lane = own_lane();
+    if (whole)
+      weigh_rows<false>(sums, shared, own, pairs, scale * log2e, lane);
+    else
+      weigh_rows<true>(sums, shared, own, pairs, scale * log2e, lane);
+    write_weights(P + place, stride, sums, own, M - first_row, stride - col, lane);
+#pragma unroll
+    for (int i = 0; i < pairs_of_sums; ++i) {
+      float (&x)[4] = sums[i / (Wc / 8) / 2][i % (Wc / 8)];
+      const int half = i / (Wc / 8) % 2 * 2;
+      shared.P[i][threadIdx.x] = {x[half], x[half + 1]};
+      x[half] = x[half + 1] = 0;
+    }
+  }
+  multiply_slices(ring, cdiv(dv, Bd), sums);
+  const Own own(Wc);
+  const int lane = own_lane();
   if (whole)
-    make_weights<false>(shared, ring, P + place, dS + place, stride, pairs, stride - col,
-                        scale * log2e);
+    slope_rows<false>(sums, shared, own, pairs, lane);
   else
-    make_weights<true>(shared, ring, P + place, dS + place, stride, pairs, stride - col,
-                       scale * log2e);
+    slope_rows<true>(sums, shared, own, pairs, lane);
+  write_weights(dS + place, stride, sums, own, M - first_row, stride - col, lane);
 }
