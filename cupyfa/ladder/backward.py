@@ -240,8 +240,7 @@ def mma_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) 
         dtypes=("float16", "bfloat16"),
         dtype_arch={"bfloat16": "80"},
         features=FEATURES,
-        largest_d=256,
-        **fields,
+        **{"largest_d": 256, **fields},
     )
 
 
@@ -270,7 +269,6 @@ SLICED_RULES = {
     "Br is a multiple of Bd, Bc of Br": lambda c: c.Br % c.Bd == c.Bc % c.Br == 0,
     "stages is 2 or more": lambda c: c.stages >= 2,
 }
-ROUND = "first_head first_key stride"
 
 
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -353,10 +351,14 @@ def _keys_now(p: Problem, c: SimpleNamespace) -> int:
 def sliced_launch(
     entry: str, args: str, tiles: Formula, shared: Formula, moves: Mapping[str, Formula]
 ) -> Launch:
-    """A block for each tile of what a head of K and V has in a round; round 0 moves for all."""
+    """So many blocks for each head of K and V in a round. Its moves are those of all rounds."""
+
+    def in_the_first(times: Formula) -> Formula:
+        return lambda p, c: 0 if c.round else times(p, c)
+
     return Launch(
         f"mma_slices_backward_{entry}",
-        args=f"{args} M N heads group {ROUND} diagonal lower scale",
+        args=f"{args} M N heads group first_head first_key stride diagonal lower scale",
         grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
         threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
         shared=shared,
@@ -367,9 +369,64 @@ def sliced_launch(
             "stride": sliced_round_keys,
         },
         keeps="nothing",
-        moves=moves,
+        moves={name: in_the_first(times) for name, times in moves.items()},
         in_rounds=True,
     )
+
+
+def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of scores of a head of K and V in a round; one block even without keys."""
+    return p.group * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), min(p.M, 1))
+
+
+def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of dV and dK of a head in a round, likewise."""
+    tiles = sliced_tiles(p.dv, c) + sliced_tiles(p.d, c)
+    return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
+
+
+def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of dQ of the heads that share one of K and V."""
+    return p.group * cdiv(p.M, c.Br) * sliced_tiles(p.d, c)
+
+
+SLICED_WEIGHTS = sliced_launch(
+    "weights",
+    "Q K V dO lse delta P.data dS.data",
+    _score_tiles,
+    sliced_weights_shared,
+    {
+        **dict.fromkeys(("Q", "dO", "lse", "delta"), lambda p, c: cdiv(p.N, c.Bc)),
+        **dict.fromkeys("KV", lambda p, c: p.group * cdiv(p.M, c.Br)),
+        **dict.fromkeys(("P", "dS"), sliced_rounds),
+    },
+)
+SLICED_COLUMNS = sliced_launch(
+    "columns",
+    "Q dO lse P.data dS.data dK dV",
+    _key_tiles,
+    sliced_shared,
+    {
+        **dict.fromkeys(("Q", "dO"), lambda p, c: cdiv(p.N, c.Br)),
+        "lse": lambda p, c: cdiv(p.N, c.Br) * (sliced_tiles(p.d, c) + sliced_tiles(p.dv, c)),
+        "P": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.dv, c),
+        "dS": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.d, c),
+        **dict.fromkeys(("dK", "dV"), lambda p, c: 1),
+    },
+)
+SLICED_ROWS = sliced_launch(
+    "rows",
+    "K lse dS.data dQ_sum.data dQ",
+    _query_tiles,
+    sliced_shared,
+    {
+        "K": lambda p, c: p.group * cdiv(p.M, c.Br),
+        "lse": lambda p, c: sliced_tiles(p.d, c),
+        "dS": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.d, c),
+        "dQ_sum": lambda p, c: 2 * (sliced_rounds(p, c) - p.batch * p.kv_heads),
+        "dQ": lambda p, c: 1,
+    },
+)
 
 
 WGMMA_SCRATCH = {
@@ -527,51 +584,20 @@ KERNELS = (
         features=FEATURES,
         scratch=DELTA_SCRATCH,
     ),
-    replace(
-        mma_kernel(
-            "mma_slices_backward",
-            "tensor cores; P and dS of some heads at a time in memory, all in slices: any d",
-            (
-                mma_delta(lambda p, c: 0),
-                sliced_launch(
-                    "weights",
-                    "Q K V dO lse delta P.data dS.data",
-                    lambda p, c: (
-                        p.group
-                        * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), 1 if p.M else 0)
-                    ),
-                    sliced_weights_shared,
-                    {},
-                ),
-                sliced_launch(
-                    "columns",
-                    "Q dO lse P.data dS.data dK dV",
-                    lambda p, c: (
-                        max(cdiv(_keys_now(p, c), c.Br), 1)
-                        * (sliced_tiles(p.dv, c) + sliced_tiles(p.d, c))
-                    ),
-                    sliced_shared,
-                    {},
-                ),
-                sliced_launch(
-                    "rows",
-                    "K lse dS.data dQ_sum.data dQ",
-                    lambda p, c: p.group * cdiv(p.M, c.Br) * sliced_tiles(p.d, c),
-                    sliced_shared,
-                    {},
-                ),
-            ),
-            tiles=SLICED_TILES,
-            candidates=SLICED_CANDIDATES,
-            rules=SLICED_RULES,
-            scratch={
-                **DELTA_SCRATCH,
-                "P": (sliced_scores, "scalar"),
-                "dS": (sliced_scores, "scalar"),
-                "dQ_sum": (sliced_sums, "real"),
-            },
-            rounds=sliced_rounds,
-        ),
+    mma_kernel(
+        "mma_slices_backward",
+        "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
+        (mma_delta(lambda p, c: 0), SLICED_WEIGHTS, SLICED_COLUMNS, SLICED_ROWS),
+        tiles=SLICED_TILES,
+        candidates=SLICED_CANDIDATES,
+        rules=SLICED_RULES,
+        scratch={
+            **DELTA_SCRATCH,
+            "P": (sliced_scores, "scalar"),
+            "dS": (sliced_scores, "scalar"),
+            "dQ_sum": (sliced_sums, "real"),
+        },
+        rounds=sliced_rounds,
         largest_d=None,
     ),
     mma_kernel(
