@@ -254,6 +254,10 @@ SLICED_TILES = tuple(
         (32, 64, 16, 32, 16, 2, 16384),
     )
 )
+ANY_D = 2**31 - 1
+# Where ptxas lacks registers for the first one; and where no tile would be half full.
+SLICED_TILES_ON = {"100": {ANY_D: SLICED_TILES[1:2]}}
+SLICED_TILES_FEW_ROWS = {32: {ANY_D: SLICED_TILES[-1:]}}
 SLICED_CANDIDATES = {
     "Br": (64, 128),
     "Bc": (128, 256),
@@ -589,6 +593,8 @@ KERNELS = (
         "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
         (mma_delta(lambda p, c: 0), SLICED_WEIGHTS, SLICED_COLUMNS, SLICED_ROWS),
         tiles=SLICED_TILES,
+        tiles_on=SLICED_TILES_ON,
+        tiles_few_rows=SLICED_TILES_FEW_ROWS,
         candidates=SLICED_CANDIDATES,
         rules=SLICED_RULES,
         scratch={

@@ -36,13 +36,19 @@ struct Source {
     if (key >= end) return;
     Slice& to = stage.as<Slice>();
     const int from = key - round.first_key;
-    copy_tile<Bd, false>(to.dS, round.of(dS, fresh(local_head)), first_row, from,
+    copy_tile<Bd, false>(to.dS, round.of(dS, fresh(local_head)), fresh(first_row), from,
                          round.stride - from);
-    copy_tile<tile_cols, d % tile_cols == 0>(to.K, Head(K, fresh(batch), kv_head, end), key, col,
-                                             d - col);
+    copy_tile<tile_cols, d % tile_cols == 0>(to.K, Head(K, fresh(batch), fresh(kv_head), end), key,
+                                             fresh(col), d - col);
     key += Bd;
   }
 };
+
+// The sums of dQ of a block, which wait for the next round, as they lie in registers.
+__device__ __forceinline__ float4* saved(float* dQ_sum) {
+  const long long place = (long long)fresh(int(blockIdx.x)) * (fragments * threads);
+  return reinterpret_cast<float4*>(dQ_sum) + place + threadIdx.x;
+}
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_rows(
     Tensor<const operand> K, Tensor<const real> lse, const operand* dS, float* dQ_sum,
@@ -57,10 +63,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const int visible = visible_keys(last_row, N, diagonal);
   const int start = max(first_key, hidden / Bd * Bd);
   const int end = hidden < visible ? min(visible, first_key + stride) : start;
-  const bool last = first_key + stride >= N;
-  float4* saved = reinterpret_cast<float4*>(dQ_sum) +
-                  (long long)blockIdx.x * (fragments * threads) + threadIdx.x;
-
   Ring<Source> ring = {shared.ring,
                        {dS,
                         K,
@@ -75,9 +77,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   ring.start();
   Sums sums = {};
   if (first_key > 0) {
+    const float4* from = saved(dQ_sum);
 #pragma unroll
     for (int i = 0; i < fragments; ++i) {
-      const float4 x = saved[i * threads];
+      const float4 x = from[i * threads];
       float (&to)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
       to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
@@ -87,7 +90,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
     Slice& slice = ring.next().template as<Slice>();
     const bool careful = has_mask && !all_see(first_row, Br, key, Bd, M, N, diagonal, lower);
     if (careful && __syncthreads_or(is_strange(slice.K))) {
-      const Pairs pairs = {first_row, key, M, N, diagonal, lower};
+      const Pairs pairs = {fresh(first_row), fresh(key), M, N, diagonal, lower};
       multiply_visible<false>(sums, slice.dS, slice.K, Own(own_cols), pairs, own_lane());
     } else {
       multiply_tiles<false>(sums, slice.dS, slice.K, Own(own_cols), own_lane());
@@ -96,10 +99,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   }
   Own own(own_cols);
   const int lane = own_lane();
-  if (last) {
+  if (first_key + stride >= N) {  // the last round of keys
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) {
-      const int row = first_row + own.row + i * 8 + lane / 4;
+      const int row = fresh(first_row) + own.row + i * 8 + lane / 4;
       const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
 #pragma unroll
       for (int j = 0; j < own_cols / 4; ++j) {
@@ -110,10 +113,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
     own.col += col;
     store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, M, lane);
   } else {
+    float4* to = saved(dQ_sum);
 #pragma unroll
     for (int i = 0; i < fragments; ++i) {
       const float (&x)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
-      saved[i * threads] = {x[0], x[1], x[2], x[3]};
+      to[i * threads] = {x[0], x[1], x[2], x[3]};
     }
   }
 }
