@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, S
   }
 }
 
-// The thread's weights of one row, of which its registers hold `sums`; hidden pairs become 0.
+// The keys of the tile that a row sees; none if the row sees none at all, or is none of M.
 struct RowMask {
   int first, end;  // of the keys that the row sees, from the tile's first one on
 
