@@ -406,7 +406,7 @@ def _bind(
     with engine.working_on(q):
         plan = _plan(engine, attention, kernel, problem, constants)
         if keep:
-            for launch in plan.launches:
+            for launch in plan.programs:
                 engine.prepare(launch)
         return Bound(engine, plan, (q, k, v), layout=layout, return_lse=return_lse, keep=keep)
 

@@ -31,7 +31,7 @@ KINDS = ("real", "scalar", "operand", "byte")  # of scratch
 RESERVED = (
     *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
     *("scalar", "operand", "real"),
-    "multiprocessors",  # in formulas alone
+    *("multiprocessors", "round"),  # in formulas alone
 )
 FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
@@ -73,6 +73,9 @@ class Launch:
     blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
     device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
+    A kernel with ``rounds`` repeats the launches that are ``in_rounds``; their grids, numbers and
+    moves find in ``c.round`` which round it is, from 0 on.
+
     ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
     ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes
     need rows that begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a
@@ -98,6 +101,7 @@ class Launch:
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     keeps: str | None = None
     moves: Mapping[str, Formula] = field(default_factory=dict)
+    in_rounds: bool = False
 
     def __post_init__(self) -> None:
         _check(self, _LAUNCH_RULES)
@@ -151,6 +155,8 @@ class Kernel:
         up to a multiple of 8, ``d16`` is d to one of 16 and ``N32`` is N to one of 32. In place of
         axes a formula may count the elements, ``lambda p, c: …``, as grids with
         ``c.multiprocessors``.
+    rounds: how often the launches that are ``in_rounds`` follow one another, in the place of the
+        first of them, so that scratch need not hold all at once.
     arch: the least compute capability; or one with the instructions that only it has, as "90a",
         which then runs on devices of that one alone.
     dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
@@ -190,6 +196,7 @@ class Kernel:
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     features: Sequence[str] = ()
     scratch: Mapping[str, tuple[str | Formula, str]] = field(default_factory=dict)
+    rounds: Formula = lambda p, c: 1
     arch: str = "75"
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
@@ -370,6 +377,7 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     f"scratch has axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
+    "rounds is a formula, lambda p, c: …": lambda x: callable(x.rounds),
     f"arch is one of {', '.join((*ARCHES, *WITH_THEIR_OWN))}": lambda x: (
         x.arch in (*ARCHES, *WITH_THEIR_OWN)
     ),

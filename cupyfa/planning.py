@@ -25,6 +25,7 @@ from cupyfa.problem import MOST_ELEMENTS, Problem
 
 BOX_ALIGNMENT = 16  # bytes
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
+_MOST_ROUNDS = 65536  # whose launches are planned one by one
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -127,6 +128,11 @@ class Plan:
     def launches(self) -> tuple[PlannedLaunch, ...]:
         """The steps that launch a kernel."""
         return tuple(step for step in self.steps if isinstance(step, PlannedLaunch))
+
+    @property
+    def programs(self) -> tuple[PlannedLaunch, ...]:
+        """The launches that have to be compiled: one of those that rounds repeat."""
+        return tuple({id(x.launch): x for x in self.launches}.values())
 
     @property
     def scratch_bytes(self) -> int:
@@ -507,12 +513,44 @@ def _with_constants(
         problem=problem,
         constants=constants,
         steps=tuple(
-            step if isinstance(step, Matmul) else _planned(kernel, step, problem, limits, constants)
-            for step in steps
+            step
+            if isinstance(step, Matmul)
+            else _planned(kernel, step, problem, limits, constants, turn)
+            for step, turn in _in_turn(kernel, problem, limits, steps, constants)
         ),
         scratch=_scratch(kernel, problem, limits, steps, constants),
         outputs=_allocations(_outputs(kernel), problem),
     )
+
+
+def _in_turn(
+    kernel: Kernel,
+    problem: Problem,
+    limits: Limits,
+    steps: Sequence[Launch | Matmul],
+    constants: Mapping[str, int],
+) -> list[tuple[Launch | Matmul, int]]:
+    """All steps with the round that each is in, which are repeated where the kernel has rounds."""
+    repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
+    if not repeated:
+        return [(step, 0) for step in steps]
+    c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+    rounds = _evaluated(kernel, "rounds", kernel.rounds, problem, c)
+    if not isinstance(rounds, int | np.integer) or rounds < 1:
+        raise ValueError(
+            f"{kernel.name}: the record's formula for rounds gives {rounds!r} for {problem}; "
+            "it must give a whole number from 1"
+        )
+    if rounds > _MOST_ROUNDS:
+        reason = f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most"
+        raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+    first = steps.index(repeated[0])
+    others = [step for step in steps if step not in repeated]
+    return [
+        *((step, 0) for step in others[:first]),
+        *((step, turn) for turn in range(rounds) for step in repeated),
+        *((step, 0) for step in others[first:]),
+    ]
 
 
 def _arrays_of(steps: Sequence[Launch | Matmul]) -> set[str]:
@@ -532,9 +570,10 @@ def _planned(
     problem: Problem,
     limits: Limits,
     constants: Mapping[str, int],
+    turn: int = 0,
 ) -> PlannedLaunch:
     c = SimpleNamespace(**constants)
-    of_grid = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+    of_grid = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors, round=turn)
     blocks = _evaluated(kernel, f"grid of {launch.entry}", launch.grid, problem, of_grid)
     counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
     threads = _evaluated(kernel, f"threads of {launch.entry}", launch.threads, problem, c)

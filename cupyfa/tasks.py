@@ -98,7 +98,7 @@ def perform(
         yield Doing(begun, runs=False)
         try:
             with engine.working_on(None):
-                for launch in plan.launches:
+                for launch in plan.programs:
                     engine.prepare(launch)
                 if task.keep:
                     begun = replace(begun, arrays=_kept(inputs, right))

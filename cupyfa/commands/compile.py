@@ -72,6 +72,6 @@ def compile_kernels(
             progress(done, len(plans), f"{plan.kernel.name} for sm_{arch}")
             rows += [
                 report.compiled_row(plan, compiling.compile_launch(launch, arch))
-                for launch in plan.launches
+                for launch in plan.programs
             ]
     click.echo(report.compilations(rows, form))

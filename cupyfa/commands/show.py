@@ -65,7 +65,7 @@ def show(
         problem = Problem.of_sizes(**sizes)
     limits = compiling.limits_of(arch)
     plan = planning.plan(record, problem, limits, **tile_sizes(Br, Bc, constants))
-    for launch in plan.launches:
+    for launch in plan.programs:
         if what == "source":
             click.echo(sources.text(launch))
         elif what == "plan":

@@ -1,0 +1,191 @@
+// mma_slices_backward_weights: P and dS of a round of heads, in 16 bits, to memory.
+//
+// S = Q K^T slice by slice of d, P parked in shared memory in float32, then dP = dO V^T by slices
+// of dv in the same registers. Tiles that no row sees are not written, for nobody reads them.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see weight_slices.cuh
+//   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
+//   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
+//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
+//   windowed, threads, shared_bytes; packed for fragments.cuh
+#include <weight_slices.cuh>
+
+constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
+constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow
+
+struct Shared {
+  Stage ring[stages];
+  float2 P[pairs_of_sums][threads];
+  float lse[Br];
+  float delta[Br];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+struct Slice {
+  operand rows[Br][Bd];
+  operand keys[Bc][Bd];
+};
+
+struct Source {
+  Tensor<const operand> Q, K, V, dO;
+  int M, N, batch, head, kv_head, first_row, first_key, slice = 0;
+
+  template <int cols>
+  __device__ __forceinline__ void copy(Slice& to, Tensor<const operand> of_rows,
+                                       Tensor<const operand> of_keys, int col) const {
+    const int b = fresh(batch);  // registers do not keep where heads begin
+    copy_tile<Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col, cols - col);
+    copy_tile<Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
+                                  cols - col);
+  }
+  __device__ __forceinline__ void begin(Stage& stage) {
+    Slice& to = stage.as<Slice>();
+    if (slice < slices)
+      copy<d>(to, Q, K, slice * Bd);
+    else if (slice < slices + cdiv(dv, Bd))
+      copy<dv>(to, dO, V, (slice - slices) * Bd);
+    ++slice;
+  }
+};
+
+using Sums = Fragments<Wc>;
+
+__device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, Sums& sums) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    Slice& slice = ring.next().template as<Slice>();
+    multiply_transposed(sums, slice.rows, slice.keys, Own(Wc), own_lane());
+    ring.done();
+  }
+}
+
+// The keys of the tile that a row sees; none if the row sees none at all, or is none of M.
+struct RowMask {
+  int first, end;  // of the keys that the row sees, from the tile's first one on
+
+  __device__ __forceinline__ RowMask(const Pairs& pairs, float lse, int row) {
+    const int key = fresh(pairs.first_key);  // registers do not keep what counts
+    first = hidden_keys(pairs.first_row + row, pairs.N, pairs.lower) - key;
+    end = lse == -infinity ? first
+                           : visible_keys(pairs.first_row + row, pairs.N, pairs.diagonal) - key;
+  }
+  __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
+};
+
+// S becomes P = 2^(S * scale2 - lse), of an lse in powers of two.
+template <bool masked>
+__device__ __forceinline__ void weigh_rows(Sums& S, const Shared& shared, const Own& own,
+                                           const Pairs& pairs, float scale2, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const float lse = shared.lse[row];
+    const RowMask mask(pairs, lse, row);
+#pragma unroll
+    for (int j = 0; j < Wc / 4; ++j) {
+      float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
+      x = exp2f(x * scale2 - lse);
+      if (masked && !mask.sees(own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2)) x = 0;
+    }
+  }
+}
+
+// dP becomes dS = P * (dP - delta), of the P that is parked; without the scale.
+template <bool masked>
+__device__ __forceinline__ void slope_rows(Sums& dP, const Shared& shared, const Own& own,
+                                           const Pairs& pairs, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const float delta = shared.delta[row];
+    const RowMask mask(pairs, shared.lse[row], row);
+#pragma unroll
+    for (int n = 0; n < Wc / 8; ++n) {
+      const float2 P = shared.P[i * (Wc / 8) + n][threadIdx.x];
+      float& x = dP[i / 2][n][i % 2 * 2];
+      float& y = dP[i / 2][n][i % 2 * 2 + 1];
+      x = P.x * (x - delta), y = P.y * (y - delta);
+      const int col = own.col + n * 8 + 2 * (lane % 4);
+      if (masked && !mask.sees(col)) x = 0;
+      if (masked && !mask.sees(col + 1)) y = 0;
+    }
+  }
+}
+
+// Writes a warp's part of P or dS, of which `to` is the tile's first number, as far as there are
+// rows and, by eights, columns.
+__device__ __forceinline__ void write_weights(operand* to, int stride, const Sums& weights,
+                                              const Own& own, int rows, int cols, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = fresh(own.row) + i * 8 + lane / 4;
+    unsigned pairs[Wc / 8];
+#pragma unroll
+    for (int n = 0; n < Wc / 8; ++n)
+      pairs[n] = pack<operand>(weights[i / 2][n][i % 2 * 2], weights[i / 2][n][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < Wc / 8; n += 4) {
+      const uint2 first = trade_pairs(pairs[n], pairs[n + 1], lane);
+      const uint2 second = trade_pairs(pairs[n + 2], pairs[n + 3], lane);
+      const uint4 piece = trade_quads(first, second, lane);
+      const int col = own.col + (n + lane % 4) * 8;
+      if (row < rows && col < cols)
+        *reinterpret_cast<uint4*>(to + (long long)row * stride + col) = piece;
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_weights(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, operand* P,
+    operand* dS, int M, int N, int heads, int group, int first_head, int first_key, int stride,
+    int diagonal, int lower, real scale) {
+  Shared& shared = shared_memory<Shared>();
+  const int row_tiles = cdiv(M, Br), key_tiles = cdiv(min(N - first_key, stride), Bc);
+  const int tiles = max(row_tiles * key_tiles, 1);
+  const int local_head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
+  const int first_row = tile % row_tiles * Br, col = tile / row_tiles * Bc;
+  const int key = first_key + col, last_row = min(first_row + Br, M) - 1;
+  if (key >= N || visible_keys(last_row, N, diagonal) <= key ||
+      hidden_keys(first_row, N, lower) >= key + Bc)
+    return;  // the whole block: no row of its tile sees a key of it
+
+  RowSums row_sums;
+  row_sums.load(lse, delta, batch, head, first_row, M);
+  Ring<Source> ring = {shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
+  ring.start();
+  row_sums.store(shared.lse, shared.delta);
+  const bool dead = __syncthreads_or(row_sums.dead);  // the rows' sums are there
+  const Pairs pairs = {first_row, key, M, N, diagonal, lower};
+  const bool whole = key + Bc <= N && first_row + Br <= M && !dead && pairs.all();
+  const long long place = ((long long)local_head * M + first_row) * stride + col;
+
+  Sums sums = {};
+  multiply_slices(ring, slices, sums);
+  {
+    const Own own(Wc);
+    const int lane = own_lane();
+    if (whole)
+      weigh_rows<false>(sums, shared, own, pairs, scale * log2e, lane);
+    else
+      weigh_rows<true>(sums, shared, own, pairs, scale * log2e, lane);
+    write_weights(P + place, stride, sums, own, M - first_row, stride - col, lane);
+#pragma unroll
+    for (int i = 0; i < pairs_of_sums; ++i) {
+      float (&x)[4] = sums[i / (Wc / 8) / 2][i % (Wc / 8)];
+      const int half = i / (Wc / 8) % 2 * 2;
+      shared.P[i][threadIdx.x] = {x[half], x[half + 1]};
+      x[half] = x[half + 1] = 0;
+    }
+  }
+  multiply_slices(ring, cdiv(dv, Bd), sums);
+  const Own own(Wc);
+  const int lane = own_lane();
+  if (whole)
+    slope_rows<false>(sums, shared, own, pairs, lane);
+  else
+    slope_rows<true>(sums, shared, own, pairs, lane);
+  write_weights(dS + place, stride, sums, own, M - first_row, stride - col, lane);
+}
