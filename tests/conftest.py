@@ -1,5 +1,6 @@
 """Fixtures: every test of a kernel runs on every backend; those of the GPU skip without one."""
 
+import os
 import signal
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from cupyfa import DeviceError, tuned
 from cupyfa.backends.select import backend_named
 
+# Tests compile much, and run little of it.
+os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
 # A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

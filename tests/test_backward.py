@@ -14,21 +14,27 @@ from cupyfa.sources import ROOT
 from cupyfa.sweeps import usual_dtype
 from cupyfa.trial import difference, trial
 
-# Each text of the one left out takes seconds to compile: test_slices_backward.py has few of them.
-BACKWARD = {name: x for name, x in LADDER["backward"].items() if name != "mma_slices_backward"}
+BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
 MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
 # Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
-MMA_ROWS = ("Qr", "Qc", "Qw", "Qs")
-MMA_SIZES = {"mma_columns": ("Br", "Bc", "warps", "stages")}
-MMA_SIZES["mma_two_pass"] = (*MMA_SIZES["mma_columns"], *MMA_ROWS)
+_COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
+MMA_TILE = {
+    "mma_columns": _COLUMNS,
+    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_slices_backward": {
+        **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
+        **{"stages": 2, "room": 3},
+    },
+}
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
 def tiles_of(kernel, *sizes):
     """So many rows, keys and so on, or small ones; what a rung on tensor cores has more of."""
     if kernel in MMA:
-        return dict(zip(MMA_SIZES[kernel.name], sizes or (16, 32, 2, 1, 32, 16, 16, 2)))
+        tile = MMA_TILE[kernel.name]
+        return dict(zip(tile, sizes or tile.values()))
     return dict(zip(("Br", "Bc"), sizes))
 
 
@@ -57,7 +63,11 @@ def test_large_head_dimensions(backend, kernel, d):
 
 
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
-MMA_TILES = [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2), (128, 16, 1, 2)]
+MMA_TILES = {
+    "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
+    "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
+    "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
+}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +76,7 @@ MMA_TILES = [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2), (128,
         (k, x)
         for k in BACKWARD.values()
         if k in MMA or (k.tiles[0] and not k.rules)
-        for x in (MMA_TILES if k in MMA else SCALAR_TILES)
+        for x in MMA_TILES.get(k.name, SCALAR_TILES)
     ],
     ids=name,
 )

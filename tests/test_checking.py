@@ -178,11 +178,11 @@ def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
 
 def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
-    done = check([kernel, "softmax_online"], jobs=2, timeout=0.5)
+    done = check([kernel, "softmax_online"], jobs=2, timeout=1)
     mine, other = done.tallies
     assert {failure.outcome.kind for failure in done.failures} == {NO_ANSWER}
     failure = done.failures[0]
-    assert failure.outcome.message == "no answer within 0.5 s"
+    assert failure.outcome.message == "no answer within 1 s"
     assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
     assert mine.runs - mine.right == 3
     assert set(mine.not_run) <= {"given up when it had hung or died 3 times"}

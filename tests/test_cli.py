@@ -141,11 +141,7 @@ def test_the_largest_d_depends_on_the_dtype():
 # run
 
 
-# test_benchmark.py runs it, too, and each text of it takes seconds to compile.
-SLOW_TO_COMPILE = "mma_slices_backward"
-
-
-@pytest.mark.parametrize("kernel", [*(x for x in KERNELS if x != SLOW_TO_COMPILE), "auto"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
 def test_every_kernel_passes(kernel):
     row = run(kernel)
     assert row["passed"] is True

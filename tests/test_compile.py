@@ -29,13 +29,9 @@ TENSOR_CORES = re.compile(r"#include <\w*mma\.cuh>")
 
 
 def plans(arch, d):
-    """Every plan for an architecture: each kernel, dtype and mask that it claims, but those of a
-    kernel that takes seconds: test_slices_backward.py compiles some.
-    """
+    """Every plan for an architecture: each kernel, dtype and mask that it claims."""
     for kernels in LADDER.values():
         for kernel in kernels.values():
-            if kernel.name == "mma_slices_backward":
-                continue
             for dtype in DTYPES:
                 for causal in (False, True):
                     problem = Problem.of_sizes(M=64, d=d, dtype=dtype, causal=causal)

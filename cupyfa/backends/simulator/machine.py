@@ -70,6 +70,7 @@ _GCC_FLAGS = [
 _CLANG_FLAGS = [
     f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
     "-Werror=frame-larger-than",
+    "-fno-sanitize=undefined",  # which zig adds with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
     "-fno-vectorize",  # joined accesses would seem to reach elements that the kernel guards
@@ -519,15 +520,15 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
 
 
 def _kernel_flags() -> list[str]:
+    """How kernels are compiled; flags of ``CUPYFA_COMPILER_FLAGS`` come last."""
     version = _version()
-    if "clang" not in version:
-        return [*_BASE_FLAGS, *_KERNEL_FLAGS, *_GCC_FLAGS]
-    flags = [*_BASE_FLAGS, *_KERNEL_FLAGS, *_CLANG_FLAGS]
+    flags = [*_BASE_FLAGS, *_KERNEL_FLAGS]
+    flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
     major = re.search(r"clang version (\d+)", version)
     if major and int(major[1]) >= 16:
         # Older ones take an array at the end of a struct for one of any length.
         flags.append("-fstrict-flex-arrays=3")
-    return flags
+    return flags + shlex.split(os.environ.get("CUPYFA_COMPILER_FLAGS", ""))
 
 
 # -------------------------------------------------------------------------------------------------
