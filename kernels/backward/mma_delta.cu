@@ -3,9 +3,7 @@
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes
-#include <math.cuh>
-#include <tensor.cuh>
-#include <warp.cuh>
+#include <row_product.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "lanes of a warp sum a row");
@@ -20,39 +18,17 @@ extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const sca
                                                                 Tensor<real> D, float* dQ_sum,
                                                                 int M, int heads) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  const int first_row = tile * Br, lane = threadIdx.x % lanes;
+  const int first_row = tile * Br;
   if constexpr (floats > 0) {
     float4* sums = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * floats);
     for (int i = threadIdx.x; i < floats / 4; i += threads) sums[i] = float4{};
   }
-  const bool aligned = dv % 8 == 0 && is_aligned(O) && is_aligned(dO);
 #pragma unroll together
   for (int i = threadIdx.x / lanes; i < cdiv(Br, threads / lanes) * (threads / lanes);
        i += threads / lanes) {
     const int row = first_row + i;
     const bool inside = i < Br && row < M;
-    float sum = 0;
-    if (inside) {
-      const scalar* output = O.row(batch, head, row);
-      const scalar* gradient = dO.row(batch, head, row);
-      if (aligned) {
-#pragma unroll
-        for (int chunk = lane; chunk < chunks; chunk += lanes) {
-          const uint4 x = reinterpret_cast<const uint4*>(output)[chunk];
-          const uint4 y = reinterpret_cast<const uint4*>(gradient)[chunk];
-          const scalar* o = reinterpret_cast<const scalar*>(&x);
-          const scalar* g = reinterpret_cast<const scalar*>(&y);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sum += float(o[j]) * float(g[j]);
-        }
-      } else {
-        for (int col = lane; col < dv; col += lanes)
-          sum += float(output[col]) * float(gradient[col]);
-      }
-    }
-#pragma unroll
-    for (int distance = lanes / 2; distance > 0; distance /= 2)
-      sum += __shfl_xor_sync(full_warp, sum, distance);
-    if (inside && lane == 0) *D.row(batch, head, row) = sum;
+    const float sum = row_product<lanes>(O, dO, batch, head, row, inside);
+    if (inside && threadIdx.x % lanes == 0) *D.row(batch, head, row) = sum;
   }
 }
