@@ -20,7 +20,7 @@ from cupyfa.backends import DeviceError
 from cupyfa.backends.transfer import Transfer
 from cupyfa.binding import Bound
 from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
-from cupyfa.planning import Limits, Plan, Unsupported
+from cupyfa.plans import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.tolerance import WrongResult
 

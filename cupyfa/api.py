@@ -19,7 +19,7 @@ from cupyfa.binding import Bound, Form, Progress, form, rows_of
 from cupyfa.dtypes import dtype_named
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.planning import Limits, Plan
+from cupyfa.plans import Limits, Plan, Unsupported
 from cupyfa.problem import Problem, Window, four_axes
 
 _MOST_BOUND = 256  # calls that are remembered, each by its arrays' forms and options
@@ -486,7 +486,7 @@ def _answer(
 ) -> Any:
     """Fills the outputs, of which ``results`` are the caller's views, and hands them over."""
     if return_lse and "lse" not in plan.outputs:
-        raise planning.Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
+        raise Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
     if not return_lse and not all(map(engine.owns, inputs.values())):
         outputs = {name: array for name, array in outputs.items() if name != "lse"}
     calls.fill(engine, plan, inputs, outputs, check=check)

@@ -23,7 +23,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.measurement import BASELINE, BEFORE, Measurement
 from cupyfa.operations import OPERATIONS
 from cupyfa.peers import Peer
-from cupyfa.planning import Plan, Unsupported
+from cupyfa.plans import Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.sampling import Sample
 from cupyfa.tolerance import WrongResult

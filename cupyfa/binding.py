@@ -15,7 +15,7 @@ from cupyfa import calls
 from cupyfa.backends import Backend, allocated, extent, transfer
 from cupyfa.backends.select import adopt
 from cupyfa.kernel import cdiv
-from cupyfa.planning import Plan, Unsupported
+from cupyfa.plans import Plan, Unsupported
 from cupyfa.problem import four_axes
 
 Form = tuple[Any, ...]

@@ -20,7 +20,7 @@ from cupyfa.backends import Backend
 from cupyfa.compiling import problem_to_compile
 from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel
-from cupyfa.planning import PlannedLaunch, Unsupported
+from cupyfa.plans import PlannedLaunch, Unsupported
 from cupyfa.problem import Window
 from cupyfa.records import operation_of
 

@@ -19,7 +19,7 @@ from cupyfa.backends import (
 )
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan, aligned_width
+from cupyfa.plans import Plan, aligned_width
 
 Arrays = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ import numpy as np
 from cupyfa import calls, planning, reference
 from cupyfa.backends import Backend, DeviceError
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 from cupyfa.problem import Problem
 
 # What the numbers are: each kind breaks kernels in its own way.

@@ -32,7 +32,7 @@ from cupyfa.failures import (
     write,
 )
 from cupyfa.kernel import Kernel
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 from cupyfa.records import record_named
 from cupyfa.shrinking import shrunk
 from cupyfa.tasks import Task, name_of, perform

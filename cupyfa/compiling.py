@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cupyfa import sources
 from cupyfa.kernel import WITH_THEIR_OWN, Kernel, cdiv
-from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported, plan
+from cupyfa.planning import plan
+from cupyfa.plans import Limits, Plan, PlannedLaunch, Unsupported
 from cupyfa.problem import Problem, Window
 
 

@@ -28,10 +28,10 @@ import numpy as np
 from cupyfa import caches, environment, sources, store
 from cupyfa.backends import gist
 from cupyfa.environment import Progress, no_progress, version_of
+from cupyfa.formulas import source_path
 from cupyfa.kernel import Launch
 from cupyfa.ladder import LADDER
 from cupyfa.peers import PACKAGES
-from cupyfa.planning import source_path
 
 OK, MISSING, FAULT = "ok", "missing", "fault"
 _CUDA = "cupyfa.backends.cuda"

@@ -18,7 +18,7 @@ from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel, Matmul
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Limits, Plan, Unsupported
+from cupyfa.plans import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.traffic import NAIVE, TILED, Step
 

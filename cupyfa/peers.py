@@ -20,7 +20,7 @@ import numpy as np
 
 from cupyfa.backends import Backend
 from cupyfa.environment import version_of
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 from cupyfa.problem import NO_WINDOW, Problem
 
 # What torch calls the kernels behind scaled_dot_product_attention.

@@ -15,7 +15,7 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.measurement import Measurement
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 from cupyfa.roofs import EXPONENTIALS, Roof
 
 SUFFIXES = (".svg", ".png")

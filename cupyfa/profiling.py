@@ -24,7 +24,7 @@ from cupyfa.backends.select import backend_named
 from cupyfa.cases import Case
 from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel, Launch
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 
 TOOLS = {
     "ncu": "Nsight Compute, which comes with the CUDA toolkit and from "

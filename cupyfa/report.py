@@ -21,7 +21,7 @@ from cupyfa.compiling import Compiled
 from cupyfa.kernel import Kernel
 from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan, PlannedLaunch
+from cupyfa.plans import Plan, PlannedLaunch
 from cupyfa.roofs import Roof
 from cupyfa.tolerance import Verdict
 from cupyfa.trial import Trial

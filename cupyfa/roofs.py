@@ -26,7 +26,7 @@ from cupyfa.kernel import Kernel, Matmul
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS, visible_scores
-from cupyfa.planning import Limits, Plan, Unsupported
+from cupyfa.plans import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
 from cupyfa.traffic import NAIVE, TILED
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyfa import tolerance
 from cupyfa.operations import OPERATIONS, Arrays, Excerpt, Operation
-from cupyfa.planning import Plan
+from cupyfa.plans import Plan
 from cupyfa.problem import Problem
 from cupyfa.tolerance import Expected, Verdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cupyfa import includes
-from cupyfa.planning import PlannedLaunch
+from cupyfa.plans import PlannedLaunch
 
 _PACKAGE = Path(__file__).resolve().parent
 # kernels/ and cli.py lie in the package when installed, beside it in a checkout.

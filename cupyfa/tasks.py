@@ -30,7 +30,7 @@ from cupyfa.failures import (
 )
 from cupyfa.kernel import Kernel
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan, Unsupported
+from cupyfa.plans import Plan, Unsupported
 from cupyfa.records import record_named
 from cupyfa.sampling import Sample
 from cupyfa.tolerance import WrongResult

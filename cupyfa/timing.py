@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.backends import Backend, allocated, extent
-from cupyfa.planning import Plan
+from cupyfa.plans import Plan
 
 Call = Callable[[], Any]
 

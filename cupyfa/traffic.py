@@ -20,7 +20,7 @@ import numpy as np
 
 from cupyfa.kernel import Matmul
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan, PlannedLaunch
+from cupyfa.plans import Plan, PlannedLaunch
 from cupyfa.problem import Problem
 
 _SCORES = "batch heads M N"

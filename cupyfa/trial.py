@@ -14,7 +14,7 @@ from cupyfa import calls, timing
 from cupyfa.backends import Backend, execute
 from cupyfa.backends.guard import run_guarded
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan
+from cupyfa.plans import Plan
 from cupyfa.tolerance import Verdict, WrongResult
 
 _LONGEST = 0.5  # seconds of timing

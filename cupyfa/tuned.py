@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cupyfa import store
-from cupyfa.planning import Tuned
+from cupyfa.plans import Tuned
 
 
 def on(device: str) -> tuple[Tuned, ...]:

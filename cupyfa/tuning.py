@@ -22,7 +22,7 @@ from cupyfa.environment import Progress, no_progress
 from cupyfa.kernel import Kernel
 from cupyfa.measurement import Measurement
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Plan, Tuned, Unsupported
+from cupyfa.plans import Plan, Tuned, Unsupported
 from cupyfa.tolerance import WrongResult
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"

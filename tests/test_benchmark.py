@@ -21,7 +21,7 @@ from cupyfa.cases import LAYOUTS
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement, Results
 from cupyfa.operations import OPERATIONS, Excerpt
-from cupyfa.planning import Plan, Unsupported
+from cupyfa.plans import Plan, Unsupported
 
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 SMALL = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--backend", "simulator", "--budget", 0)

@@ -17,7 +17,7 @@ from test_cli import MAIN
 import cupyfa
 from cupyfa import Kernel, Launch, caches, store
 from cupyfa.backends.select import backend_named
-from cupyfa.planning import Tuned
+from cupyfa.plans import Tuned
 
 HEX = "0123456789abcdef"
 OBJECT = f"fa2-{HEX * 2}.so"

@@ -9,6 +9,7 @@ from test_hopper_headers import FILL, WRITE, launch
 import cupyfa
 from cupyfa import Problem, calls, planning, reference, tolerance
 from cupyfa.backends.simulator import Simulator
+from cupyfa.plans import Limits
 
 FP8 = FORWARD["wgmma_fp8"]
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -94,7 +95,7 @@ def test_products(in_registers):
 
 def test_it_is_only_for_who_asks():
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")
-    limits = planning.Limits("an H100", 232448, arch="90")
+    limits = Limits("an H100", 232448, arch="90")
     assert planning.select("auto", "forward", problem, limits).name != "wgmma_fp8"
     for dtype in ("float16", "bfloat16", "float32"):
         asked = Problem.of_sizes(M=64, d=64, dtype=dtype, precision="float8_e4m3")

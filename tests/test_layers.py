@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import cupyfa
+from cupyfa.formulas import source_path
 from cupyfa.kernel import Launch
 from cupyfa.ladder import LADDER
-from cupyfa.planning import source_path
 from cupyfa.sources import INCLUDE, KERNELS, ROOT
 
 PACKAGE = Path(cupyfa.__file__).parent
@@ -20,6 +20,8 @@ LAYERS = [
     {"problem", "reference"},
     {"kernel", "tolerance"},
     {"operations", "ladder"},
+    {"plans"},
+    {"formulas"},
     {"planning"},
     {"sources", "traffic", "tuned"},
     {"backends", "backends.guard", "backends.transfer"},

@@ -27,6 +27,7 @@ from cupyfa import (
 )
 from cupyfa.backends.simulator import Simulator
 from cupyfa.cases import Case
+from cupyfa.plans import Tuned
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
@@ -143,7 +144,7 @@ def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
     monkeypatch.setitem(FORWARD, "mma_async", replace(FORWARD["mma_async"], tflops=slow))
     assert planning.select("auto", "forward", problem("float16"), H100).name == "v3"
     here = [
-        planning.Tuned(kernel, None, "float32 as float16", 64, 64, (), tflops)
+        Tuned(kernel, None, "float32 as float16", 64, 64, (), tflops)
         for kernel, tflops in (("v3", 1.0), ("mma_async", 3.0))
     ]
     here = replace(H100, tuned=tuple(here))
@@ -152,7 +153,7 @@ def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
 
 def test_tiles_that_were_tuned_are_those_of_the_precision():
     constants = (("Br", 64), ("Bc", 16), ("Wr", 16), ("stages", 1))
-    tuned = planning.Tuned("mma_async", None, "float32 as float16", 64, 64, constants, 1.0)
+    tuned = Tuned("mma_async", None, "float32 as float16", 64, 64, constants, 1.0)
     here = replace(H100, tuned=(tuned,))
     assert plan("mma_async", limits=here).constants == dict(constants)
     assert plan("mma_async", dtype="float16", limits=here).constants != dict(constants)

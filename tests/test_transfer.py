@@ -14,7 +14,7 @@ import cupyfa
 from cupyfa import planning
 from cupyfa.backends import transfer
 from cupyfa.ladder import LADDER
-from cupyfa.planning import Limits
+from cupyfa.plans import Limits
 from cupyfa.problem import Problem
 
 LIMITS = Limits("a device", shared_bytes=232448)

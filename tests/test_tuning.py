@@ -18,7 +18,7 @@ from cupyfa.backends import DeviceLost
 from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Measurement
-from cupyfa.planning import Tuned
+from cupyfa.plans import Tuned
 from cupyfa.sweeps import usual_dtype
 from cupyfa.tuning import Candidate
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cupyfa.kernel import Matmul
-from cupyfa.planning import BOX_ALIGNMENT, Limits, Plan, PlannedLaunch, aligned_width
+from cupyfa.plans import BOX_ALIGNMENT, Limits, Plan, PlannedLaunch, aligned_width
 
 # How a kernel receives an array: the struct Tensor of tensor.cuh, strides in elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])

@@ -29,7 +29,7 @@ from cupyfa.backends import (
 )
 from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import cdiv
-from cupyfa.planning import Limits, Plan, PlannedLaunch, Unsupported
+from cupyfa.plans import Limits, Plan, PlannedLaunch, Unsupported
 
 store.give_cupy_a_folder()
 import cupy  # noqa: E402

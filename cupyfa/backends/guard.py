@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.backends import Backend, execute, extent
-from cupyfa.planning import Plan
+from cupyfa.plans import Plan
 from cupyfa.tolerance import WrongResult
 
 MARGIN = 4096  # bytes on each side: at least 512 elements of any dtype

@@ -33,7 +33,7 @@ from cupyfa import planning
 from cupyfa.backends import Backend, Lane, Launcher, Mark, OutOfMemory, allocated, execute
 from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
-from cupyfa.planning import Limits, Plan, aligned_width
+from cupyfa.plans import Limits, Plan, aligned_width
 from cupyfa.problem import Problem
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up

@@ -22,7 +22,7 @@ from cupyfa.commands.options import (
     tile_sizes,
 )
 from cupyfa.kernel import Kernel
-from cupyfa.planning import Unsupported
+from cupyfa.plans import Unsupported
 
 
 @click.command()

@@ -37,7 +37,7 @@ import numpy as np
 from cupyfa import sources, tuned
 from cupyfa.backends import Backend, Mapped, blank_map, span
 from cupyfa.backends.simulator import dynamic_shared, machine
-from cupyfa.planning import Limits, PlannedLaunch
+from cupyfa.plans import Limits, PlannedLaunch
 
 _MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
