@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv
+from cupyfa.ladder import rounds
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 
@@ -245,195 +246,6 @@ def mma_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) 
 
 
 SHARED_OF_SM_90 = 232448  # bytes a block may have
-SLICED_TILES = tuple(
-    dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "stages", "room"), sizes))
-    for sizes in (
-        (128, 256, 64, 64, 32, 4, 2048),
-        (128, 128, 64, 32, 32, 4, 4096),
-        (128, 128, 64, 32, 32, 2, 4096),
-        (64, 128, 32, 32, 32, 2, 8192),
-        (32, 64, 16, 32, 16, 2, 16384),
-    )
-)
-ANY_D = 2**31 - 1
-# Where ptxas lacks registers for the first one; and where no tile would be half full.
-SLICED_TILES_ON = {"100": {ANY_D: SLICED_TILES[1:2]}}
-SLICED_TILES_FEW_ROWS = {32: {ANY_D: SLICED_TILES[-1:]}}
-SLICED_CANDIDATES = {
-    "Br": (64, 128),
-    "Bc": (128, 256),
-    "Wr": (32, 64),
-    "Wc": (32, 64),
-    "Bd": (16, 32, 64),
-    "stages": (2, 3, 4),
-    "room": (512, 1024, 2048, 4096),
-}
-SLICED_RULES = {
-    "Wr and Bd are multiples of 16, Wc of 32": lambda c: c.Wr % 16 == c.Bd % 16 == c.Wc % 32 == 0,
-    "Br is a multiple of Wr, Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
-    "Br is a multiple of Bd, Bc of Br": lambda c: c.Br % c.Bd == c.Bc % c.Br == 0,
-    "stages is 2 or more": lambda c: c.stages >= 2,
-}
-
-
-def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices in 16 bits."""
-    return 2 * c.stages * (c.Br + c.Bc) * c.Bd
-
-
-def sliced_weights_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same, a tile of P in float32, lse and delta."""
-    return sliced_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br
-
-
-def sliced_round_keys(p: Problem, c: SimpleNamespace) -> int:
-    """How many keys a round has: all in whole eights, or, where one group of heads has more than
-    `room` tiles of scores, whole tiles.
-    """
-    column = p.group * cdiv(p.M, c.Br)
-    if column * cdiv(p.N, c.Bc) <= c.room:
-        return cdiv(p.N, 8) * 8
-    return max(c.room // column, 1) * c.Bc
-
-
-def sliced_round_heads(p: Problem, c: SimpleNamespace) -> int:
-    """How many heads of K and V a round has, at most: as many as keep to `room` tiles of scores."""
-    tiles = p.group * cdiv(p.M, c.Br) * cdiv(p.N, c.Bc)
-    return min(max(c.room // max(tiles, 1), 1), max(p.batch * p.kv_heads, 1))
-
-
-def sliced_rounds_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """How many rounds the keys of a head are in."""
-    return max(cdiv(p.N, max(sliced_round_keys(p, c), 1)), 1)
-
-
-def sliced_rounds(p: Problem, c: SimpleNamespace) -> int:
-    """How many rounds there are in all."""
-    heads = max(p.batch * p.kv_heads, 1)
-    return cdiv(heads, sliced_round_heads(p, c)) * sliced_rounds_of_keys(p, c)
-
-
-def sliced_width(columns: int, c: SimpleNamespace) -> int:
-    """The columns of a tile of gradients: as many tiles as Bc columns make are equally wide."""
-    step = c.Bc // c.Wc * 16
-    return cdiv(columns, cdiv(columns, c.Bc) * step) * step
-
-
-def sliced_tiles(columns: int, c: SimpleNamespace) -> int:
-    """How many tiles gradients of so many columns have side by side."""
-    return cdiv(columns, sliced_width(columns, c))
-
-
-def sliced_scores(p: Problem, c: SimpleNamespace) -> int:
-    """The numbers of P, or of dS, of a round."""
-    return sliced_round_heads(p, c) * p.group * p.M * sliced_round_keys(p, c)
-
-
-def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """The sums of dQ, its tiles filled up, if they have to wait for another round of keys."""
-    if sliced_rounds_of_keys(p, c) == 1:
-        return 0
-    rows = sliced_round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
-    return rows * sliced_tiles(p.d, c) * sliced_width(p.d, c)
-
-
-def _first_kv_head(p: Problem, c: SimpleNamespace) -> int:
-    return c.round // sliced_rounds_of_keys(p, c) * sliced_round_heads(p, c)
-
-
-def _first_key(p: Problem, c: SimpleNamespace) -> int:
-    return c.round % sliced_rounds_of_keys(p, c) * sliced_round_keys(p, c)
-
-
-def _kv_heads_now(p: Problem, c: SimpleNamespace) -> int:
-    return min(sliced_round_heads(p, c), p.batch * p.kv_heads - _first_kv_head(p, c))
-
-
-def _keys_now(p: Problem, c: SimpleNamespace) -> int:
-    return min(sliced_round_keys(p, c), p.N - _first_key(p, c))
-
-
-def sliced_launch(
-    entry: str, args: str, tiles: Formula, shared: Formula, moves: Mapping[str, Formula]
-) -> Launch:
-    """So many blocks for each head of K and V in a round. Its moves are those of all rounds."""
-
-    def in_the_first(times: Formula) -> Formula:
-        return lambda p, c: 0 if c.round else times(p, c)
-
-    return Launch(
-        f"mma_slices_backward_{entry}",
-        args=f"{args} M N heads group first_head first_key stride diagonal lower scale",
-        grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
-        threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-        shared=shared,
-        constants={"packed": lambda p, c: 1},
-        numbers={
-            "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
-            "first_key": _first_key,
-            "stride": sliced_round_keys,
-        },
-        keeps="nothing",
-        moves={name: in_the_first(times) for name, times in moves.items()},
-        in_rounds=True,
-    )
-
-
-def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of scores of a head of K and V in a round; one block even without keys."""
-    return p.group * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), min(p.M, 1))
-
-
-def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of dV and dK of a head in a round, likewise."""
-    tiles = sliced_tiles(p.dv, c) + sliced_tiles(p.d, c)
-    return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
-
-
-def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of dQ of the heads that share one of K and V."""
-    return p.group * cdiv(p.M, c.Br) * sliced_tiles(p.d, c)
-
-
-SLICED_WEIGHTS = sliced_launch(
-    "weights",
-    "Q K V dO lse delta P.data dS.data",
-    _score_tiles,
-    sliced_weights_shared,
-    {
-        **dict.fromkeys(("Q", "dO", "lse", "delta"), lambda p, c: cdiv(p.N, c.Bc)),
-        **dict.fromkeys("KV", lambda p, c: p.group * cdiv(p.M, c.Br)),
-        **dict.fromkeys(("P", "dS"), sliced_rounds),
-    },
-)
-SLICED_COLUMNS = sliced_launch(
-    "columns",
-    "Q dO lse P.data dS.data dK dV",
-    _key_tiles,
-    sliced_shared,
-    {
-        **dict.fromkeys(("Q", "dO"), lambda p, c: cdiv(p.N, c.Br)),
-        "lse": lambda p, c: cdiv(p.N, c.Br) * (sliced_tiles(p.d, c) + sliced_tiles(p.dv, c)),
-        "P": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.dv, c),
-        "dS": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.d, c),
-        **dict.fromkeys(("dK", "dV"), lambda p, c: 1),
-    },
-)
-SLICED_ROWS = sliced_launch(
-    "rows",
-    "K lse dS.data dQ_sum.data dQ",
-    _query_tiles,
-    sliced_shared,
-    {
-        "K": lambda p, c: p.group * cdiv(p.M, c.Br),
-        "lse": lambda p, c: sliced_tiles(p.d, c),
-        "dS": lambda p, c: sliced_rounds(p, c) * sliced_tiles(p.d, c),
-        "dQ_sum": lambda p, c: 2 * (sliced_rounds(p, c) - p.batch * p.kv_heads),
-        "dQ": lambda p, c: 1,
-    },
-)
-
-
 WGMMA_SCRATCH = {
     "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
     "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
@@ -649,19 +461,19 @@ KERNELS = (
     mma_kernel(
         "mma_slices_backward",
         "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
-        (mma_delta(lambda p, c: 0), SLICED_WEIGHTS, SLICED_COLUMNS, SLICED_ROWS),
-        tiles=SLICED_TILES,
-        tiles_on=SLICED_TILES_ON,
-        tiles_few_rows=SLICED_TILES_FEW_ROWS,
-        candidates=SLICED_CANDIDATES,
-        rules=SLICED_RULES,
+        (mma_delta(lambda p, c: 0), rounds.WEIGHTS, rounds.COLUMNS, rounds.ROWS),
+        tiles=rounds.TILES,
+        tiles_on=rounds.TILES_ON,
+        tiles_few_rows=rounds.TILES_FEW_ROWS,
+        candidates=rounds.CANDIDATES,
+        rules=rounds.RULES,
         scratch={
             **DELTA_SCRATCH,
-            "P": (sliced_scores, "scalar"),
-            "dS": (sliced_scores, "scalar"),
-            "dQ_sum": (sliced_sums, "real"),
+            "P": (rounds.scores, "scalar"),
+            "dS": (rounds.scores, "scalar"),
+            "dQ_sum": (rounds.sums, "real"),
         },
-        rounds=sliced_rounds,
+        rounds=rounds.count,
         largest_d=None,
     ),
     mma_kernel(

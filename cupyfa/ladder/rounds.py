@@ -1,0 +1,198 @@
+"""What `mma_slices_backward` is made of: P and dS in memory for a round of heads, or of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+from cupyfa.kernel import Formula, Launch, cdiv
+from cupyfa.ladder.softmax import WARP
+from cupyfa.problem import Problem
+
+TILES = tuple(
+    dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "stages", "room"), sizes))
+    for sizes in (
+        (128, 256, 64, 64, 32, 4, 2048),
+        (128, 128, 64, 32, 32, 4, 4096),
+        (128, 128, 64, 32, 32, 2, 4096),
+        (64, 128, 32, 32, 32, 2, 8192),
+        (32, 64, 16, 32, 16, 2, 16384),
+    )
+)
+ANY_D = 2**31 - 1
+# Where ptxas lacks registers for the first one; and where no tile would be half full.
+TILES_ON = {"100": {ANY_D: TILES[1:2]}}
+TILES_FEW_ROWS = {32: {ANY_D: TILES[-1:]}}
+CANDIDATES = {
+    "Br": (64, 128),
+    "Bc": (128, 256),
+    "Wr": (32, 64),
+    "Wc": (32, 64),
+    "Bd": (16, 32, 64),
+    "stages": (2, 3, 4),
+    "room": (512, 1024, 2048, 4096),
+}
+RULES = {
+    "Wr and Bd are multiples of 16, Wc of 32": lambda c: c.Wr % 16 == c.Bd % 16 == c.Wc % 32 == 0,
+    "Br is a multiple of Wr, Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
+    "Br is a multiple of Bd, Bc of Br": lambda c: c.Br % c.Bd == c.Bc % c.Br == 0,
+    "stages is 2 or more": lambda c: c.stages >= 2,
+}
+
+
+def slices_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The ring of slices in 16 bits."""
+    return 2 * c.stages * (c.Br + c.Bc) * c.Bd
+
+
+def weights_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same, a tile of P in float32, lse and delta."""
+    return slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br
+
+
+def round_keys(p: Problem, c: SimpleNamespace) -> int:
+    """How many keys a round has: all in whole eights, or, where one group of heads has more than
+    `room` tiles of scores, whole tiles.
+    """
+    column = p.group * cdiv(p.M, c.Br)
+    if column * cdiv(p.N, c.Bc) <= c.room:
+        return cdiv(p.N, 8) * 8
+    return max(c.room // column, 1) * c.Bc
+
+
+def round_heads(p: Problem, c: SimpleNamespace) -> int:
+    """How many heads of K and V a round has, at most: as many as keep to `room` tiles of scores."""
+    tiles = p.group * cdiv(p.M, c.Br) * cdiv(p.N, c.Bc)
+    return min(max(c.room // max(tiles, 1), 1), max(p.batch * p.kv_heads, 1))
+
+
+def rounds_of_keys(p: Problem, c: SimpleNamespace) -> int:
+    """How many rounds the keys of a head are in."""
+    return max(cdiv(p.N, max(round_keys(p, c), 1)), 1)
+
+
+def count(p: Problem, c: SimpleNamespace) -> int:
+    """How many rounds there are in all."""
+    heads = max(p.batch * p.kv_heads, 1)
+    return cdiv(heads, round_heads(p, c)) * rounds_of_keys(p, c)
+
+
+def width(columns: int, c: SimpleNamespace) -> int:
+    """The columns of a tile of gradients: as many tiles as Bc columns make are equally wide."""
+    step = c.Bc // c.Wc * 16
+    return cdiv(columns, cdiv(columns, c.Bc) * step) * step
+
+
+def tiles_of(columns: int, c: SimpleNamespace) -> int:
+    """How many tiles gradients of so many columns have side by side."""
+    return cdiv(columns, width(columns, c))
+
+
+def scores(p: Problem, c: SimpleNamespace) -> int:
+    """The numbers of P, or of dS, of a round."""
+    return round_heads(p, c) * p.group * p.M * round_keys(p, c)
+
+
+def sums(p: Problem, c: SimpleNamespace) -> int:
+    """The sums of dQ, its tiles filled up, if they have to wait for another round of keys."""
+    if rounds_of_keys(p, c) == 1:
+        return 0
+    rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
+    return rows * tiles_of(p.d, c) * width(p.d, c)
+
+
+def _first_kv_head(p: Problem, c: SimpleNamespace) -> int:
+    return c.round // rounds_of_keys(p, c) * round_heads(p, c)
+
+
+def _first_key(p: Problem, c: SimpleNamespace) -> int:
+    return c.round % rounds_of_keys(p, c) * round_keys(p, c)
+
+
+def _kv_heads_now(p: Problem, c: SimpleNamespace) -> int:
+    return min(round_heads(p, c), p.batch * p.kv_heads - _first_kv_head(p, c))
+
+
+def _keys_now(p: Problem, c: SimpleNamespace) -> int:
+    return min(round_keys(p, c), p.N - _first_key(p, c))
+
+
+def launch(
+    entry: str, args: str, tiles: Formula, shared: Formula, moves: Mapping[str, Formula]
+) -> Launch:
+    """So many blocks for each head of K and V in a round. Its moves are those of all rounds."""
+
+    def in_the_first(times: Formula) -> Formula:
+        return lambda p, c: 0 if c.round else times(p, c)
+
+    return Launch(
+        f"mma_slices_backward_{entry}",
+        args=f"{args} M N heads group first_head first_key stride diagonal lower scale",
+        grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
+        threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
+        shared=shared,
+        constants={"packed": lambda p, c: 1},
+        numbers={
+            "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
+            "first_key": _first_key,
+            "stride": round_keys,
+        },
+        keeps="nothing",
+        moves={name: in_the_first(times) for name, times in moves.items()},
+        in_rounds=True,
+    )
+
+
+def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of scores of a head of K and V in a round; one block even without keys."""
+    return p.group * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), min(p.M, 1))
+
+
+def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of dV and dK of a head in a round, likewise."""
+    tiles = tiles_of(p.dv, c) + tiles_of(p.d, c)
+    return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
+
+
+def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of dQ of the heads that share one of K and V."""
+    return p.group * cdiv(p.M, c.Br) * tiles_of(p.d, c)
+
+
+WEIGHTS = launch(
+    "weights",
+    "Q K V dO lse delta P.data dS.data",
+    _score_tiles,
+    weights_shared,
+    {
+        **dict.fromkeys(("Q", "dO", "lse", "delta"), lambda p, c: cdiv(p.N, c.Bc)),
+        **dict.fromkeys("KV", lambda p, c: p.group * cdiv(p.M, c.Br)),
+        **dict.fromkeys(("P", "dS"), count),
+    },
+)
+COLUMNS = launch(
+    "columns",
+    "Q dO lse P.data dS.data dK dV",
+    _key_tiles,
+    slices_shared,
+    {
+        **dict.fromkeys(("Q", "dO"), lambda p, c: cdiv(p.N, c.Br)),
+        "lse": lambda p, c: cdiv(p.N, c.Br) * (tiles_of(p.d, c) + tiles_of(p.dv, c)),
+        "P": lambda p, c: count(p, c) * tiles_of(p.dv, c),
+        "dS": lambda p, c: count(p, c) * tiles_of(p.d, c),
+        **dict.fromkeys(("dK", "dV"), lambda p, c: 1),
+    },
+)
+ROWS = launch(
+    "rows",
+    "K lse dS.data dQ_sum.data dQ",
+    _query_tiles,
+    slices_shared,
+    {
+        "K": lambda p, c: p.group * cdiv(p.M, c.Br),
+        "lse": lambda p, c: tiles_of(p.d, c),
+        "dS": lambda p, c: count(p, c) * tiles_of(p.d, c),
+        "dQ_sum": lambda p, c: 2 * (count(p, c) - p.batch * p.kv_heads),
+        "dQ": lambda p, c: 1,
+    },
+)
