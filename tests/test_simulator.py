@@ -287,6 +287,28 @@ def test_atomics_on_shared_memory_are_no_race():
     assert "race" in fault(plain, A, threads=64).what
 
 
+@pytest.mark.parametrize("level", ["-O0", "-O1", "-O2"])
+@pytest.mark.parametrize("number, header", [("__half", "fp16"), ("__nv_bfloat16", "bf16")])
+def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, number, header):
+    monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", level)
+    head = f"""
+        #include <cuda_{header}.h>
+        __attribute__((noinline)) float twice({number} x) {{ return 2 * float(x); }}
+    """
+    body = f"""
+        __shared__ {number} all[64];
+        all[threadIdx.x] = {number}(float(threadIdx.x));
+        __syncthreads();
+        A[threadIdx.x] = twice(all[63 - threadIdx.x]);
+    """
+    A = np.zeros(64, np.float32)
+    launch(body, A, head=head, threads=64)
+    assert (A == 2.0 * np.arange(64)[::-1]).all()
+    unwritten = fault(body.replace("__syncthreads();", ""), A, head=head, threads=64)
+    assert "no thread of this block has written" in unwritten.what
+    assert unwritten.place == ("test.cu:4" if HAS_LINES else "")
+
+
 def test_a_plain_write_races_with_the_atomics_of_other_threads():
     body = """
         __shared__ int count;

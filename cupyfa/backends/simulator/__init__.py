@@ -14,6 +14,8 @@ What it does not see, or sees otherwise than a device:
 - The order in which a warpgroup's product adds: here one product after the other, each sum rounded;
   and that a device adds products of e4m3 with about 14 bits.
 - How many registers a thread has: give_registers and take_registers only look at the number.
+- A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
+  a function that the compiler does not inline.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
 - A loop that spins on memory until another thread writes it: threads change only in collectives,
   so the launch hangs.

@@ -19,8 +19,13 @@ typedef decltype(sizeof(0)) size_t;
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// A worker runs one block at a time, so its thread-local variables are that block's.
+// A worker runs one block at a time, so its thread-local variables are that block's. Without
+// __constinit gcc would ask, in a variable beside an array of halves, whether it is initialized.
+#if defined(__clang__)
 #define __shared__ thread_local
+#else
+#define __shared__ __constinit thread_local
+#endif
 
 // ---------------------------------------------------------------------------------------------
 // The runtime. `operation` is the name the kernel knows a function by, for messages; file and
