@@ -144,7 +144,8 @@ def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
 
 def test_it_is_compiled_for_its_own_architecture(kernel):
     pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
-    ((plan, arch),) = compiling.plans([kernel], ["80", "90", "100"], ["bfloat16"], 40)
+    arches, dtypes = ["80", "90", "90a", "100"], ["bfloat16", "bfloat16"]
+    ((plan, arch),) = compiling.plans([kernel], arches, dtypes, 40)
     compiled = compiling.compile_launch(plan.launches[0], arch)
     assert (arch, compiled.arch) == ("90", "90a")
     assert compiled.warnings == ()
