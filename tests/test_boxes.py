@@ -92,7 +92,7 @@ def test_boxes_are_of_sm_90():
 @pytest.mark.parametrize("rows", [0, 257, 8.0, "8"])
 def test_boxes_have_up_to_256_rows(rows):
     own = Kernel("own", "", (launch(boxes={"Q": lambda p, c: rows}),), arch="90")
-    with pytest.raises(ValueError, match=f"box of Q gives {rows!r} rows for .*give 1 to 256"):
+    with pytest.raises(ValueError, match=f"box of Q gives {rows!r} for .*from 1 to 256"):
         planning.plan(own, Problem.of_sizes(M=7, d=8), Limits("x", 2**16))
 
 
