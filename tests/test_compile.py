@@ -52,7 +52,7 @@ def cases():
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
     for turns in files.values():
-        for turn, texts in turns.items():
+        for turn, texts in enumerate(turns.values()):  # no text is left out of a file's turns
             step = min(PARTS, len(texts), len(turns))
             chosen += list(texts.values())[turn % step :: step]
     return chosen
