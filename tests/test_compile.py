@@ -160,8 +160,24 @@ def test_tiles_of_few_rows_do_not_spill(arch, d):
         assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
 
 
+def wide_launches():
+    """Of gradients, those that only d or dv above 128 needs."""
+    for kernel, d, dv, dtype, mask in (
+        ("wgmma_columns", 256, 256, "float16", {"window": (100, 20)}),
+        ("wgmma_two_pass", 192, 128, "bfloat16", {"causal": True}),
+    ):
+        problem = Problem.of_sizes(M=64, d=d, dv=dv, dtype=dtype, **mask)
+        yield planning.plan(LADDER["backward"][kernel], problem, limits_of("90")).launches[1]
+
+
+@pytest.mark.parametrize("launch", wide_launches(), ids=lambda launch: launch.entry)
+def test_wide_launches_neither_spill_nor_serialize(launch):
+    made = compile_launch(launch, "90a")
+    assert (made.warnings, made.spilled_bytes) == ((), 0)
+
+
 def test_every_launch_of_every_record_is_compiled():
-    names = {param.values[1].entry for param in cases()}
+    names = {param.values[1].entry for param in cases()} | {x.entry for x in wide_launches()}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
     launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}
