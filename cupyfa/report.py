@@ -286,11 +286,11 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
 
 def fields(row: Row, *, width: int | None = None) -> str:
     """One row of data, a line for each of its fields that says something."""
+    shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for name, value in row.items():
-        if text(value):
-            table.add_row(name.replace("_", " "), Text(text(value)))
+    table.add_column(no_wrap=True, min_width=max(map(len, shown)))  # of names of several words
+    for name, value in shown.items():
+        table.add_row(name, Text(value))
     return _drawn(table, width) + "\n"
 
 
@@ -387,8 +387,11 @@ def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ())
             fewer = [{c: x for c, x in row.items() if c != left[0]} for row in rows]
             return _table(fewer, width, spare=left[1:])
     said = {c: x for c, x in shared.items() if x is not None}
-    caption = f"{_drawn(Text(text(said)), width)}\n" if said else ""
-    return caption + _drawn(table, width)
+    if not said:
+        return _drawn(table, width)
+    caption = Table.grid()
+    caption.add_row(Text(text(said)))
+    return f"{_drawn(caption, width)}\n{_drawn(table, width)}"
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:
