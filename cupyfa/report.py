@@ -288,7 +288,9 @@ def fields(row: Row, *, width: int | None = None) -> str:
     """One row of data, a line for each of its fields that says something."""
     shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, min_width=max(map(len, shown)))  # of names of several words
+    table.add_column(
+        no_wrap=True, min_width=max(map(len, shown), default=0)
+    )  # of names of several words
     for name, value in shown.items():
         table.add_row(name, Text(value))
     return _drawn(table, width) + "\n"

@@ -170,7 +170,7 @@ def wide_launches():
         yield planning.plan(LADDER["backward"][kernel], problem, limits_of("90")).launches[1]
 
 
-@pytest.mark.parametrize("launch", wide_launches(), ids=lambda launch: launch.entry)
+@pytest.mark.parametrize("launch", list(wide_launches()), ids=lambda launch: launch.entry)
 def test_wide_launches_neither_spill_nor_serialize(launch):
     made = compile_launch(launch, "90a")
     assert (made.warnings, made.spilled_bytes) == ((), 0)
