@@ -172,7 +172,7 @@ def _launches(
         except Unsupported as error:
             refused = error
         else:
-            found |= {sources.text(launch): launch for launch in plan.launches}
+            found |= {sources.text(launch): launch for launch in plan.programs}
     if not found:
         raise refused
     return list(found.values())

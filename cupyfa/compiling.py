@@ -107,21 +107,25 @@ def plans(
     window: Window | None = None,
     precision: str | None = None,
 ) -> list[tuple[Plan, str]]:
-    """(plan, architecture) of all combinations that the kernels claim.
+    """(plan, architecture) of all combinations that the kernels claim, and each text once: 90 and
+    90a are one to a kernel for sm_90a.
 
     Raises Unsupported, with the reason, if that is none.
     """
     possible: list[tuple[Plan, str]] = []
     refused: Exception | None = None
     for kernel in kernels:
-        for dtype in dtypes:
+        for dtype in dict.fromkeys(dtypes):
             problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, window, precision)
+            found: dict[str, tuple[Plan, str]] = {}
             for arch in arches:
                 try:
-                    possible.append((plan(kernel, problem, limits_of(arch)), arch))
+                    able = plan(kernel, problem, limits_of(arch))
+                    found.setdefault(kernel.target or arch, (able, arch))
                 except Unsupported as error:
                     if refused is None or kernel.takes(dtype):  # its dtypes are the duller reason
                         refused = error
+            possible += found.values()
     if not possible:
         raise refused or ValueError("there is nothing to compile")
     return possible

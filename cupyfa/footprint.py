@@ -108,7 +108,7 @@ def memory(
     cuBLAS's launches are not seen there, so kernels with products of cuBLAS have no such figure.
 
     Returns the naive and the tiled computation, then the kernels. Raises ValueError or TypeError
-    for arguments.
+    for arguments, and Unsupported if no kernel that was named can do the problem.
     """
     chosen = _chosen(kernels, backward)
     operation = next(iter(chosen.values())).operation
@@ -123,6 +123,8 @@ def memory(
     engine, limits = _place(backend)
     if not kernels:
         chosen = {name: x for name, x in chosen.items() if planning.can(x, problem, limits)}
+    elif not any(planning.can(x, problem, limits) for x in chosen.values()):
+        planning.plan(next(iter(chosen.values())), problem, limits)  # which says why
     rows = _written_down(operation, problem, limits)
     seen = ncu and _can_count(engine)
     for done, (name, kernel) in enumerate(chosen.items()):
@@ -153,10 +155,15 @@ def _chosen(
         )
         for x in listed
     }
-    operations = {x.operation for x in found.values()} | ({"backward"} if backward else set())
+    told = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
+    operations = {x.operation for x in found.values()}
     if len(operations) > 1:
-        told = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
         raise ValueError(f"memory is of one operation, and there are {told}; name them apart")
+    if backward and operations != {"backward"}:
+        raise ValueError(
+            f"with backward, memory is of gradients, and {told} is not; name some of "
+            f"{', '.join(LADDER['backward'])}, or leave backward out"
+        )
     return found
 
 
@@ -202,17 +209,22 @@ def _counted(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Foot
         return Footprint(kernel.name, operation, p, limits.device, {}, note=note)
     inputs, outputs, scratch = traffic.held(plan)
     steps = traffic.of(plan)
+    padded = (plan.problem.d, plan.problem.dv) != (p.d, p.dv)
+    notes = [
+        "no columns count as one, of zeros" if padded else "",
+        "its record names no Br and Bc: what it moves is unknown" if steps is None else "",
+    ]
     return Footprint(
         kernel.name,
         operation,
-        plan.problem,
+        replace(plan.problem, d=p.d, dv=p.dv),
         limits.device,
         dict(plan.constants),
         inputs,
         outputs,
         scratch,
         steps,
-        note="" if steps is not None else "its record names no Br and Bc: what it moves is unknown",
+        note="; ".join(filter(None, notes)),
     )
 
 

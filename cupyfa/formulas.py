@@ -76,12 +76,7 @@ def _in_turn(
     if not repeated:
         return [(step, 0) for step in steps]
     c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
-    rounds = evaluated(kernel, "rounds", kernel.rounds, problem, c)
-    if not isinstance(rounds, int | np.integer) or rounds < 1:
-        raise ValueError(
-            f"{kernel.name}: the record's formula for rounds gives {rounds!r} for {problem}; "
-            "it must give a whole number from 1"
-        )
+    rounds = _whole(kernel, "rounds", kernel.rounds, problem, c, least=1)
     if rounds > _MOST_ROUNDS:
         reason = f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most"
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
@@ -182,32 +177,22 @@ def _boxes(
     kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
 ) -> Mapping[str, int]:
     """The rows of a launch's boxes."""
-    boxes = {}
-    for name, formula in launch.boxes.items():
-        rows = evaluated(kernel, f"box of {name}", formula, problem, c)
-        if not isinstance(rows, int | np.integer) or not 1 <= rows <= MOST_BOX_ROWS:
-            raise ValueError(
-                f"{kernel.name}: the record's formula for a box of {name} gives {rows!r} rows for "
-                f"{problem}; it must give 1 to {MOST_BOX_ROWS}"
-            )
-        boxes[name] = int(rows)
-    return boxes
+    return {
+        name: _whole(
+            kernel, f"rows of a box of {name}", formula, problem, c, least=1, most=MOST_BOX_ROWS
+        )
+        for name, formula in launch.boxes.items()
+    }
 
 
 def _numbers(
     kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
 ) -> Mapping[str, int]:
     """The arguments that only this launch has."""
-    numbers = {}
-    for name, formula in launch.numbers.items():
-        number = evaluated(kernel, f"{name} of {launch.entry}", formula, problem, c)
-        if not isinstance(number, int | np.integer) or not -(2**31) <= number < 2**31:
-            raise ValueError(
-                f"{kernel.name}: the record's formula for {name} gives {number!r} for {problem}; "
-                "it must give a whole number of 32 bits"
-            )
-        numbers[name] = int(number)
-    return numbers
+    return {
+        name: _whole(kernel, name, formula, problem, c, least=-(2**31), most=2**31 - 1)
+        for name, formula in launch.numbers.items()
+    }
 
 
 def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
@@ -232,12 +217,7 @@ def _scratch(
         if isinstance(axes, str):
             shape = problem.shape(axes)
         else:
-            shape = (evaluated(kernel, f"scratch {name}", axes, problem, c),)
-            if not isinstance(shape[0], int | np.integer) or shape[0] < 0:
-                raise ValueError(
-                    f"{kernel.name}: the record's formula for scratch {name} gives {shape[0]!r} "
-                    f"for {problem}; it must give a whole number from 0"
-                )
+            shape = (_whole(kernel, f"scratch {name}", axes, problem, c, least=0),)
         if prod(shape) >= MOST_ELEMENTS:
             size = f"{prod(shape):,} elements"
             reason = f"its scratch would have {size}, and an array has fewer than 2**59"
@@ -255,6 +235,27 @@ def evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: A
             f"{kernel.name}: the record's {what} fails with {type(error).__name__}: {error}; "
             f"it was called with {', '.join(map(str, values))}"
         ) from error
+
+
+def _whole(
+    kernel: Kernel,
+    what: str,
+    formula: Callable[..., Any],
+    problem: Problem,
+    c: SimpleNamespace,
+    *,
+    least: int,
+    most: int | None = None,
+) -> int:
+    """A whole number that a record's formula gives. Raises ValueError for anything else."""
+    number = evaluated(kernel, what, formula, problem, c)
+    whole = isinstance(number, int | np.integer)
+    if not whole or number < least or (most is not None and number > most):
+        raise ValueError(
+            f"{kernel.name}: the record's formula for {what} gives {number!r} for {problem}; it "
+            f"must give a whole number from {least}{'' if most is None else f' to {most}'}"
+        )
+    return int(number)
 
 
 def _check_formulas(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ _FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what i
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
-    """The rows of one length: M, or else the usual one, or for want of that the longest.
+    """The rows of one length: M, or else the usual one, or, if nothing was timed there, the
+    longest of those at which most rows were.
 
     Raises ValueError if none was measured, or other things than the length differ.
     """
@@ -28,8 +30,9 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
         raise ValueError(
             "there is no row to make a ladder of; measure one with cupyfa ladder --save"
         )
+    timed = Counter(row.problem.M for row in rows if row.milliseconds)
     if M is None:
-        M = USUAL_LENGTH if USUAL_LENGTH in lengths else lengths[-1]
+        M = USUAL_LENGTH if timed[USUAL_LENGTH] else max(lengths, key=lambda x: (timed[x], x))
     chosen = [row for row in rows if row.problem.M == M]
     if len(problems := {row.problem for row in chosen}) > 1:
         raise ValueError(f"a ladder is of one problem; here are {', '.join(map(str, problems))}")

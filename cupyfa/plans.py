@@ -116,8 +116,15 @@ class Plan:
 
     @property
     def programs(self) -> tuple[PlannedLaunch, ...]:
-        """The launches that have to be compiled: one of those that rounds repeat."""
-        return tuple({id(x.launch): x for x in self.launches}.values())
+        """The launches that have to be compiled: the first of those that rounds repeat."""
+        first: dict[int, PlannedLaunch] = {}
+        for x in self.launches:
+            first.setdefault(id(x.launch), x)
+        return tuple(first.values())
+
+    def rounds_of(self, program: PlannedLaunch) -> int:
+        """How often a launch is repeated."""
+        return sum(x.launch is program.launch for x in self.launches)
 
     @property
     def scratch_bytes(self) -> int:

@@ -265,7 +265,7 @@ class Problem:
         return tuple(getattr(self, axis) for axis in axes.split())
 
     def __str__(self) -> str:
-        if self.d == 0 and self.dv == 0:
+        if (self.batch, self.heads, self.d, self.dv) == (1, 1, 0, 0):  # a softmax
             return f"M={self.M} N={self.N} {self.dtype.name}"
         heads = f"heads={self.heads}" + (
             f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

@@ -129,7 +129,7 @@ def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None
         "problem": str(case),
         "device": engine.limits.device,
         "constants": text(plan.constants),
-        **{x.entry: launch_line(x, result.resources[x.entry]) for x in plan.launches},
+        **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
         "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
         "time": f"{text(result.time)} ms, the median of {len(result.milliseconds)}; "
         f"{result.tflops:.3g} TFLOP/s",
@@ -175,7 +175,8 @@ def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) ->
         for row, words in zip(table, warnings)
         if words
     ]
-    return "\n".join([render(table, form, width=width), *told])
+    shown = fields(table[0], width=width) if len(table) == 1 else _table(table, width)
+    return "\n".join([shown, *told])
 
 
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
@@ -265,6 +266,7 @@ def _drop(table: Sequence[dict[str, Any]], column: str) -> None:
 
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
     """Every number of one launch of a plan, as a person reads it."""
+    rounds = plan.rounds_of(launch)
     return fields(
         {
             "launch": launch.entry,
@@ -277,28 +279,32 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
             "arguments": launch.launch.args,
             "rows of boxes": launch.boxes,
             "numbers": launch.numbers,
+            "rounds": f"{rounds:,}, of which this is the first" if rounds > 1 else "",
         }
     )
 
 
 def fields(row: Row, *, width: int | None = None) -> str:
     """One row of data, a line for each of its fields that says something."""
+    shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for name, value in row.items():
-        if text(value):
-            table.add_row(name.replace("_", " "), Text(text(value)))
+    table.add_column(
+        no_wrap=True, min_width=max(map(len, shown), default=0)
+    )  # of names of several words
+    for name, value in shown.items():
+        table.add_row(name, Text(value))
     return _drawn(table, width) + "\n"
 
 
-def launch_line(launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
+def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
     """A launch's geometry and resources in one line."""
+    rounds = plan.rounds_of(launch)
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
     blocks = f"{grid} blocks" if grid else "1 block"
     known = "".join(f", {value:,} {name}" for name, value in resources.items())
     return (
         f"{blocks} of {launch.threads} threads, {launch.shared_bytes:,} bytes of shared "
-        f"memory each{known}"
+        f"memory each{known}{f', the first of {rounds:,} rounds' if rounds > 1 else ''}"
     )
 
 
@@ -383,8 +389,11 @@ def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ())
             fewer = [{c: x for c, x in row.items() if c != left[0]} for row in rows]
             return _table(fewer, width, spare=left[1:])
     said = {c: x for c, x in shared.items() if x is not None}
-    caption = f"{text(said)}\n" if said else ""
-    return caption + _drawn(table, width)
+    if not said:
+        return _drawn(table, width)
+    caption = Table.grid()
+    caption.add_row(Text(text(said)))
+    return f"{_drawn(caption, width)}\n{_drawn(table, width)}"
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:

@@ -357,7 +357,7 @@ def _roof(
         return Roof(computation.name, operation, problem, device, note=str(error))
     moved, least, note = _moved(plan)
     return Roof(
-        *(computation.name, operation, plan.problem, device),
+        *(computation.name, operation, replace(plan.problem, d=problem.d, dv=problem.dv), device),
         *(moved, least, _precision(plan), uses_tensor_cores(plan)),
         note=note,
     )

@@ -64,7 +64,7 @@ def trial(
         verdicts=calls.judge(engine, plan, readable, results),
         milliseconds=_times(engine, plan, readable),
         resources={
-            launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.launches
+            launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs
         },
     )
 

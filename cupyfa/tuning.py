@@ -290,7 +290,7 @@ def _check(engine: Backend, plan: Plan) -> None:
 def _resources(engine: Backend, plan: Plan) -> dict[str, int]:
     """Registers, spilled bytes and blocks on a multiprocessor, of the launch with the most."""
     found: dict[str, int] = {}
-    for launch in plan.launches:
+    for launch in plan.programs:
         prepared = engine.prepare(launch)
         used, blocks = engine.resources(prepared), engine.blocks_per_sm(prepared, launch)
         for name, value in used.items():

@@ -269,7 +269,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
 # Faults
 
 
-def interrupted(engine: Any, times: int, seed: int) -> str:
+def interrupted(engine: Any, seed: int, times: int) -> str:
     """Ctrl-C in the middle of calls of this thread, which must be the main one."""
     soak, rng, armed = Soak(engine, seed), random.Random(seed), threading.Event()
 
@@ -336,7 +336,7 @@ BEGIN = "if (row >= M) return;"
 FAR = "O.data[1ll << 44] = scalar(1.f);"  # further than memory reaches
 
 
-def trapped(engine: Any, seed: int) -> str:
+def trapped(engine: Any) -> str:
     """A kernel that writes far outside, while threads call."""
     with tempfile.TemporaryDirectory() as folder:
         script = own_kernel.write(Path(folder), cu=(BEGIN, f"{FAR}\n  {BEGIN}"))
@@ -425,14 +425,31 @@ def _child(what: str, engine: Any, *args: Any, timeout: float, env: Any = None) 
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+FAULTS: dict[str, Callable[[Any, int, int], str]] = {
+    "out_of_memory": lambda engine, seed, _: out_of_memory(engine, seed),
+    "trapped": lambda engine, _, __: trapped(engine),
+    "killed": lambda engine, seed, _: killed(engine, seed),
+    "interrupted": lambda engine, seed, times: interrupted(engine, seed, times),
+}
+
+
 @click.command()
-@click.option("--calls", "total", default=100_000, show_default=True, help="How many in all.")
-@click.option("--threads", default=8, show_default=True)
+@click.option(
+    "--calls",
+    "total",
+    type=click.IntRange(1),
+    default=100_000,
+    show_default=True,
+    help="How many in all.",
+)
+@click.option("--threads", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--backend", default="auto", show_default=True)
 @click.option("--patience", default=60.0, show_default=True, help="Seconds without a result.")
 @click.option("--faults", is_flag=True, help="Faults instead.")
-@click.option("--only", multiple=True, help="Of the faults these, by their functions' names.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(FAULTS)), help="Of the faults these alone."
+)
 @click.option("--interrupts", default=300, show_default=True, help="How often Ctrl-C comes.")
 @click.option("--child", hidden=True)
 @click.argument("args", nargs=-1)
@@ -455,15 +472,8 @@ def main(
         click.echo({"trap": _trap, "call": _call}[child](engine, *args))
         return
     if faults:
-        ways = {
-            "out_of_memory": lambda: out_of_memory(engine, seed),
-            "trapped": lambda: trapped(engine, seed),
-            "killed": lambda: killed(engine, seed),
-            "interrupted": lambda: interrupted(engine, interrupts, seed),
-        }
-        for name, way in ways.items():
-            if not only or name in only:
-                click.echo(way())
+        for name in only or FAULTS:
+            click.echo(FAULTS[name](engine, seed, interrupts))
         return
     soak = Soak(engine, seed)
     click.echo(f"{len(soak.calls)} kinds of calls on {engine.limits.device}, seed {seed}")

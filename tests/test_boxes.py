@@ -92,7 +92,7 @@ def test_boxes_are_of_sm_90():
 @pytest.mark.parametrize("rows", [0, 257, 8.0, "8"])
 def test_boxes_have_up_to_256_rows(rows):
     own = Kernel("own", "", (launch(boxes={"Q": lambda p, c: rows}),), arch="90")
-    with pytest.raises(ValueError, match=f"box of Q gives {rows!r} rows for .*give 1 to 256"):
+    with pytest.raises(ValueError, match=f"box of Q gives {rows!r} for .*from 1 to 256"):
         planning.plan(own, Problem.of_sizes(M=7, d=8), Limits("x", 2**16))
 
 
@@ -144,7 +144,8 @@ def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
 
 def test_it_is_compiled_for_its_own_architecture(kernel):
     pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
-    ((plan, arch),) = compiling.plans([kernel], ["80", "90", "100"], ["bfloat16"], 40)
+    arches, dtypes = ["80", "90", "90a", "100"], ["bfloat16", "bfloat16"]
+    ((plan, arch),) = compiling.plans([kernel], arches, dtypes, 40)
     compiled = compiling.compile_launch(plan.launches[0], arch)
     assert (arch, compiled.arch) == ("90", "90a")
     assert compiled.warnings == ()

@@ -45,11 +45,21 @@ def test_kernels_that_are_named():
     rows = cupyfa.memory(["columns", "two_pass"], dtype="float16", causal=True, **SIZES)
     assert [row.computation for row in rows] == ["naive", "tiled", "columns", "two_pass"]
     assert rows[2].constants == {"Br": 32, "Bc": 32}
-    (_, _, refused) = cupyfa.memory("mma_async", **{**SIZES, "d": 512}, dtype="float16")
+    large = {**SIZES, "d": 512, "dtype": "float16"}
+    (_, _, refused, _) = cupyfa.memory(["mma_async", "fa2"], **large)
     assert refused.note == "its head dimensions end at 256" and refused.scratch is None
+    with pytest.raises(cupyfa.Unsupported, match="end at 256; kernels that can: .*fa2"):
+        cupyfa.memory(["mma_async", "wgmma"], **large)
     (naive, kernel) = cupyfa.memory("softmax_safe", M=20, N=30)
     assert (naive.scratch, kernel.scratch) == (0, 0)
     assert sum(x.read for x in kernel.steps) == 3 * sum(x.read for x in naive.steps)
+
+
+def test_no_columns_are_none_of_the_problem():
+    (naive, tiled, kernel) = cupyfa.memory("fa2", **{**SIZES, "d": 0})
+    assert naive.least == tiled.least == kernel.least and kernel.problem.d == 0
+    assert str(kernel.problem).startswith("batch=2 heads=4 M=300 N=300 d=0 float32")
+    assert "no columns count as one" in kernel.note and kernel.inputs > naive.inputs
 
 
 def test_a_kernel_of_ones_own(tmp_path):
@@ -62,7 +72,7 @@ def test_a_kernel_of_ones_own(tmp_path):
     "arguments, message",
     [
         ({"kernels": ["fa2", "columns"]}, r"fa2 \(forward\), columns \(backward\)"),
-        ({"kernels": "fa2", "backward": True}, "memory is of one operation"),
+        ({"kernels": "fa2", "backward": True}, r"fa2 \(forward\) is not"),
         ({"M": [16, 32]}, "these sizes make 2"),
         ({"kernels": "fa9"}, "'fa9' is unknown"),
         ({"kernels": "fa2", "Q": 3}, "forward has no Q"),

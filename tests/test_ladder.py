@@ -135,6 +135,9 @@ def test_rows_of_one_length():
     assert [row.problem.M for row in pages.at_length(rows, None)] == [2048]
     assert [row.problem.M for row in pages.at_length(rows, 256)] == [256]
     assert [row.problem.M for row in pages.at_length(rows[:1], None)] == [256]
+    left_out = [measured(name, None, M) for name in ("fa2", "v2") for M in (2048, 4096)]
+    timed = [measured("fa2", 1.0, 256), measured("v2", 1.0, 256), measured("fa2", 1.0, 512)]
+    assert {row.problem.M for row in pages.at_length([*timed, *left_out], None)} == {256}
     with pytest.raises(ValueError, match="M=7 was not measured; there are 256, 2048, 4096"):
         pages.at_length(rows, 7)
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))

@@ -411,6 +411,13 @@ def test_a_compiler_that_may_not_be_run(own_folders, fresh, monkeypatch, tmp_pat
     still_works()
 
 
+def test_flags_that_are_none(own_folders, fresh, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("CUPYFA_COMPILER_FLAGS", '-O0 "-g')
+        says(line_of(command(*RUN, code=2).stderr), "CUPYFA_COMPILER_FLAGS is '-O0", "or unset it")
+    still_works()
+
+
 def test_no_compiler_at_all(own_folders, fresh, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))

@@ -105,7 +105,7 @@ def test_scratch_is_bounded_by_rounds():
     assert (len(few.launches), len(many.launches)) == (1 + 3, 1 + 3 * 100)
     scores = 2 * 2 * 64 * 1024 * 1024
     assert [x.scratch_bytes - 4 * x.problem.heads * 1024 for x in (few, many)] == [scores] * 2
-    long = plan_of_sizes(M=65536)  # 16 rounds of 4096 keys, between which dQ waits
+    long = plan_of_sizes(M=65536)  # 64 rounds of 1024 keys, between which dQ waits
     assert len(long.launches) == 1 + 3 * 64
     assert long.scratch_bytes == 4 * 65536 * 1024 + 4 * 65536 * 512 + 4 * 65536
 

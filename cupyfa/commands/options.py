@@ -188,7 +188,9 @@ def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> di
     for constant in constants:
         name, _, value = constant.partition("=")
         if not value.isdecimal():
-            raise ValueError(f"constant {constant!r} is not NAME=VALUE with a whole number")
+            raise ValueError(
+                f"constant {constant!r} is not NAME=VALUE with a whole number, for example Br=64"
+            )
         given[name] = int(value)
     return given
 

@@ -80,8 +80,10 @@ def tune(kernel: str, budget: float, fresh: bool, backend: str, form: str, **siz
         best.setdefault(x.measurement.problem, x)
     for x in best.values():
         if x.state == tuning.RIGHT:
-            p, constants = x.measurement.problem, report.text(x.measurement.constants) or "it"
-            click.echo(f"note: fastest for {p.arithmetic}, d={p.d}: {constants}", err=True)
+            p, constants = x.measurement.problem, report.text(x.measurement.constants)
+            fastest = constants or "there are no tiles to choose"
+            columns = f", d={p.d}" if p.d else ""  # softmax has none
+            click.echo(f"note: fastest for {p.arithmetic}{columns}: {fastest}", err=True)
     sys.exit(0 if all(x.state == tuning.RIGHT for x in best.values()) else WRONG)
 
 

@@ -192,7 +192,7 @@ ROWS = launch(
         "K": lambda p, c: p.group * cdiv(p.M, c.Br),
         "lse": lambda p, c: tiles_of(p.d, c),
         "dS": lambda p, c: count(p, c) * tiles_of(p.d, c),
-        "dQ_sum": lambda p, c: 2 * (count(p, c) - p.batch * p.kv_heads),
+        "dQ_sum": lambda p, c: 2 * (rounds_of_keys(p, c) - 1) * p.batch * p.kv_heads,
         "dQ": lambda p, c: 1,
     },
 )

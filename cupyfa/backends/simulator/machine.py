@@ -528,7 +528,14 @@ def _kernel_flags() -> list[str]:
     if major and int(major[1]) >= 16:
         # Older ones take an array at the end of a struct for one of any length.
         flags.append("-fstrict-flex-arrays=3")
-    return flags + shlex.split(os.environ.get("CUPYFA_COMPILER_FLAGS", ""))
+    given = os.environ.get("CUPYFA_COMPILER_FLAGS", "")
+    try:
+        return flags + shlex.split(given)
+    except ValueError as error:
+        raise ValueError(
+            f"CUPYFA_COMPILER_FLAGS is {given!r}, which is no list of flags: {error}; write it as "
+            "for a shell, or unset it"
+        ) from None
 
 
 # -------------------------------------------------------------------------------------------------
