@@ -281,6 +281,7 @@ def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
         (["--plot", "no/such/folder/a.svg"], "is there a folder no/such/folder"),
         (["--plot", "a.svg", "-N", 5, "--backend", "simulator"], "leave -N out"),
         (["--from", "none.json"], "cannot be read"),
+        (["--from", "none.json", "--backward"], "leave one out"),
         (["--save", "no/such/folder/a.json"], "is there a folder no/such/folder"),
     ],
 )

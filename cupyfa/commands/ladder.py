@@ -58,6 +58,8 @@ def ladder(
     The problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
     float16, which most rungs take, and in which the baseline's products run on tensor cores.
     """
+    if source and backward:
+        raise ValueError("--from measures nothing, so --backward has no say; leave one out")
     check_target(save)
     if plot:
         plotting.check(plot)
