@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -173,7 +174,8 @@ class _Started:
             start_new_session=True,  # Ctrl-C is for this process
         )
         theirs.close()
-        self.pipe.send(backend)
+        with suppress(BrokenPipeError):  # if it is dead already, `told` says so
+            self.pipe.send(backend)
 
     def told(self) -> Any:
         """What it says next. Raises ConnectionError if it is dead, and what it raised."""
