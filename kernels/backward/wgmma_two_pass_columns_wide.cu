@@ -147,24 +147,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     work.for_tiles(heads, [&](int, int row, long long) {
       weigher.advance({row, work.first_key, M, N, diagonal, lower});
     });
-    const int first_key = work.first_key + weigher.own.first_key();
-    if (is_strange(weigher.dV)) {
-      recompute_keys<false, true>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
-                                  diagonal, lower, scale);
-      return;
-    }
-    store_gradient<dv>(weigher.dV, 1, first_key, dV, work.batch, work.kv_head, N, weigher.own.lane);
+    leave_gradient<of_dV>(weigher.dV, weigher.own, Q, K, V, dO, dK, dV, row_sums, work, heads, N,
+                          diagonal, lower, scale);
   } else {
     Differentiator differentiator(shared);
     if (any) wait(shared.V_full, 0);
     work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
-    const int first_key = work.first_key + differentiator.own.first_key();
-    if (is_strange(differentiator.dK)) {
-      recompute_keys<true, false>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
-                                  diagonal, lower, scale);
-      return;
-    }
-    store_gradient<d>(differentiator.dK, scale, first_key, dK, work.batch, work.kv_head, N,
-                      differentiator.own.lane);
+    leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
+                          work, heads, N, diagonal, lower, scale);
   }
 }

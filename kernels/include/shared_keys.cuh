@@ -32,3 +32,23 @@ struct PassedWeights {
     }
   }
 };
+
+// A warp's keys of the gradient that its warpgroup has summed, to memory: computed once more if
+// there is anything strange in it.
+template <int warpgroup, int count>
+__device__ __forceinline__ void leave_gradient(const float (&sums)[count], const Own& own,
+                                               Tensor<const scalar> Q, Tensor<const scalar> K,
+                                               Tensor<const scalar> V, Tensor<const scalar> dO,
+                                               Tensor<scalar> dK, Tensor<scalar> dV,
+                                               const RowSums* row_sums, const Work& work, int heads,
+                                               int N, int diagonal, int lower, float scale) {
+  constexpr bool is_dV = warpgroup == of_dV;
+  const int first_key = work.first_key + own.first_key();
+  if (is_strange(sums))
+    recompute_keys<!is_dV, is_dV>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
+                                  diagonal, lower, scale);
+  else if constexpr (is_dV)
+    store_gradient<dv>(sums, 1, first_key, dV, work.batch, work.kv_head, N, own.lane);
+  else
+    store_gradient<d>(sums, scale, first_key, dK, work.batch, work.kv_head, N, own.lane);
+}
