@@ -506,18 +506,8 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
 
 
 def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
-    done = cli(
-        "compile",
-        "fa2",
-        "mma_split_q",
-        "--arch",
-        "80,90",
-        "--causal",
-        "-d",
-        "40",
-        "--format",
-        "json",
-    )
+    options = ("--arch", "80,90", "--causal", "-d", "40", "--format", "json")
+    done = cli("compile", "fa2", "mma_split_q", *options)
     rows = strict(done.stdout)
     found = {(row["kernel"], row["dtype"], row["arch"]) for row in rows}
     names = {"fa2": DTYPES, "mma_split_q": ("float16", "bfloat16")}

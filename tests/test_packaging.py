@@ -201,8 +201,12 @@ def test_the_unpacked_sdist(built, environment, tmp_path):
     works([python, tmp_path / "unpacked" / "cli.py"], tmp_path)
 
 
-def test_the_import_is_quick_and_brings_neither_cupy_nor_click():
-    """By NumPy's own import, in the same processes: both take longer on a slower machine."""
+def test_the_import_is_quick_and_brings_neither_cupy_nor_click(tmp_path):
+    """By NumPy's own import, in the same processes: both take longer on a slower machine.
+
+    The first process writes the bytecode of both, as installing them would.
+    """
+    bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = """
 import sys, time
 start = time.process_time()
@@ -211,7 +215,7 @@ after = time.process_time()
 import cupyfa
 print(after - start, time.process_time() - after, *{"cupy", "click", "rich"} & set(sys.modules))
 """
-    measured = [call(sys.executable, "-c", code, cwd=TREE).split() for _ in range(5)]
+    measured = [call(sys.executable, "-c", code, cwd=TREE, **bytecode).split() for _ in range(5)]
     assert all(len(words) == 2 for words in measured), measured
     of_numpy, own = (min(map(float, times)) for times in zip(*measured))
-    assert own < 2 * of_numpy, measured
+    assert own < of_numpy, measured
