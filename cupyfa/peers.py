@@ -110,9 +110,11 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
         except ImportError as error:
             raise Unsupported(f"{label} is not installed ({error})") from None
         except Exception as error:
-            said = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
-            telling = [x for x in said if not x.endswith(("because:", "runtime disabled."))]
-            reason = "; ".join(dict.fromkeys(telling)) or f"{error}".partition("\n")[0]
+            reason = f"{error}".partition("\n")[0]
+            if reason.startswith("No available kernel"):  # torch has warned of the reasons
+                said = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
+                telling = [x for x in said if not x.endswith(("because:", "runtime disabled."))]
+                reason = "; ".join(dict.fromkeys(telling)) or reason
             raise Unsupported(f"{label} cannot do {p}: {reason}") from None
 
 
@@ -121,8 +123,9 @@ def _torch(
 ) -> Peer:
     """torch's attention, or its gradients: those of a forward pass that was made before.
 
-    Automatic differentiation runs a step on the stream that its forward step ran on, so a graph of
-    gradients is captured on a stream on which the forward pass was made once more.
+    Automatic differentiation runs a step on the stream that its forward step ran on, and hands
+    inputs their gradients on the stream that they came into use on. So a graph of gradients is
+    captured on a stream on which the forward pass was made once more, of tensors of its own.
     """
     torch = import_module("torch")
     attention = import_module("torch.nn.attention")
@@ -130,9 +133,9 @@ def _torch(
     kernel = getattr(attention.SDPBackend, _TORCH[name])
     options = _torch_options(name, p)
 
-    def attend() -> Any:
+    def attend(*inputs: Any) -> Any:
         with attention.sdpa_kernel(kernel):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+            return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
 
     def on_stream(function: Callable[[], Any]) -> Any:
         with _torch_stream(torch, engine):
@@ -140,14 +143,14 @@ def _torch(
 
     def differentiable() -> Callable[[], Any]:
         """Makes the forward pass, and returns what takes the gradients of it."""
-        out = attend()
-        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
     names: tuple[str, ...] = ("O",)
     if gradient is None:
-        compute = attend
+        compute = partial(attend, q, k, v)
     else:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         dout = _tensor(torch, gradient)
         names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
 

@@ -30,16 +30,19 @@ def test_offsets_beyond_two_to_the_31(cuda, kernel):
 
     heads, N, d = 33, 2**20, 64
     assert heads * N * d > 2**31
+    dtype = "float16" if "float16" in kernel.dtypes else "float32"
     rng = cupy.random.default_rng(0)
-    q = rng.standard_normal((heads, 2, d), dtype=np.float32).astype(np.float16)
-    k = cupy.empty((heads, N, d), np.float16)
-    v = cupy.empty((heads, N, d), np.float16)
+    q = rng.standard_normal((heads, 2, d), dtype=np.float32).astype(dtype)
+    k = cupy.empty((heads, N, d), dtype)
+    v = cupy.empty((heads, N, d), dtype)
     for array in (k, v):
         for head in range(heads):
             array[head] = rng.standard_normal((N, d), dtype=np.float32)
     all_heads = cupyfa.attention(q, k, v, kernel=kernel)
     last = cupyfa.attention(q[-1:], k[-1:], v[-1:], kernel=kernel, check=True)
-    tolerance = 1e-3 if kernel.name.startswith("baseline") else 0  # cuBLAS chooses by the batch
+    # cuBLAS, and keys shared out to blocks, add up in an order that depends on the batch.
+    by_batch = kernel.name.startswith("baseline") or kernel.name == "mma_split_k"
+    tolerance = 1e-4 if by_batch else 0
     cupy.testing.assert_allclose(all_heads[-1:], last, rtol=0, atol=tolerance)
 
 

@@ -85,19 +85,20 @@ def test_uploads_and_downloads_overlap():
     out = cupyfa.empty_pinned(shape, np.float16)
 
     def seconds(call):
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return min(times)
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
 
-    together = seconds(lambda: cupyfa.attention(q, k, v, out=out))
+    def together():
+        cupyfa.attention(q, k, v, out=out)
 
     def in_turn():
         cupyfa.attention(*on_device(q, k, v)).get(out=out)
 
-    assert together < 0.9 * seconds(in_turn)
+    # In alternation, so that what else goes on here slows both down.
+    times = [(seconds(together), seconds(in_turn)) for _ in range(30)]
+    best_together, best_in_turn = (min(x) for x in zip(*times))
+    assert best_together < 0.9 * best_in_turn
 
 
 def test_a_bound_call_in_a_graph():
