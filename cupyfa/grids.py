@@ -414,7 +414,7 @@ def _softmax(
 # At random
 
 _MOST_WORK = 2**28  # multiply-adds of a case
-_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
+_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
 
 
 def _random_attention(

@@ -86,10 +86,11 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", MMA, ids=name)
-def test_tiles_that_are_measured(backend, kernel):
-    """A warp's columns of dQ, 96 among four, are not all there."""
-    sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": 96, "causal": True}
+def test_tiles_that_are_measured(backend, kernel, d):
+    """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
+    sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     plan = planned(kernel, backend, sizes)
     calls.checked(backend, plan, inputs_of(plan), {})
 

@@ -32,6 +32,7 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(const float* dQ_
         sums[i / 2][j / 2][i % 2 * 2 + j % 2] = counts ? sum : 0.0f;
       }
     }
-    store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, M, lane);
+    // What lies behind the end of a warp's part is another's, of the next slice.
+    store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, M, lane, own.end);
   }
 }

@@ -227,12 +227,13 @@ __device__ __forceinline__ void store_weights(operand (&tile)[Br][Bc],
   }
 }
 
-// Writes a warp's part of a gradient times a factor, in rows of which there are so many.
+// Writes a warp's part of a gradient times a factor, in rows of which there are so many, and in
+// columns before `end_col`.
 template <int cols, class Own, int rows, int blocks>
 __device__ __forceinline__ void store_gradient(Tensor<scalar> gradient,
                                                const float (&sums)[rows][blocks][4], float factor,
                                                const Own& own, int batch, int head, int first_row,
-                                               int end, int lane) {
+                                               int end, int lane, int end_col = cols) {
   const bool aligned = is_aligned(gradient);
 #pragma unroll
   for (int i = 0; i < 2 * rows; ++i) {
@@ -243,7 +244,8 @@ __device__ __forceinline__ void store_gradient(Tensor<scalar> gradient,
       const float (&sum)[4] = sums[i / 2][n];
       pairs[n] = pack<operand>(sum[i % 2 * 2] * factor, sum[i % 2 * 2 + 1] * factor);
     }
-    store_row<cols>(gradient.row(batch, head, row), pairs, own.col, aligned, row < end, lane);
+    store_row<cols>(gradient.row(batch, head, row), pairs, own.col, aligned, row < end, lane,
+                    end_col);
   }
 }
 

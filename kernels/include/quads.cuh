@@ -24,12 +24,13 @@ __device__ __forceinline__ uint4 trade_quads(uint2 first, uint2 second, int lane
   return upper ? uint4{x, y, keep.x, keep.y} : uint4{keep.x, keep.y, x, y};
 }
 
-// Writes a row's 16-bit numbers from a column on, as far as there are `cols` columns. `aligned`
-// says that rows begin at multiples of 16 bytes; all lanes call this, also for a row that is not
-// inside.
+// Writes a row's 16-bit numbers from a column on, as far as there are `cols` columns, and those
+// before column `end`, a multiple of 8. `aligned` says that rows begin at multiples of 16 bytes;
+// all lanes call this, also for a row that is not inside.
 template <int cols, int count>
 __device__ __forceinline__ void store_row(scalar* row, const unsigned (&pairs)[count],
-                                          int first_col, bool aligned, bool inside, int lane) {
+                                          int first_col, bool aligned, bool inside, int lane,
+                                          int end = cols) {
   static_assert(count % 2 == 0, "eight columns twice at a time");
   if (cols % 8 == 0 && aligned) {
 #pragma unroll
@@ -38,20 +39,21 @@ __device__ __forceinline__ void store_row(scalar* row, const unsigned (&pairs)[c
       const uint2 second = trade_pairs(pairs[n + 2], pairs[n + 3], lane);
       const uint4 piece = trade_quads(first, second, lane);
       const int col = first_col + (n + lane % 4) * 8;
-      if (inside && col < cols) *reinterpret_cast<uint4*>(row + col) = piece;
+      if (inside && col < min(cols, end)) *reinterpret_cast<uint4*>(row + col) = piece;
     }
     if constexpr (count % 4 != 0) {
       const uint2 piece = trade_pairs(pairs[count - 2], pairs[count - 1], lane);
       const int col = first_col + (count - 2 + lane % 2) * 8;
-      if (inside && col < cols) *reinterpret_cast<uint2*>(row + col + lane % 4 / 2 * 4) = piece;
+      if (inside && col < min(cols, end))
+        *reinterpret_cast<uint2*>(row + col + lane % 4 / 2 * 4) = piece;
     }
   } else {
 #pragma unroll
     for (int n = 0; n < count; ++n) {
       const int col = first_col + n * 8 + 2 * (lane % 4);
       const scalar* pair = reinterpret_cast<const scalar*>(&pairs[n]);
-      if (inside && col < cols) row[col] = pair[0];
-      if (inside && col + 1 < cols) row[col + 1] = pair[1];
+      if (inside && col < min(cols, end)) row[col] = pair[0];
+      if (inside && col + 1 < min(cols, end)) row[col + 1] = pair[1];
     }
   }
 }
