@@ -1,5 +1,5 @@
 #pragma once
-// A block's walk down the tiles of Q and dO that see one of its keys, for all heads that share
+// A block's walk through the tiles of Q and dO that see one of its keys, for all heads that share
 // them, on tensor cores: dK and dV in registers, and what each step adds to dQ.
 
 #include <cp_async.cuh>
@@ -21,6 +21,8 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Part<Br, Bc>::whole, "warps share out S evenly");
 
+// Steps of S at once; dP has no registers for as many, nor has S of 128 keys and rows.
+constexpr int S_steps = depth > 64 ? 4 : 2;
 using Scores = Part<Br, Bc>;
 using KeyPart = Part<Bc, depth>;
 using ValuePart = Part<Bc, width>;
@@ -32,15 +34,16 @@ struct Inputs {
   int M, N;
 };
 
-// All tiles of rows, head by head.
+// All tiles of rows, head by head, from the last of each to the first: so blocks that begin
+// together are at the same rows, under a causal mask too.
 struct Walk {
-  int batch, head, first_row, start, end, left;
+  int batch, head, first_row, first, last, left;
 
   __device__ __forceinline__ void advance() {
     --left;
-    first_row += Br;
-    if (first_row < end) return;
-    first_row = start;
+    first_row -= Br;
+    if (first_row >= first) return;
+    first_row = last;
     ++head;
   }
   // Registers do not keep where the heads begin: that is found once more.
@@ -79,9 +82,6 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
   walk.advance();
   const bool more = walk.left > 0;
   RowSums next;
-  if (more) next = walk.load_sums(in);
-  if (stages == 2 && more) walk.begin_copies(shared, in, 1 - stage);
-  commit_copies();
   bool strange_rows = false;
   if constexpr (has_mask && masked)
     strange_rows = __syncthreads_or(is_strange(shared.Q[stage]) || is_strange(shared.dO[stage]));
@@ -90,7 +90,11 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
     const Scores own;
     const int lane = own_lane();
     Scores::Sums P = {}, dS = {};
-    multiply_transposed(P, shared.Q[stage], shared.K, own, lane);
+    multiply_transposed<S_steps>(P, shared.Q[stage], shared.K, own, lane);
+    // Where the next tile is, is found while these products go on.
+    if (more) next = walk.load_sums(in);
+    if (stages == 2 && more) walk.begin_copies(shared, in, 1 - stage);
+    commit_copies();
     weigh<masked>(P, shared.lse[turn], own, pairs, scale2, lane);
     store_weights(shared.P, P, own, lane);
     multiply_transposed(dS, shared.dO[stage], shared.V, own, lane);
@@ -148,7 +152,8 @@ __device__ __forceinline__ void sum_columns(Tensor<const operand> Q, Tensor<cons
   const RowRange rows = rows_that_see(first_key, M, N, diagonal, lower);
   const int start = rows.first / Br * Br, first_head = at.head * group;
   const int tiles = rows.end > start ? cdiv(rows.end - start, Br) : 0;
-  Walk walk = {at.batch, first_head, start, start, rows.end, tiles * group};
+  const int last = start + (tiles - 1) * Br;
+  Walk walk = {at.batch, first_head, last, start, last, tiles * group};
   const Sums sums = {dQ_sum, kv_heads * group, cdiv(M, Br)};
   KeyPart::Sums dK = {};
   ValuePart::Sums dV = {};

@@ -87,14 +87,14 @@ __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
   }
 }
 
-// D += A B^T for rows of both.
-template <class Own, int rows, int blocks, int height, int other, int length>
+// D += A B^T for rows of both, with so many steps of the sum unrolled: with more at once, loads of
+// later steps take the registers of what waits.
+template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
 __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
                                                     operand (&B)[other][length], const Own& own,
                                                     int lane) {
-  // With more at once, loads of later steps take the registers of what waits.
-#pragma unroll 2
+#pragma unroll at_once
   for (int k = 0; k < length / step; ++k) {
     unsigned a[rows][4];
 #pragma unroll
