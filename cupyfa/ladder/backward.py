@@ -249,10 +249,11 @@ SHARED_OF_SM_90 = 232448  # bytes a block may have
 WGMMA_SCRATCH = {
     "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
     "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
+    "counts": (lambda p, c: 4 * p.batch * p.kv_heads, "byte"),
 }
 WGMMA_TILES_UP_TO = {
-    64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 1},),
-    128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 2},),
+    64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 2},),
+    128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},),
     256: ({"Br": 64, "Bc": 64, "stages": 2, "dS_stages": 1},),
 }
 WGMMA_RULES = {
@@ -289,7 +290,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
     tiles = 2 * ((c.Bc + c.stages * c.Br) * _boxed_width(p) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
-    rest = 2 * part + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (3 + 3 * c.stages)
     return cdiv(tiles + rest, 1024) * 1024
 
 
@@ -298,7 +299,7 @@ def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = No
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * ((c.Bc + c.stages * c.Br) * _boxed(p.d) + (c.Bc + dO_stages * c.Br) * _boxed(p.dv))
     between = (2 + 4) * c.Br * c.Bc + 2 * 4 * 64 * 64
-    rest = 8 * c.stages * c.Br + 8 * (2 + 2 * c.stages + 2 * dO_stages)
+    rest = 8 * c.stages * c.Br + 8 * (3 + 2 * c.stages + 2 * dO_stages)
     return cdiv(tiles + between + rest, 1024) * 1024
 
 
@@ -351,7 +352,7 @@ def wgmma_tile_launch(
 
 WGMMA_COLUMNS = Launch(
     "wgmma_columns",
-    args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data dK dV "
+    args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data counts.data dQ dK dV "
     "M N heads kv_heads group diagonal lower scale",
     boxes={
         "Q": lambda p, c: c.Br,
@@ -368,7 +369,7 @@ WGMMA_COLUMNS = Launch(
 WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS,
     entry="wgmma_two_pass_columns",
-    args=WGMMA_COLUMNS.args.replace("dQ_sum.data ", ""),
+    args=WGMMA_COLUMNS.args.replace("dQ_sum.data counts.data dQ ", ""),
     shared=wgmma_two_pass_columns_shared,
 )
 
@@ -542,7 +543,7 @@ KERNELS = (
         launches=(
             wgmma_tile_launch(
                 "begin_rows",
-                "O dO lse row_sums.data dQ_sum.data M heads",
+                "O dO lse row_sums.data dQ_sum.data counts.data M heads group",
                 lambda p, c: 1,
                 THREADS,
             ),
@@ -553,13 +554,6 @@ KERNELS = (
                 shared=wgmma_wide_shared,
                 constants={"dO_stages": wgmma_dO_stages},
                 when=is_wide,
-            ),
-            wgmma_tile_launch(
-                "finish_dQ",
-                "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
-                wgmma_parts,
-                128,
-                hardly="Q K V dO row_sums",
             ),
         ),
         tiles=tuple(

@@ -1,25 +1,26 @@
 // begin_rows: what `wgmma_columns` needs of rows before it begins, tile by tile: lse * log2(e), D =
-// rowsum(dO * O), and zeros for the sums of dQ.
+// rowsum(dO * O), and zeros for the sums of dQ and the count of blocks that have added to them.
 //
 // `delta` and `clear_sums` do the same in two launches, and read and write less at a time.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   counts [batch, kv_heads]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
 #include <sum_tile.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
-extern "C" __global__ __launch_bounds__(threads) void begin_rows(Tensor<const scalar> O,
-                                                                 Tensor<const scalar> dO,
-                                                                 Tensor<const real> lse,
-                                                                 RowSums* row_sums, Part* dQ_sum,
-                                                                 int M, int heads) {
+extern "C" __global__ __launch_bounds__(threads) void begin_rows(
+    Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums* row_sums,
+    Part* dQ_sum, int* counts, int M, int heads, int group) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * parts);
   for (int i = threadIdx.x; i < int(parts * sizeof(Part) / sizeof(float4)); i += threads)
     clear[i] = float4{0, 0, 0, 0};
+  if (threadIdx.x == 0 && tile == 0 && head % group == 0)
+    counts[(batch * heads + head) / group] = 0;
 
   sum_tile(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
 }

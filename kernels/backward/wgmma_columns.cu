@@ -4,15 +4,16 @@
 // Scores are computed transposed, S^T = K Q^T: in that form P^T and dS^T are operands in registers
 // of dV += P^T dO and dK += dS^T Q, and stay where they come out. Only dS for dQ = dS K, a sum over
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
-// copy engine adds it to sums in memory, of which `finish_dQ` knows the order.
+// copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
 //
-//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, dS_stages, d, dv, causal, windowed, threads,
 //   shared_bytes
+#include <finish_dQ.cuh>
 #include <named_barrier.cuh>
-#include <own_keys.cuh>
 #include <shared.cuh>
 
 struct Shared {
@@ -24,6 +25,7 @@ struct Shared {
   Part dQ[consumers];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
+  int is_last[consumers];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows && !is_wide, "a warpgroup owns 64 keys");
@@ -39,7 +41,9 @@ __device__ __forceinline__ int dQ_full(int warpgroup) {
 __device__ __forceinline__ int dQ_empty(int warpgroup) {
   return 3 + consumers + warpgroup;
 }
+constexpr int dQ_left = 7;  // all of dQ has arrived in memory
 constexpr int adding_threads = warpgroup_size + warp_size;
+constexpr int leaving_threads = consumers * adding_threads;
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
   make_barrier(shared.K_full, 1);
@@ -72,8 +76,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 }
 
 // What a warp does for a warpgroup: it has dQ of each tile added to the sums in memory.
-__device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, Part* dQ_sum,
-                                       int warpgroup, int heads) {
+__device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* dQ_sum, int& count,
+                                       int all, int warpgroup, int heads) {
   const bool elected = is_elected();
   work.for_tiles(heads, [&](int, int, long long tile) {
     barrier_arrive(dQ_empty(warpgroup), adding_threads);
@@ -86,6 +90,12 @@ __device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, P
     }
     __syncwarp();  // before another thread says that there is room
   });
+  if (elected) {
+    wait_for_stores();
+    shared.is_last[warpgroup] = is_last(count, all);
+  }
+  __syncwarp();
+  barrier_arrive(dQ_left, leaving_threads);
 }
 
 // What a warpgroup of consumers goes through, tile by tile.
@@ -178,8 +188,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Part* dQ_sum, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N,
-    int heads, int kv_heads, int group, int diagonal, int lower, real scale) {
+    const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
+    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int diagonal, int lower,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
@@ -190,7 +201,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const int warp = uniform(threadIdx.x / warp_size);
     if (warp == 0 && is_elected())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
-    if (warp > 0 && warp <= consumers) add_dQ(shared, work, dQ_sum, warp - 1, heads);
+    if (warp > 0 && warp <= consumers)
+      add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
+             consumers * max(cdiv(N, Bc), 1), warp - 1, heads);
     return;
   }
   take_from_producer();
@@ -207,9 +220,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if (is_strange(consumer.dK) || is_strange(consumer.dV)) {
     recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, diagonal, lower,
                    scale);
-    return;
+  } else {
+    store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
+                      consumer.own.lane);
+    store_gradient<dv>(consumer.dV, 1, first_key, dV, work.batch, work.kv_head, N,
+                       consumer.own.lane);
   }
-  store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
-                    consumer.own.lane);
-  store_gradient<dv>(consumer.dV, 1, first_key, dV, work.batch, work.kv_head, N, consumer.own.lane);
+  barrier_sync(dQ_left, leaving_threads);
+  if (shared.is_last[0] || shared.is_last[1])
+    finish_dQ(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, N, heads, diagonal, lower, scale});
 }

@@ -4,11 +4,13 @@
 // sums dV, the other dK. P goes from the first to the second through shared memory; dQ = dS K they
 // share out by columns. Products, the copies and the way of dQ to memory are as before.
 //
-//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, dO_stages, d, dv, causal, windowed, threads,
 //   shared_bytes
+#include <finish_dQ.cuh>
 #include <named_barrier.cuh>
 #include <shared.cuh>
 #include <shared_keys.cuh>
@@ -23,6 +25,7 @@ struct Shared {
   Part dQ[consumers];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[dO_stages], dO_empty[dO_stages];
+  int is_last[consumers];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
@@ -36,7 +39,9 @@ __device__ __forceinline__ int dQ_full(int warpgroup) {
 __device__ __forceinline__ int dQ_empty(int warpgroup) {
   return 3 + consumers + warpgroup;
 }
+constexpr int dQ_left = 7;  // all of dQ has arrived in memory
 constexpr int adding_threads = warpgroup_size + warp_size;
+constexpr int leaving_threads = consumers * adding_threads;
 
 // The parts of dQ that a warpgroup computes: the second has more to do besides, so it has one less
 // of an odd number.
@@ -81,8 +86,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 }
 
 // What a warp does for a warpgroup: it has parts of dQ of each tile added to the sums in memory.
-__device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, Part* dQ_sum,
-                                       int warpgroup, int heads) {
+__device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* dQ_sum, int& count,
+                                       int all, int warpgroup, int heads) {
   const bool elected = is_elected();
   const int end = warpgroup == of_dV ? first_part(of_dK) : parts;
   work.for_tiles(heads, [&](int, int, long long tile) {
@@ -99,6 +104,12 @@ __device__ __forceinline__ void add_dQ(const Shared& shared, const Work& work, P
       __syncwarp();  // before another thread says that there is room
     }
   });
+  if (elected) {
+    wait_for_stores();
+    shared.is_last[warpgroup] = is_last(count, all);
+  }
+  __syncwarp();
+  barrier_arrive(dQ_left, leaving_threads);
 }
 
 // A warpgroup's parts of dQ = dS K.
@@ -231,8 +242,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Part* dQ_sum, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N,
-    int heads, int kv_heads, int group, int diagonal, int lower, real scale) {
+    const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
+    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int diagonal, int lower,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
@@ -243,7 +255,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const int warp = uniform(threadIdx.x / warp_size);
     if (warp == 0 && is_elected())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
-    if (warp > 0 && warp <= consumers) add_dQ(shared, work, dQ_sum, warp - 1, heads);
+    if (warp > 0 && warp <= consumers)
+      add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
+             consumers * max(cdiv(N, Bc), 1), warp - 1, heads);
     return;
   }
   take_from_producer();
@@ -263,4 +277,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
                           work, heads, N, diagonal, lower, scale);
   }
+  barrier_sync(dQ_left, leaving_threads);
+  if (shared.is_last[0] || shared.is_last[1])
+    finish_dQ(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, N, heads, diagonal, lower, scale});
 }

@@ -70,6 +70,12 @@ __device__ __forceinline__ void wait_until_stores_have_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Waits until this thread's stores have arrived, and it sees what they did.
+// cp.async.bulk.wait_group
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
 // lets another thread begin them.  fence.proxy.async
 __device__ __forceinline__ void publish_to_copies() {

@@ -1398,6 +1398,10 @@ EXPORTED void simulator_end_stores(const char* file, int line) {
   end_stores(*self, {file, line, CALLER});
 }
 
+EXPORTED void simulator_make_additions() {
+  make_additions(*self, true);
+}
+
 // What this thread does from now on has a later clock; what it did is not yet in its warp's past.
 EXPORTED void simulator_publish_to_copies() {
   Worker& worker = *self;

@@ -4,7 +4,7 @@
 //
 // A box is loaded in the first wait for its barrier's phase, and read to be stored in the wait for
 // that. Who uses its bytes before is in a race, and is reported. Floats are added later still: by a
-// seed at any such wait or, as without one, when the thread ends.
+// seed at any such wait or, as without one, in wait_for_stores or when the thread ends.
 #include <barrier.cuh>
 
 // An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
@@ -57,6 +57,12 @@ inline void commit_stores() {
 // Waits until this thread's stores have read shared memory.
 inline void wait_until_stores_have_read(simulator::Here here = {}) {
   simulator_end_stores(here.file, here.line);
+}
+
+// Waits until this thread's stores have arrived, and it sees what they did.
+inline void wait_for_stores(simulator::Here here = {}) {
+  simulator_end_stores(here.file, here.line);
+  simulator_make_additions();
 }
 
 // Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
