@@ -272,6 +272,11 @@ def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
     return p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
 
 
+def finishes(p: Problem) -> bool:
+    """Whether the last block of a key head makes dQ, as last_block.cuh says."""
+    return p.M * p.group <= 4096
+
+
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
     """Into how many parts dQ of a tile is shared out, as row_sums.cuh does."""
     if is_wide(p):
@@ -337,7 +342,7 @@ def _boxed(columns: int) -> int:
 
 
 def wgmma_tile_launch(
-    entry: str, args: str, parts: Formula, threads: int, hardly: str = ""
+    entry: str, args: str, parts: Formula, threads: int, hardly: str = "", **fields: Any
 ) -> Launch:
     """Blocks for each tile of rows, which hardly ever read some of the arrays."""
     return Launch(
@@ -347,6 +352,7 @@ def wgmma_tile_launch(
         threads=lambda p, c: threads,
         keeps="nothing",
         moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
+        **fields,
     )
 
 
@@ -363,6 +369,7 @@ WGMMA_COLUMNS = Launch(
     grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
+    constants={"finishes": lambda p, c: finishes(p)},
     when=lambda p: not is_wide(p),
 )
 
@@ -370,6 +377,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS.args.replace("dQ_sum.data counts.data dQ ", ""),
+    constants={},
     shared=wgmma_two_pass_columns_shared,
 )
 
@@ -552,8 +560,16 @@ KERNELS = (
                 WGMMA_COLUMNS,
                 entry="wgmma_columns_wide",
                 shared=wgmma_wide_shared,
-                constants={"dO_stages": wgmma_dO_stages},
+                constants=WGMMA_COLUMNS.constants | {"dO_stages": wgmma_dO_stages},
                 when=is_wide,
+            ),
+            wgmma_tile_launch(
+                "finish_dQ",
+                "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
+                wgmma_parts,
+                128,
+                hardly="Q K V dO row_sums",
+                when=lambda p: not finishes(p),
             ),
         ),
         tiles=tuple(

@@ -8,9 +8,9 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, dO_stages, d, dv, causal, windowed, threads,
-//   shared_bytes
-#include <finish_dQ.cuh>
+//   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, causal, windowed,
+//   threads, shared_bytes
+#include <last_block.cuh>
 #include <named_barrier.cuh>
 #include <shared.cuh>
 #include <shared_keys.cuh>
@@ -104,12 +104,14 @@ __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* d
       __syncwarp();  // before another thread says that there is room
     }
   });
-  if (elected) {
-    wait_for_stores();
-    shared.is_last[warpgroup] = is_last(count, all);
+  if constexpr (finishes) {
+    if (elected) {
+      wait_for_stores();
+      shared.is_last[warpgroup] = is_last(count, all);
+    }
+    __syncwarp();
+    barrier_arrive(dQ_left, leaving_threads);
   }
-  __syncwarp();
-  barrier_arrive(dQ_left, leaving_threads);
 }
 
 // A warpgroup's parts of dQ = dS K.
@@ -277,7 +279,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
                           work, heads, N, diagonal, lower, scale);
   }
-  barrier_sync(dQ_left, leaving_threads);
-  if (shared.is_last[0] || shared.is_last[1])
-    finish_dQ(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, N, heads, diagonal, lower, scale});
+  if constexpr (finishes) {
+    barrier_sync(dQ_left, leaving_threads);
+    if (shared.is_last[0] || shared.is_last[1])
+      finish_heads(work,
+                   {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, diagonal, lower, scale});
+  }
 }

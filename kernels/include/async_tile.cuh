@@ -18,6 +18,15 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
+// The same so many rows further down, a multiple of 8, after which 16-bit chunks trade places as
+// before: what is computed of the first row serves them all.
+template <int height, int columns>
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
+                                       int down) {
+  static_assert(sizeof(operand) == 2, "rows of 16-bit numbers");
+  return at(tile, row, chunk) + down * columns;
+}
+
 // The rows of one head in global memory.
 struct Head {
   const operand* data;

@@ -99,12 +99,12 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
     unsigned a[rows][4];
 #pragma unroll
     for (int i = 0; i < rows; ++i)
-      load_matrices(a[i], at(A, own.row + i * step + lane % 16, 2 * k + lane / 16));
+      load_matrices(a[i], at(A, own.row + lane % 16, 2 * k + lane / 16, i * step));
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
-          const int row = own.col + n * step + lane / 16 * 8 + lane % 8;
-          load_matrices(b, at(B, row, 2 * k + lane / 8 % 2));
+          const int row = own.col + lane / 16 * 8 + lane % 8;
+          load_matrices(b, at(B, row, 2 * k + lane / 8 % 2, n * step));
         });
   }
 }
@@ -121,18 +121,18 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
     unsigned a[rows][4];
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      const int row = own.row + i * step;
-      if constexpr (of_columns)
-        load_matrices_transposed(
-            a[i], at(A, k * step + lane / 16 * 8 + lane % 8, row / 8 + lane / 8 % 2));
-      else
-        load_matrices(a[i], at(A, row + lane % 16, 2 * k + lane / 16));
+      if constexpr (of_columns) {
+        const int row = lane / 16 * 8 + lane % 8, chunk = own.row / 8 + 2 * i + lane / 8 % 2;
+        load_matrices_transposed(a[i], at(A, row, chunk, k * step));
+      } else {
+        load_matrices(a[i], at(A, own.row + lane % 16, 2 * k + lane / 16, i * step));
+      }
     }
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
           const int chunk = own.col / 8 + 2 * n + lane / 16;
-          load_matrices_transposed(b, at(B, k * step + lane % 16, chunk));
+          load_matrices_transposed(b, at(B, lane % 16, chunk, k * step));
         });
   }
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void store_weights(operand (&tile)[Br][Bc],
   for (int i = 0; i < 2 * rows; ++i) {
 #pragma unroll
     for (int n = 0; n < blocks; ++n) {
-      operand* to = at(tile, own.row + i * 8 + lane / 4, own.col / 8 + n) + 2 * (lane % 4);
+      operand* to = at(tile, own.row + lane / 4, own.col / 8 + n, i * 8) + 2 * (lane % 4);
       *reinterpret_cast<unsigned*>(to) =
           pack<operand>(weights[i / 2][n][i % 2 * 2], weights[i / 2][n][i % 2 * 2 + 1]);
     }

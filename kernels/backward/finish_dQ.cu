@@ -1,0 +1,21 @@
+// finish_dQ: dQ from the sums that `wgmma_columns` has left, times the scale, where its blocks do
+// not finish it themselves.
+//
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
+//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+#include <finish_dQ.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(threads == Piece::in_part * warp_size, "a warp has a piece");
+
+extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
+    Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, int M, int N, int heads,
+    int group, int diagonal, int lower, real scale) {
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+  const Queries in = {Q, K, V,     dO,    dQ,       row_sums, dQ_sum,
+                      M, N, heads, group, diagonal, lower,    scale};
+  Piece(in, batch, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
+}
