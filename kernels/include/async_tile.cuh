@@ -18,13 +18,16 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
-// The same so many rows further down, a multiple of 8, after which 16-bit chunks trade places as
-// before: what is computed of the first row serves them all.
+// Chunk 0 or 1 of a row, and so many rows further down, a multiple of 8, and chunks to the right,
+// of
+// 2. From there on 16-bit chunks trade places as they do here, so that where the unrolled steps of
+// a product are is computed for a few of them.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
-                                       int down) {
+                                       int down, int right) {
   static_assert(sizeof(operand) == 2, "rows of 16-bit numbers");
-  return at(tile, row, chunk) + down * columns;
+  constexpr int reach = reach_of(columns / in_chunk);
+  return at(tile, row, chunk + right % reach) + down * columns + right / reach * reach * in_chunk;
 }
 
 // The rows of one head in global memory.
