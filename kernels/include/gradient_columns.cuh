@@ -21,8 +21,10 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Part<Br, Bc>::whole, "warps share out S evenly");
 
-// Steps of S at once; dP has no registers for as many, nor has S of 128 keys and rows.
+// Steps of S and of dP at once, as many as there are registers for: beside P there are fewer, and
+// tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
+constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 using Scores = Part<Br, Bc>;
 using KeyPart = Part<Bc, depth>;
 using ValuePart = Part<Bc, width>;
@@ -97,7 +99,7 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
     commit_copies();
     weigh<masked>(P, shared.lse[turn], own, pairs, scale2, lane);
     store_weights(shared.P, P, own, lane);
-    multiply_transposed(dS, shared.dO[stage], shared.V, own, lane);
+    multiply_transposed<dP_steps>(dS, shared.dO[stage], shared.V, own, lane);
     slope<masked>(dS, P, shared.lse[turn], shared.delta[turn], own, pairs, lane);
     store_weights(shared.dS, dS, own, lane);
   }
