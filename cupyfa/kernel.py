@@ -168,7 +168,7 @@ class Kernel:
         and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
         it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never
         takes a kernel that was not measured, unless that is so of all that can do a precision, or
-        of all of an operation.
+        of all that have a dtype.
     made_for: the problems that it was made for, ``lambda p, c: bool``, as grids with
         ``c.multiprocessors``. ``kernel="auto"`` takes it for these, once it was measured, and for
         no others.

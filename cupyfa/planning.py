@@ -149,8 +149,8 @@ def _fastest(
     Measured here, or else on an H100: such speeds are scaled by what this device made of those
     that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
     that was not measured it is the one that was measured fastest for inputs of that dtype, or else
-    the ladder's last. Of an operation of which nothing was measured it is the last whose results
-    are the same in every run. Before all of these comes one that was made for such problems.
+    the ladder's last. Of a dtype in which nothing was measured it is the last whose results are the
+    same in every run. Before all of these comes one that was made for such problems.
     """
     problem = _accurate(problem)
     arithmetic = problem.arithmetic
@@ -162,10 +162,10 @@ def _fastest(
     able = [k for k in measured if can(k, problem, limits)]
     if not able:
         others = [k for k in general if can(k, problem, limits)]
-        if others and not any(k.tflops for k in general):
-            return ([k for k in others if not k.unordered] or others)[-1]
-        if others and arithmetic != problem.dtype.name:
+        if others and arithmetic != problem.dtype.name and any(k.tflops for k in general):
             return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
+        if others and not measured:
+            return ([k for k in others if not k.unordered] or others)[-1]
         names = ", ".join(k.name for k in others)
         remedy = f"name one that can: {names}" if others else "no other kernel can"
         raise Unsupported(

@@ -95,6 +95,15 @@ def test_tiles_that_are_measured(backend, kernel, d):
     calls.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("M", [1025, 4097])
+def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d):
+    sizes = {"heads": 2, "kv_heads": 1 if M == 1025 else 2, "M": M, "N": 130, "d": d}
+    plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})
+    assert len(plan.launches) == (2 if M == 1025 else 3)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
 @KERNELS
 @pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])
 def test_any_size_may_be_zero(backend, kernel, empty):

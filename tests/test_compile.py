@@ -163,13 +163,14 @@ def test_tiles_of_few_rows_do_not_spill(arch, d):
 
 
 def wide_launches():
-    """Of gradients, those that only d or dv above 128 needs."""
-    for kernel, d, dv, dtype, mask in (
-        ("wgmma_columns", 256, 256, "float16", {"window": (100, 20)}),
-        ("wgmma_two_pass", 192, 128, "bfloat16", {"causal": True}),
+    """Of gradients, those that only d or dv above 128, or a long sequence, needs."""
+    for kernel, M, d, dv, dtype, mask in (
+        ("wgmma_columns", 64, 256, 256, "float16", {"window": (100, 20)}),
+        ("wgmma_columns", 5000, 256, 256, "bfloat16", {}),
+        ("wgmma_two_pass", 64, 192, 128, "bfloat16", {"causal": True}),
     ):
-        problem = Problem.of_sizes(M=64, d=d, dv=dv, dtype=dtype, **mask)
-        yield planning.plan(LADDER["backward"][kernel], problem, limits_of("90")).launches[1]
+        problem = Problem.of_sizes(M=M, N=64, d=d, dv=dv, dtype=dtype, **mask)
+        yield from planning.plan(LADDER["backward"][kernel], problem, limits_of("90")).launches[1:]
 
 
 @pytest.mark.parametrize("launch", list(wide_launches()), ids=lambda launch: launch.entry)

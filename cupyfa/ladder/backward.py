@@ -369,6 +369,7 @@ WGMMA_COLUMNS = Launch(
     grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
+    moves={"dQ": lambda p, c: int(finishes(p))},
     constants={"finishes": lambda p, c: finishes(p)},
     when=lambda p: not is_wide(p),
 )
@@ -377,6 +378,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS.args.replace("dQ_sum.data counts.data dQ ", ""),
+    moves={},
     constants={},
     shared=wgmma_two_pass_columns_shared,
 )
@@ -403,6 +405,7 @@ KERNELS = (
             finish("dK"),
             finish("dV"),
         ),
+        tflops={"float16": {64: 53.8}},
         features=FEATURES,
         scratch={
             **DELTA_SCRATCH,
@@ -429,6 +432,7 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch={**DELTA_SCRATCH, "dQ_sum": ("batch heads M d", "real")},
+        tflops={"float16": {64: 12.3}},
         unordered=("dQ",),
     ),
     Kernel(
@@ -451,6 +455,7 @@ KERNELS = (
             "dK_sum": ("batch kv_heads N d", "real"),
             "dV_sum": ("batch kv_heads N dv", "real"),
         },
+        tflops={"float16": {64: 14.1}},
         unordered=("dK", "dV"),
     ),
     Kernel(
@@ -466,6 +471,7 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch=DELTA_SCRATCH,
+        tflops={"float16": {64: 8.94}},
     ),
     mma_kernel(
         "mma_slices_backward",
@@ -483,6 +489,7 @@ KERNELS = (
             "dQ_sum": (rounds.sums, "real"),
         },
         rounds=rounds.count,
+        tflops={"float16": {64: 88}, "bfloat16": {512: 229, 1024: 249}},
         largest_d=None,
     ),
     mma_kernel(
@@ -506,6 +513,10 @@ KERNELS = (
         scratch={
             **DELTA_SCRATCH,
             "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
+        },
+        tflops={
+            "float16": {64: 261, 128: 276, 256: 230},
+            "bfloat16": {64: 261, 128: 276, 256: 230},
         },
         unordered=("dQ",),
     ),
@@ -542,6 +553,7 @@ KERNELS = (
             "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
             "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
         },
+        tflops={"float16": {64: 194, 128: 205}, "bfloat16": {192: 148, 256: 169}},
         scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
     ),
     Kernel(
@@ -587,6 +599,10 @@ KERNELS = (
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         scratch=WGMMA_SCRATCH,
+        tflops={
+            "float16": {64: 456, 128: 507, 256: 367},
+            "bfloat16": {64: 457, 128: 515, 192: 360, 256: 381},
+        },
         arch="90a",
         largest_d=256,
         unordered=("dQ",),
@@ -641,6 +657,10 @@ KERNELS = (
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         scratch={"row_sums": WGMMA_SCRATCH["row_sums"]},
+        tflops={
+            "float16": {64: 361, 128: 374, 256: 395},
+            "bfloat16": {192: 437, 256: 451},
+        },
         arch="90a",
         largest_d=256,
     ),
