@@ -148,9 +148,8 @@ def _torch(
         return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
     names: tuple[str, ...] = ("O",)
-    if gradient is None:
-        compute = partial(attend, q, k, v)
-    else:
+    compute: Callable[[], Any] = partial(attend, q, k, v)
+    if gradient is not None:
         dout = _tensor(torch, gradient)
         names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
 

@@ -572,7 +572,7 @@ KERNELS = (
                 WGMMA_COLUMNS,
                 entry="wgmma_columns_wide",
                 shared=wgmma_wide_shared,
-                constants=WGMMA_COLUMNS.constants | {"dO_stages": wgmma_dO_stages},
+                constants={**WGMMA_COLUMNS.constants, "dO_stages": wgmma_dO_stages},
                 when=is_wide,
             ),
             wgmma_tile_launch(
