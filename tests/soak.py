@@ -487,7 +487,8 @@ def main(
     first, last = taken[min(1, len(taken) - 1)], taken[-1]
     click.echo(f"{soak.done:,} calls from {threads} threads at a time in {seconds:.1f} s")
     for name in first:
-        click.echo(f"{name}, MB after each round: " + " ".join(f"{x[name] / 1e6:.1f}" for x in taken))
+        held = " ".join(f"{x[name] / 1e6:.1f}" for x in taken)
+        click.echo(f"{name}, MB after each round: {held}")
     problems = [*soak.wrong, *(f"a leak of {x}" for x in grown(first, last))]
     click.echo("\n".join(problems) or "all results are right, and nothing has leaked")
     sys.exit(1 if problems else 0)
