@@ -114,7 +114,7 @@ def test_auto_takes_it_where_no_other_rung_has_tensor_cores():
     for d, dtype, expected in (
         (257, "float16", "mma_slices_backward"),
         (4096, "bfloat16", "mma_slices_backward"),
-        (256, "float16", "mma_two_pass"),
+        (256, "float16", "mma_columns"),
         (257, "float32", "two_pass"),
     ):
         problem = Problem.of_sizes(M=64, d=d, dtype=dtype)

@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_keys(const Fragments<Bc>& dS, operand (
     multiply_step(
         dQ, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
-          load_matrices_transposed(b, at(K, lane % 16, lane / 16, k * step, 2 * n));
+          load_matrices_transposed(b, at(K, k * step + lane % 16, 2 * n + lane / 16));
         });
   }
 }

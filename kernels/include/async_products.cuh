@@ -10,17 +10,23 @@ static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numb
 template <int columns, int depth>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], operand (&K)[Bc][depth],
                                                 Fragments<Bc>& S, int first_row, int lane) {
+  const Spots queries(Q, first_row + lane % 16, lane / 16);
+  const auto keys = [&](int row, int chunk) {
+    const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
+    if constexpr (depth > 128) return Spots(K, own_row, own_chunk)(row, chunk);
+    return spot_of(at(K, row + own_row, chunk + own_chunk));  // else registers are short
+  };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
-      load_matrices(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
+      load_matrices(a[i], queries(i * step, 2 * k));
     }
 #pragma unroll
     for (int n = 0; n < Bc / step; ++n) {
       unsigned b[4];
-      load_matrices(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      load_matrices(b, keys(n * step, 2 * k));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
@@ -34,6 +40,10 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
 // before, so that exponentials of some keys and products of others go on together.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
                                                 Fragments<width>& O, Rows& rows, int lane) {
+  const auto values = [&](int row, int chunk) {
+    if constexpr (width > 128) return Spots(V, lane % 16, lane / 16)(row, chunk);
+    return spot_of(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
+  };
   float sum[Wr / step][2] = {};
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
@@ -51,7 +61,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 #pragma unroll
     for (int n = 0; n < width / step; ++n) {
       unsigned b[4];
-      load_matrices_transposed(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
+      load_matrices_transposed(b, values(k * step, 2 * n));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);

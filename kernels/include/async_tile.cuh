@@ -18,17 +18,33 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
-// Chunk 0 or 1 of a row, and so many rows further down, a multiple of 8, and chunks to the right,
-// of
-// 2. From there on 16-bit chunks trade places as they do here, so that where the unrolled steps of
-// a product are is computed for a few of them.
+// The same so many rows further down, a multiple of 8, after which chunks trade places as before:
+// what is computed of the first row serves them all.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
-                                       int down, int right) {
-  static_assert(sizeof(operand) == 2, "rows of 16-bit numbers");
-  constexpr int reach = reach_of(columns / in_chunk);
-  return at(tile, row, chunk + right % reach) + down * columns + right / reach * reach * in_chunk;
+                                       int down) {
+  return at(tile, row, chunk) + down * columns;
 }
+
+// Where a lane's part of an operand lies, from chunk 0 or 1 of a row on. What chunks trade places
+// by changes the same bits of every address, so that a step of an unrolled product costs one
+// exclusive or, and often nothing.
+template <int columns>
+struct Spots {
+  Spot first;
+
+  template <int height>
+  __device__ __forceinline__ Spots(operand (&tile)[height][columns], int row, int chunk)
+      : first(spot_of(at(tile, row, chunk, 0))) {}
+
+  // So many rows further down, a multiple of 8, and chunks to the right, of 2.
+  __device__ __forceinline__ Spot operator()(int down, int right) const {
+    constexpr int reach = reach_of(columns / in_chunk), chunk_bytes = in_chunk * sizeof(operand);
+    const int whole = right / reach * reach;
+    return (first ^ (right - whole) * chunk_bytes) +
+           (down * columns / in_chunk + whole) * chunk_bytes;
+  }
+};
 
 // The rows of one head in global memory.
 struct Head {

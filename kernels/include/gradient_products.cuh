@@ -94,18 +94,16 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
                                                     operand (&B)[other][length], const Own& own,
                                                     int lane) {
+  const Spots of_A(A, own.row + lane % 16, lane / 16);
+  const Spots of_B(B, own.col + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll at_once
   for (int k = 0; k < length / step; ++k) {
     unsigned a[rows][4];
 #pragma unroll
-    for (int i = 0; i < rows; ++i)
-      load_matrices(a[i], at(A, own.row + lane % 16, lane / 16, i * step, 2 * k));
+    for (int i = 0; i < rows; ++i) load_matrices(a[i], of_A(i * step, 2 * k));
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
-        [&](unsigned (&b)[4], int n) {
-          const int row = own.col + lane / 16 * 8 + lane % 8;
-          load_matrices(b, at(B, row, lane / 8 % 2, n * step, 2 * k));
-        });
+        [&](unsigned (&b)[4], int n) { load_matrices(b, of_B(n * step, 2 * k)); });
   }
 }
 
@@ -123,16 +121,16 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
     for (int i = 0; i < rows; ++i) {
       if constexpr (of_columns) {
         const int row = lane / 16 * 8 + lane % 8, chunk = own.row / 8 + 2 * i + lane / 8 % 2;
-        load_matrices_transposed(a[i], at(A, row, chunk, k * step, 0));
+        load_matrices_transposed(a[i], at(A, row, chunk, k * step));
       } else {
-        load_matrices(a[i], at(A, own.row + lane % 16, lane / 16, i * step, 2 * k));
+        load_matrices(a[i], Spots(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
       }
     }
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
           const int chunk = own.col / 8 + 2 * n + lane / 16;
-          load_matrices_transposed(b, at(B, lane % 16, chunk, k * step, 0));
+          load_matrices_transposed(b, at(B, lane % 16, chunk, k * step));
         });
   }
 }
@@ -220,7 +218,7 @@ __device__ __forceinline__ void store_weights(operand (&tile)[Br][Bc],
   for (int i = 0; i < 2 * rows; ++i) {
 #pragma unroll
     for (int n = 0; n < blocks; ++n) {
-      operand* to = at(tile, own.row + lane / 4, own.col / 8 + n, i * 8, 0) + 2 * (lane % 4);
+      operand* to = at(tile, own.row + lane / 4, own.col / 8 + n, i * 8) + 2 * (lane % 4);
       *reinterpret_cast<unsigned*>(to) =
           pack<operand>(weights[i / 2][n][i % 2 * 2], weights[i / 2][n][i % 2 * 2 + 1]);
     }
