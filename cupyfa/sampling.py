@@ -17,7 +17,7 @@ from cupyfa.tolerance import Expected, Verdict
 
 _WORK = 2e9  # products of scores that the reference makes in about a second
 _LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
-_OF_GRADIENTS = 4  # times the forward pass's work, for rows, and again for keys
+_OF_GRADIENTS = 4  # times the forward pass's work on a score
 _ROWS = 64  # of an excerpt
 
 
@@ -68,15 +68,17 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     many as are quick.
     """
     width = max(p.d + p.dv, _LEAST_WIDTH)
-    if operation == "backward":  # more products, for rows and for keys, which a group reads
-        width *= _OF_GRADIENTS * (1 + p.group)
+    scores = _ROWS * p.N
+    if operation == "backward":  # an excerpt has keys too, which all rows of a group read
+        width *= _OF_GRADIENTS
+        scores += min(_ROWS, p.N) * p.M * p.group
     if p.batch * p.heads * p.M * p.N * width <= _WORK or p.M <= _ROWS:
         return [None]
     pick = random.Random(seed)
     last = p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
-    others = max(2, int(_WORK / (_ROWS * p.N * width)) - len(places))
+    others = max(2, int(_WORK / (scores * width)) - len(places))
     places += [
         (pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1))
         for _ in range(others)
