@@ -15,7 +15,7 @@ from cupyfa.ladder import LADDER
 ORDERS = re.compile(
     r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expecting|barrier_sync|barrier_arrive"
     r"|publish_to_copies|publish_barriers|begin_products|commit_products|wait_for_products<\w+>"
-    r"|pass_turn|commit_stores|wait_until_stores_have_read|__syncthreads)\([^;{]*\);"
+    r"|pass_turn|commit_stores|wait_until_stores_have_read|wait_for_stores|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
 # Tiles with which stages come again; of dS there is but one.
@@ -30,6 +30,7 @@ HEADERS = {
     "boxes.cuh": "wgmma",
     "turns.cuh": "wgmma_overlap",
     "gradient_warpgroups.cuh": "wgmma_two_pass",
+    "last_block.cuh": "wgmma_columns",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
 # For files of their own above d = 128.

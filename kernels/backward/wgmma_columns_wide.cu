@@ -39,9 +39,7 @@ __device__ __forceinline__ int dQ_full(int warpgroup) {
 __device__ __forceinline__ int dQ_empty(int warpgroup) {
   return 3 + consumers + warpgroup;
 }
-constexpr int dQ_left = 7;  // all of dQ has arrived in memory
 constexpr int adding_threads = warpgroup_size + warp_size;
-constexpr int leaving_threads = consumers * adding_threads;
 
 // The parts of dQ that a warpgroup computes: the second has more to do besides, so it has one less
 // of an odd number.
@@ -104,14 +102,7 @@ __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* d
       __syncwarp();  // before another thread says that there is room
     }
   });
-  if constexpr (finishes) {
-    if (elected) {
-      wait_for_stores();
-      shared.is_last[warpgroup] = is_last(count, all);
-    }
-    __syncwarp();
-    barrier_arrive(dQ_left, leaving_threads);
-  }
+  if constexpr (finishes) leave_sums(shared.is_last[warpgroup], count, all, elected);
 }
 
 // A warpgroup's parts of dQ = dS K.
@@ -280,7 +271,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
                           work, heads, N, diagonal, lower, scale);
   }
   if constexpr (finishes) {
-    barrier_sync(dQ_left, leaving_threads);
+    barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
       finish_heads(work,
                    {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, diagonal, lower, scale});

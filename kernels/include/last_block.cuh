@@ -4,6 +4,12 @@
 // Of long sequences a launch makes dQ: there many multiprocessors would wait for this one at last.
 
 #include <finish_dQ.cuh>
+#include <named_barrier.cuh>
+
+// A named barrier of the consumers, and of a warp that adds for each warpgroup of them: all that
+// the block knows of dQ has arrived in memory.
+constexpr int sums_left = 7;
+constexpr int leaving_threads = consumers * (warpgroup_size + warp_size);
 
 // Whether a thread is the last of so many that come here. It then sees what they did before.
 __device__ __forceinline__ bool is_last(int& count, int all) {
@@ -11,6 +17,16 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   const bool last = atomicAdd(&count, 1) == all - 1;
   __threadfence();
   return last;
+}
+
+// What a warp that adds does at last, of which the elected lane has begun the additions.
+__device__ __forceinline__ void leave_sums(int& was_last, int& count, int all, bool elected) {
+  if (elected) {
+    wait_for_stores();
+    was_last = is_last(count, all);
+  }
+  __syncwarp();
+  barrier_arrive(sums_left, leaving_threads);
 }
 
 // What the block's consumers do, warp by warp, with the loads of two pieces under way together.

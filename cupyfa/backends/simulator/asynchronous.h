@@ -556,9 +556,9 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Of what this thread has put off, all or any.
-void make_additions(Worker& worker, bool all) {
-  Addition** link = &worker.fiber->additions;
+// Of what a thread has put off, all or any.
+void make_additions(Worker& worker, Fiber& fiber, bool all) {
+  Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
     if (!all && (!worker.shuffled || next_random(worker.random) % 4 != 0)) {
       link = &addition->next;
@@ -675,7 +675,7 @@ void end_stores(Worker& worker, const Place& place) {
     fiber.stores = first->next;
     std::free(first);
   }
-  make_additions(worker, false);
+  make_additions(worker, fiber, false);
   // Another thread's store of the same bytes may still be under way.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
@@ -1258,7 +1258,6 @@ bool report_vain_waits(Worker& worker) {
 // A thread's end.
 void check_left_over(Worker& worker) {
   Fiber& fiber = *worker.fiber;
-  make_additions(worker, true);
   if (fiber.stores != nullptr) {
     fault(worker, fiber.stores->box.place,
           format("returns before a box that it stores was read from shared memory; "
@@ -1273,8 +1272,10 @@ void check_left_over(Worker& worker) {
   }
 }
 
-// A block's end. Its shared memory then is another block's, to which a box would be copied.
+// A block's end: nobody in it saw additions that their thread has not waited for. Its shared memory
+// then is another block's, to which a box would be copied.
 void check_left_loads(Worker& worker) {
+  for (int i = 0; i < worker.threads; ++i) make_additions(worker, worker.fibers[i], true);
   if (worker.asynchronous == nullptr) return;
   const Asynchronous& all = *worker.asynchronous;
   for (int i = 0; i < all.barrier_count; ++i) {
@@ -1399,7 +1400,7 @@ EXPORTED void simulator_end_stores(const char* file, int line) {
 }
 
 EXPORTED void simulator_make_additions() {
-  make_additions(*self, true);
+  make_additions(*self, *self->fiber, true);
 }
 
 // What this thread does from now on has a later clock; what it did is not yet in its warp's past.

@@ -4,7 +4,7 @@
 //
 // A box is loaded in the first wait for its barrier's phase, and read to be stored in the wait for
 // that. Who uses its bytes before is in a race, and is reported. Floats are added later still: by a
-// seed at any such wait or, as without one, in wait_for_stores or when the thread ends.
+// seed at any such wait or, as without one, in wait_for_stores or when the block ends.
 #include <barrier.cuh>
 
 // An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
