@@ -26,7 +26,6 @@ ROW_TILES = tuple(
     if Bc <= Br <= 16 * Bc
 )
 MERGE_WARPS = 4
-QUANTISE_THREADS = 256
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
 Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
@@ -434,6 +433,12 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(tiles + 8 * (1 + 4 * c.stages), 1024) * 1024
 
 
+def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
+    """So many that a thread's part of a tile fits into its registers."""
+    most = max(p.d, p.dv)
+    return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 1024
+
+
 def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
     """wgmma on e4m3, to which a launch before rounds Q, K and V; for sm_90a."""
 
@@ -451,9 +456,9 @@ def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
                 "quantise",
                 args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads "
                 "batch scale",
-                grid=lambda p, c: tiles_of_Q(p, c) + tiles_of_K(p, c),
-                threads=lambda p, c: QUANTISE_THREADS,
-                shared=lambda p, c: 4 * QUANTISE_THREADS // WARP,
+                grid=lambda p, c: tiles_of_Q(p, c) + 2 * tiles_of_K(p, c),
+                threads=quantise_threads,
+                shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
             ),
             Launch(
                 name,

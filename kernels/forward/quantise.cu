@@ -12,7 +12,7 @@
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   Q8, K8 the same, d filled up to d16 with zeros    V8 [batch, kv_heads, dv, N32] likewise
 //   Q_scale [batch, heads, cdiv(M, Br)]    K_scale, V_scale [batch, kv_heads, cdiv(N, Bc)]
-//   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K and V)
+//   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K, and for V)
 //   block (threads): a tile
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes
 #include <block.cuh>
@@ -20,12 +20,12 @@
 #include <math.cuh>
 #include <shared.cuh>
 #include <tensor.cuh>
-#include <tile.cuh>
 
 struct Shared {
   float partial[warps];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+constexpr int resident = sizeof(scalar) == 2 ? 1024 / threads : 1;  // blocks of a multiprocessor
 static_assert(Bc % 32 == 0, "keys change their order within 32");
 
 // The power of two by which a tile is divided whose numbers are not larger than this one.
@@ -35,33 +35,51 @@ __device__ __forceinline__ float unit_for(float largest) {
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
-// Eight neighbours of a row; zeros where there are none.
-struct alignas(16) Eight {
-  scalar x[8];
+// Neighbours in a row; zeros where there are none.
+template <int count>
+struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
+  scalar x[count];
 };
 
-// A thread's share of a tile, as it is in memory.
-template <int rows, int cols>
+// A tile as it is in memory, of which a thread has `wide` neighbours in each of `tall` rows.
+template <int rows, int cols, int tall, int wide>
 struct Tile {
-  static constexpr int in_row = cdiv(cols, 16) * 2, turns = cdiv(rows * in_row, threads);
-  Eight eights[turns];
+  static_assert(rows % tall == 0, "threads have whole groups of rows");
+  static constexpr int in_row = cdiv(cols, 16) * 16 / wide, groups = rows / tall * in_row;
+  static constexpr int turns = cdiv(groups, threads);
+  int first_row, end;
+  Piece<wide> pieces[turns][tall];
 
   __device__ __forceinline__ Tile(Tensor<const scalar> from, int batch, int head, int first_row,
-                                  int end) {
+                                  int end)
+      : first_row(first_row), end(min(first_row + rows, end)) {
     const bool aligned = cols % 8 == 0 && is_aligned(from);
+    each([&](int row, int col, int turn) {
+#pragma unroll
+      for (int i = 0; i < tall; ++i) {
+        const bool inside = row + i < this->end;
+        const scalar* x = from.row(batch, head, inside ? row + i : 0) + col;
+        if (inside && aligned && col < cols) {
+          pieces[turn][i] = *reinterpret_cast<const Piece<wide>*>(x);
+        } else {
+#pragma unroll
+          for (int j = 0; j < wide; ++j)
+            pieces[turn][i].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
+        }
+      }
+    });
+  }
+
+  // Calls body(row, col, turn) for the first number of each share; no row is inside of one that
+  // the tile does not have. Threads side by side have neighbours in a row, but where they have
+  // several rows, pairs of them those of one column: 32 of its rows.
+  template <class Body>
+  __device__ __forceinline__ void each(Body body) const {
+    constexpr int pair = tall > 1 ? 2 : 1;
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
-      const int i = turn * threads + threadIdx.x, row = first_row + i / in_row;
-      const int col = i % in_row * 8;
-      const bool inside = i < rows * in_row && row < end;
-      const scalar* x = from.row(batch, head, inside ? row : 0) + col;
-      if (inside && aligned && col < cols) {
-        eights[turn] = *reinterpret_cast<const Eight*>(x);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          eights[turn].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
-      }
+      const int i = turn * threads + threadIdx.x, group = i / pair / in_row * pair + i % pair;
+      body(first_row + group * tall, i / pair % in_row * wide, turn);
     }
   }
 };
@@ -72,92 +90,95 @@ struct Found {
   bool strange;
 };
 
-template <int rows, int cols>
-__device__ Found look_at(const Tile<rows, cols>& tile, Shared& shared) {
-  float largest = 0;
-  bool strange = false;
+// The largest magnitude of a thread's numbers, infinity if one is NaN; or that of the finite ones.
+template <bool finite, class Tile>
+__device__ __forceinline__ float largest_of(const Tile& tile) {
+  const unsigned end = __float_as_uint(infinity);  // as whole numbers, NaN is above it
+  unsigned largest = 0;
 #pragma unroll
-  for (const Eight& eight : tile.eights) {
+  for (const auto& group : tile.pieces) {
 #pragma unroll
-    for (const scalar& element : eight.x) {
-      const float x = fabs(float(element));
-      strange |= !(x < infinity);
-      largest = fmax(largest, x < infinity ? x : 0.0f);
+    for (const auto& piece : group) {
+#pragma unroll
+      for (const scalar& element : piece.x) {
+        const unsigned bits = __float_as_uint(fabs(float(element)));
+        largest = max(largest, finite && bits >= end ? 0 : bits);
+      }
     }
   }
-  largest = block_max(largest, shared.partial);
-  return {unit_for(largest), block_max(strange ? 1.0f : 0.0f, shared.partial) > 0};
+  return __uint_as_float(min(largest, end));
 }
 
-__device__ __forceinline__ float scaled(scalar x, float factor) {
-  const float value = float(x);
-  return fabs(value) < infinity ? value * factor : __uint_as_float(0x7fffffff);
+template <class Tile>
+__device__ __forceinline__ Found look_at(const Tile& tile, Shared& shared) {
+  const float largest = block_max(largest_of<false>(tile), shared.partial);
+  if (largest < infinity) return {unit_for(largest), false};
+  return {unit_for(block_max(largest_of<true>(tile), shared.partial)), true};
 }
 
-template <int rows, int cols>
-__device__ void round_rows(const Tile<rows, cols>& tile, Tensor<unsigned char> to, int batch,
-                           int head, int first_row, int end, float factor) {
-#pragma unroll
-  for (int turn = 0; turn < tile.turns; ++turn) {
-    const int i = turn * threads + threadIdx.x, row = first_row + i / tile.in_row;
-    if (i >= rows * tile.in_row || row >= end) continue;
-    const scalar(&x)[8] = tile.eights[turn].x;
-    const auto pack = [&](int j) {
-      return pack_e4m3(scaled(x[j], factor), scaled(x[j + 1], factor), scaled(x[j + 2], factor),
-                       scaled(x[j + 3], factor));
+// Divides Q or K by a power of two. Infinity becomes NaN.
+template <class Tile>
+__device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned char> to, int batch,
+                                           int head, float factor) {
+  tile.each([&](int row, int col, int turn) {
+    if (row >= tile.end) return;
+    const auto at = [&](int j) {
+      const float value = float(tile.pieces[turn][0].x[j]);
+      return fabs(value) < infinity ? value * factor : __uint_as_float(0x7fffffff);
     };
-    *reinterpret_cast<uint2*>(to.row(batch, head, row) + i % tile.in_row * 8) = {pack(0), pack(4)};
-  }
+    const auto four = [&](int j) { return pack_e4m3(at(j), at(j + 1), at(j + 2), at(j + 3)); };
+    *reinterpret_cast<uint2*>(to.row(batch, head, row) + col) = {four(0), four(4)};
+  });
 }
 
-// A thread transposes 32 keys of a column.
-__device__ void transpose_values(Tensor<const scalar> from, Tensor<unsigned char> to, int batch,
-                                 int head, int first_key, int N, float factor) {
-  share_out<Bc / 32 * dv, 1>([&](int i, int) {
-    const int first = first_key + i / dv * 32, col = i % dv;
-    if (first >= N) return;
-    const auto at = [&](int key) {
-      const float value = key < N ? float(from.row(batch, head, key)[col]) : 0.0f;
-      return fabs(value) < infinity ? value * factor : 0.0f;
-    };
-    uint4* keys = reinterpret_cast<uint4*>(to.row(batch, head, col) + first);
+// The same for V, transposed: 16 keys of a column at a time. What is not finite becomes 0.
+__device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
+                                                 Tensor<unsigned char> to, int batch, int head,
+                                                 float factor) {
+  tile.each([&](int key, int col, int turn) {
+    if (key / 32 * 32 >= tile.end) return;  // rows of V8 end where 32 keys do
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned four[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int key = first + half * 16 + j * 2;
-        four[j] = pack_e4m3(at(key), at(key + 1), at(key + 8), at(key + 9));
-      }
-      keys[half] = {four[0], four[1], four[2], four[3]};
+    for (int j = 0; j < 2; ++j) {
+      if (col + j >= dv) break;
+      const auto at = [&](int i) {
+        const float value = float(tile.pieces[turn][i].x[j]);
+        return fabs(value) < infinity ? value * factor : 0.0f;
+      };
+      const auto four = [&](int i) { return pack_e4m3(at(i), at(i + 1), at(i + 8), at(i + 9)); };
+      *reinterpret_cast<uint4*>(to.row(batch, head, col + j) + key) = {four(0), four(2), four(4),
+                                                                       four(6)};
     }
   });
 }
 
-extern "C" __global__ __launch_bounds__(threads) void quantise(
+extern "C" __global__ __launch_bounds__(threads, resident) void quantise(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<unsigned char> Q8, Tensor<unsigned char> K8, Tensor<unsigned char> V8, float* Q_scale,
     float* K_scale, float* V_scale, int M, int N, int heads, int kv_heads, int batch, real scale) {
   Shared& shared = shared_memory<Shared>();
-  const int index = blockIdx.x, of_Q = cdiv(M, Br) * heads * batch;
-  if (index < of_Q) {
+  const int of_Q = cdiv(M, Br) * heads * batch, of_K = cdiv(N, Bc) * kv_heads * batch;
+  const int index = blockIdx.x < of_Q          ? blockIdx.x
+                    : blockIdx.x < of_Q + of_K ? blockIdx.x - of_Q
+                                               : blockIdx.x - of_Q - of_K;
+  if (blockIdx.x < of_Q) {
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
-    const Tile<Br, d> q(Q, of_batch, head, tile * Br, M);
+    const Tile<Br, d, 1, 8> q(Q, of_batch, head, tile * Br, M);
     const float unit = look_at(q, shared).unit;
     const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
-    round_rows(q, Q8, of_batch, head, tile * Br, M, sign / unit);
+    round_rows(q, Q8, of_batch, head, sign / unit);
     if (threadIdx.x == 0) Q_scale[index] = unit;
-  } else {
-    const auto [tile, head, of_batch] = place(index - of_Q, cdiv(N, Bc), kv_heads);
-    const Tile<Bc, d> k(K, of_batch, head, tile * Bc, N);
+    return;
+  }
+  const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
+  if (blockIdx.x < of_Q + of_K) {
+    const Tile<Bc, d, 1, 8> k(K, of_batch, head, tile * Bc, N);
     const float unit = look_at(k, shared).unit;
-    round_rows(k, K8, of_batch, head, tile * Bc, N, 1 / unit);
-    const Tile<Bc, dv> v(V, of_batch, head, tile * Bc, N);
-    const Found of_V = look_at(v, shared);
-    transpose_values(V, V8, of_batch, head, tile * Bc, N, 1 / of_V.unit);
-    if (threadIdx.x == 0) {
-      K_scale[index - of_Q] = unit;
-      V_scale[index - of_Q] = of_V.strange ? -of_V.unit : of_V.unit;
-    }
+    round_rows(k, K8, of_batch, head, 1 / unit);
+    if (threadIdx.x == 0) K_scale[index] = unit;
+  } else {
+    const Tile<Bc, dv, 16, 2> v(V, of_batch, head, tile * Bc, N);
+    const Found found = look_at(v, shared);
+    transpose_values(v, V8, of_batch, head, 1 / found.unit);
+    if (threadIdx.x == 0) V_scale[index] = found.strange ? -found.unit : found.unit;
   }
 }

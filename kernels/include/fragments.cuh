@@ -50,12 +50,14 @@ struct Rows {
   }
 };
 
-// The maxima of a tile's scores in each row, for all lanes; masked scores become -infinity.
+// The maxima of a tile's scores in each row, for all lanes; masked scores become -infinity. Four of
+// them are found side by side, for each waits for the one before: where a warp owns 16 rows, even
+// and odd keys of a row.
 template <bool masked>
 __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, int first_key,
                                             int lane, float (&maximum)[Wr / step][2]) {
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -infinity;
+  constexpr int parts = Wr == step ? 2 : 1;
+  float part[Wr / step][2][parts];
 #pragma unroll
   for (int n = 0; n < Bc / 8; ++n) {
 #pragma unroll
@@ -64,13 +66,16 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
       for (int e = 0; e < 4; ++e) {
         const int key = first_key + n * 8 + 2 * (lane % 4) + e % 2;
         if (masked && !rows.sees(i, e / 2, key)) S[i][n][e] = -infinity;
-        maximum[i][e / 2] = fmax(maximum[i][e / 2], S[i][n][e]);
+        float& x = part[i][e / 2][e % parts];
+        x = n * 8 + e % 2 < parts ? S[i][n][e] : fmax(x, S[i][n][e]);
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     float& x = maximum[i / 2][i % 2];
+    x = part[i / 2][i % 2][0];
+    if constexpr (parts == 2) x = fmax(fresh(x), fresh(part[i / 2][i % 2][1]));
     x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
     x = fmax(x, __shfl_xor_sync(full_warp, x, 2));
   }

@@ -12,3 +12,9 @@ __device__ __forceinline__ long long fresh(long long value) {
   asm volatile("" : "+l"(value));
   return value;
 }
+
+// Of maxima, which compilers take in an order of their own otherwise.
+__device__ __forceinline__ float fresh(float value) {
+  asm("" : "+f"(value));
+  return value;
+}
