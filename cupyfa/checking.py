@@ -111,7 +111,10 @@ class Checked:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was interrupted; ``checked`` is what it found until then."""
+    """A check was interrupted; ``checked`` is what it found until then.
+
+    Its cause is KeyboardInterrupt, or SystemExit if a signal handler raised that.
+    """
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))
@@ -172,9 +175,9 @@ def check(
         _run(workers, list(enumerate(tasks)), sheet)
         folder = Path(failures) if failures is not None else None
         found = _examined(workers, sheet, engine, folder, shrink=grid == "fuzz")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
         found = [_failure(engine, task, outcome) for task, outcome in sheet.in_order()]
-        raise Interrupted(so_far(found)) from None
+        raise Interrupted(so_far(found)) from ended
     finally:
         for worker in workers:
             worker.stop()

@@ -590,6 +590,18 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
+@pytest.mark.parametrize("args", [("check", "fa2", "--grid", "fuzz", "--samples", "9999")])
+def test_the_command_timeout_leaves_time_to_tell_what_was_found(place, args):
+    """It sends its signal to the command, and again to all processes of its group."""
+    ended = subprocess.run(
+        ["timeout", "8", *CLI, *args, *SIMULATOR, "--jobs", "2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **{name: str(value) for name, value in place.items()}},
+    )
+    assert ended.returncode == 124 and "runs right" in ended.stderr, ended.stderr
+
+
 # Memory
 
 

@@ -129,7 +129,8 @@ def check(
     except checking.Interrupted as interrupted:
         _show(interrupted.checked, err=True)
         click.echo("cupyfa: interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        cause = interrupted.__cause__
+        sys.exit(cause.code if isinstance(cause, SystemExit) else INTERRUPTED)
     if form == "table":
         _show(done)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
 _USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
+_TOGETHER = 0.5  # seconds within which signals are one: `timeout` sends its own twice
 _patience = _USUAL_PATIENCE
 
 
@@ -59,7 +60,7 @@ def _end(number: int, _: Any) -> None:
 
 def _insist(heard: int) -> None:
     """Ends the process some time after a signal was heard, unless the command has ended by then."""
-    number, deadline = 0, float("inf")
+    number, first, deadline = 0, 0.0, float("inf")
     while time.monotonic() < deadline:
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         if select.select([heard], [], [], left)[0]:
@@ -68,7 +69,9 @@ def _insist(heard: int) -> None:
                 os.close(heard)
                 return
             if signals[0] in (signal.SIGINT, *_LIKE_CTRL_C):
-                if number:  # asked for twice
+                now = time.monotonic()
+                if not number:
+                    number, first, deadline = signals[0], now, now + _patience
+                elif now > first + _TOGETHER:  # asked for twice
                     break
-                number, deadline = signals[0], time.monotonic() + _patience
     os._exit(128 + number)
