@@ -115,7 +115,7 @@ def test_auto_takes_it_where_no_other_rung_has_tensor_cores():
         (257, "float16", "mma_slices_backward"),
         (4096, "bfloat16", "mma_slices_backward"),
         (256, "float16", "mma_columns"),
-        (257, "float32", "two_pass"),
+        (257, "float32", "rows"),
     ):
         problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
         assert planning.select("auto", "backward", problem, limits_of("80")).name == expected

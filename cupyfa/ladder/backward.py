@@ -405,7 +405,7 @@ KERNELS = (
             finish("dK"),
             finish("dV"),
         ),
-        tflops={"float16": {64: 53.8}},
+        tflops={"float16": {64: 56.9}},
         features=FEATURES,
         scratch={
             **DELTA_SCRATCH,
@@ -432,7 +432,11 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch={**DELTA_SCRATCH, "dQ_sum": ("batch heads M d", "real")},
-        tflops={"float16": {64: 12.3}},
+        tflops={
+            "float16": {64: 12.3},
+            "float32": {64: 11.6, 128: 10.6, 256: 7.08},
+            "float64": {64: 5.58, 128: 5.56, 256: 3.18},
+        },
         unordered=("dQ",),
     ),
     Kernel(
@@ -455,7 +459,11 @@ KERNELS = (
             "dK_sum": ("batch kv_heads N d", "real"),
             "dV_sum": ("batch kv_heads N dv", "real"),
         },
-        tflops={"float16": {64: 14.1}},
+        tflops={
+            "float16": {64: 14.3},
+            "float32": {64: 14.5, 128: 14.8, 256: 8.61},
+            "float64": {64: 8.81, 128: 7.09, 256: 4.01},
+        },
         unordered=("dK", "dV"),
     ),
     Kernel(
@@ -471,7 +479,11 @@ KERNELS = (
         candidates=CANDIDATES,
         features=FEATURES,
         scratch=DELTA_SCRATCH,
-        tflops={"float16": {64: 8.94}},
+        tflops={
+            "float16": {64: 9.01},
+            "float32": {64: 8.95, 128: 7.54, 256: 5.4},
+            "float64": {64: 4.5, 128: 4.26, 256: 2.28},
+        },
     ),
     mma_kernel(
         "mma_slices_backward",
@@ -489,7 +501,7 @@ KERNELS = (
             "dQ_sum": (rounds.sums, "real"),
         },
         rounds=rounds.count,
-        tflops={"float16": {64: 88}, "bfloat16": {512: 229, 1024: 249}},
+        tflops={"float16": {64: 115}, "bfloat16": {512: 229, 1024: 249}},
         largest_d=None,
     ),
     mma_kernel(
