@@ -18,6 +18,7 @@ from cupyfa.tolerance import Expected, Verdict
 _WORK = 2e9  # products of scores that the reference makes in about a second
 _LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
 _OF_GRADIENTS = 4  # times the forward pass's work on a score
+_OF_ELEMENT = 120  # products that its work on an element of the arrays is worth
 _ROWS = 64  # of an excerpt
 
 
@@ -67,18 +68,26 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     The first and the last rows of the first and the last head, and others by the seed, two or as
     many as are quick.
     """
-    width = max(p.d + p.dv, _LEAST_WIDTH)
-    scores = _ROWS * p.N
-    if operation == "backward":  # an excerpt has keys too, which all rows of a group read
-        width *= _OF_GRADIENTS
-        scores += min(_ROWS, p.N) * p.M * p.group
-    if p.batch * p.heads * p.M * p.N * width <= _WORK or p.M <= _ROWS:
+    gradients = operation == "backward"
+    width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
+    columns = _OF_ELEMENT * (p.d + p.dv)
+
+    def work(scores: int, rows: int) -> int:
+        return scores * width + rows * columns
+
+    in_all = p.batch * p.heads
+    whole = work(in_all * p.M * p.N, in_all * p.M + p.batch * p.kv_heads * p.N)
+    if whole <= _WORK or p.M <= _ROWS:
         return [None]
+    each = work(_ROWS * p.N, _ROWS + p.N)
+    if gradients:  # an excerpt has keys too, which all rows of a group read
+        keys = min(_ROWS, p.N)
+        each += work(keys * p.M * p.group, keys + p.M * p.group)
     pick = random.Random(seed)
     last = p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
-    others = max(2, int(_WORK / (scores * width)) - len(places))
+    others = max(2, int(_WORK / each) - len(places))
     places += [
         (pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1))
         for _ in range(others)

@@ -109,8 +109,8 @@ FOREIGN = {
     "an address in one network": r"\b(10|127|172|192)(\.\d{1,3}){3}\b",
 }
 
-# Where gradients are joined to it, and where that is tested.
-WITH_TORCH = ("docs/semantics.md", "tests/test_backward.py")
+# Where gradients are joined to it and where that is tested; what is timed beside it by hand.
+WITH_TORCH = ("docs/semantics.md", "tests/test_backward.py", "tests/host_times.py")
 
 
 @pytest.mark.parametrize("what", FOREIGN)

@@ -33,8 +33,8 @@ WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.B
 MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
 MMA_TILES_UP_TO = {
     64: ({"Br": 128, "Bc": 64, "Wr": 32},),
-    128: ({"Br": 128, "Bc": 64, "Wr": 32}, {"Br": 128, "Bc": 32, "Wr": 32}),
-    256: ({"Br": 64, "Bc": 64, "Wr": 16},),
+    128: ({"Br": 128, "Bc": 64, "Wr": 16}, {"Br": 128, "Bc": 32, "Wr": 16}),
+    256: ({"Br": 64, "Bc": 32, "Wr": 16},),
 }
 MMA_ASYNC_TILES = tuple(
     {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 1} for Br in (64, 32, 16) for Bc in (32, 16)
