@@ -18,7 +18,7 @@ from cupyfa.tolerance import Expected, Verdict
 _WORK = 2e9  # products of scores that the reference makes in about a second
 _LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
 _OF_GRADIENTS = 4  # times the forward pass's work on a score
-_OF_ELEMENT = 120  # products that its work on an element of the arrays is worth
+_OF_ELEMENT = 40  # products that its work on an element of the arrays is worth
 _ROWS = 64  # of an excerpt
 
 

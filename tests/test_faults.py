@@ -196,7 +196,7 @@ def test_unwritten_elements_are_counted(tmp_path, backend):
 
 def test_a_written_input_is_found(tmp_path, backend):
     right = "    *lse.row(batch, head, row) = softmax.lse();"
-    wrong = right + "\n      const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
+    wrong = right + "\n      if (row == 0) const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
     kernel = broken(tmp_path, "fa2", right, wrong)
     with pytest.raises(WrongResult, match="wrote its input K, first at byte"):
         run(kernel, backend)

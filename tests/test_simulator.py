@@ -309,6 +309,33 @@ def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, nu
     assert unwritten.place == ("test.cu:4" if HAS_LINES else "")
 
 
+@pytest.mark.parametrize(
+    "body, what",
+    [
+        (
+            "A[threadIdx.x / 2] = 1;",
+            "race: thread (0, 0, 0) wrote and this thread writes byte 0 of A",
+        ),
+        ("if (threadIdx.x % 32 == 0) A[3] = 1;", "race: thread (0, 0, 0) wrote"),
+        ("if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;", "race: block ("),
+        ("A[threadIdx.x] = 1; __syncthreads(); A[63 - threadIdx.x] = 2;", None),
+        ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 31] = 2;", None),
+        ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 32] = 2;", "with no barrier between"),
+        ("if (atomicAdd(&A[64], 1) % 64 == 63) A[0] = 1;", None),
+        ("reinterpret_cast<char*>(A)[threadIdx.x] = 1;", None),
+    ],
+    ids=str,
+)
+def test_writes_to_the_same_global_memory(body, what):
+    A = np.zeros(65, np.int32)
+    grid = (4 if "block" in body or "atomic" in body else 1, 1, 1)
+    if what is not None:
+        assert what in fault(body, A, threads=64, grid=grid, workers=1).what
+        return
+    for schedule in (None, 1, 2):
+        launch(body, A, threads=64, grid=grid, schedule=schedule)
+
+
 def test_a_plain_write_races_with_the_atomics_of_other_threads():
     body = """
         __shared__ int count;
@@ -779,7 +806,8 @@ def test_extern_shared_arrays_beside_shared_variables():
         fixed[threadIdx.x] = 10 + threadIdx.x;
         x[s0 + int(threadIdx.x)] = threadIdx.x;
         __syncthreads();
-        A[threadIdx.x] = fixed[2 - threadIdx.x] + x[2 - threadIdx.x];
+        const int sum = fixed[2 - threadIdx.x] + x[2 - threadIdx.x];
+        if (blockIdx.x == 0) A[threadIdx.x] = sum;
     """
     A = np.zeros(3, np.int32)
     options = {"threads": 3, "shared_bytes": 12, "grid": (20, 1, 1)}
@@ -801,7 +829,8 @@ def test_a_read_of_shared_memory_nobody_wrote(name):
         {declare}
         shared.x[threadIdx.x] = 1;
         __syncthreads();
-        A[threadIdx.x] = shared.x[threadIdx.x + s0];
+        const float x = shared.x[threadIdx.x + s0];
+        if (blockIdx.x == 0) A[threadIdx.x] = x;
     """
     options = {"shared_bytes": 256, "head": head, "grid": (2, 1, 1)}
     launch(body, ones(), scalars=(np.int32(0),), **options)

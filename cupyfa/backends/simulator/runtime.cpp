@@ -9,7 +9,8 @@
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
 // here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
 // For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
-// clocks with one component per warp; two accesses that no barrier orders are a race. Shuffles and
+// clocks with one component per warp; two accesses that no barrier orders are a race. Of arrays they
+// keep who wrote them, for two threads or two blocks that write the same. Shuffles and
 // votes are no barriers: CUDA promises of __syncwarp alone that it orders memory. What tensor cores
 // and copies do by themselves is in asynchronous.h; they have components of their own.
 //
@@ -340,6 +341,13 @@ struct Arena {
   }
 };
 
+// Two bytes of an array in global memory: who wrote them last, and in which block, counted from 1.
+// Of two blocks nothing says which is first, unless they speak by atomics.
+struct Written {
+  std::uint64_t block;
+  Epoch writer;
+};
+
 // The values the lanes of one warp bring to a collective. It stays until all have moved on.
 struct Exchange {
   unsigned mask;
@@ -429,12 +437,33 @@ struct Launch {
   std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Report* report;
+  Written** written = nullptr;  // of each region of the request
+
+  static std::size_t written_bytes(const Region& region) {
+    return (region.bytes / cell_bytes + 2) * sizeof(Written);
+  }
+  // Where there is no room for it, races are not seen; it takes memory where something is written.
+  void allocate_written() {
+    written = static_cast<Written**>(std::calloc(request->region_count + 1, sizeof(Written*)));
+    for (std::size_t i = 0; written != nullptr && i < request->region_count; ++i) {
+      void* room = mmap(nullptr, written_bytes(request->regions[i]), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (room != MAP_FAILED) written[i] = static_cast<Written*>(room);
+    }
+  }
+  void free_written() {
+    for (std::size_t i = 0; written != nullptr && i < request->region_count; ++i) {
+      if (written[i] != nullptr) munmap(written[i], written_bytes(request->regions[i]));
+    }
+    std::free(written);
+  }
 };
 
 struct Worker {
   // Read by every access check.
   std::uintptr_t stack_low = 0;
   Region hit{};  // the buffer touched last
+  Written* hit_written = nullptr;
   Arena dynamic;
   Arena fixed;
   Fiber* fiber = nullptr;
@@ -450,6 +479,7 @@ struct Worker {
   int idle_polls = 0;  // since anything but polling happened
   bool abandoned = false;
   bool shuffled = false;
+  bool speaks = false;      // whether the block's threads made atomics in global memory
   unsigned late_warps = 0;  // of a shuffled order: those that run when no other can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
@@ -479,11 +509,11 @@ void thread_coordinates(const Worker& worker, int index, unsigned (&out)[3]) {
   out[2] = index / dim[0] / dim[1];
 }
 
-void block_coordinates(const Worker& worker, unsigned (&out)[3]) {
+void block_coordinates(const Worker& worker, std::uint64_t block, unsigned (&out)[3]) {
   const unsigned* dim = worker.launch->request->grid;
-  out[0] = static_cast<unsigned>(worker.block % dim[0]);
-  out[1] = static_cast<unsigned>(worker.block / dim[0] % dim[1]);
-  out[2] = static_cast<unsigned>(worker.block / dim[0] / dim[1]);
+  out[0] = static_cast<unsigned>(block % dim[0]);
+  out[1] = static_cast<unsigned>(block / dim[0] % dim[1]);
+  out[2] = static_cast<unsigned>(block / dim[0] / dim[1]);
 }
 
 Text thread_name(const Worker& worker, int index) {
@@ -508,7 +538,7 @@ void record(Worker& worker, int thread, const Place& place, const Text& text) {
   Report& report = *launch.report;
   std::snprintf(report.text, sizeof report.text, "%s", text.chars);
   std::snprintf(report.place, sizeof report.place, "%s", place_name(worker, place).chars);
-  block_coordinates(worker, report.block);
+  block_coordinates(worker, worker.block, report.block);
   thread_coordinates(worker, thread, report.thread);
 }
 
@@ -1107,6 +1137,44 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
   }
 }
 
+[[noreturn]] COLD void fault_written_twice(Worker& worker, const Touch& touch,
+                                           const Written& other) {
+  std::size_t offset = touch.address - worker.hit.address;
+  if (other.block != worker.block + 1) {
+    unsigned block[3];
+    block_coordinates(worker, other.block - 1, block);
+    fault(worker, touch.place,
+          format("race: block (%u, %u, %u) wrote and this one writes byte %zu of %s", block[0],
+                 block[1], block[2], offset, worker.hit.name));
+  }
+  fault(worker, touch.place,
+        format("race: %s wrote and this thread writes byte %zu of %s with no barrier between",
+               thread_name(worker, thread_of(other.writer)).chars, offset, worker.hit.name));
+}
+
+// A write to the array that was hit. What is ordered by atomics is not known here, and so what a
+// block writes that makes some is not looked at.
+inline void check_written(Worker& worker, const Touch& touch) {
+  if (worker.speaks || worker.hit_written == nullptr) return;
+  if (touch.bytes < cell_bytes) return;  // two threads may well share a cell
+  std::size_t first = (touch.address - worker.hit.address) / cell_bytes;
+  Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
+  for (std::size_t i = first; i < first + touch.bytes / cell_bytes; ++i) {
+    Written& cell = worker.hit_written[i];
+    bool own = cell.block == worker.block + 1;
+    if (own ? !ordered(worker, cell.writer, worker.fiber->index) : cell.block != 0) {
+      fault_written_twice(worker, touch, cell);
+    }
+    cell = {worker.block + 1, now};
+  }
+}
+
+template <Access access>
+inline void check_global(Worker& worker, const Touch& touch) {
+  if (access == Access::write) check_written(worker, touch);
+  if (access == Access::atomic) worker.speaks = true;
+}
+
 // How far the access lies from the region; 0 if they overlap.
 std::size_t distance(const Region& region, const Touch& touch) {
   if (touch.address + touch.bytes <= region.address) return region.address - touch.address;
@@ -1181,6 +1249,8 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
   for (std::size_t i = 0; i < request.region_count; ++i) {
     if (inside(request.regions[i], touch.address, touch.bytes)) {
       worker.hit = request.regions[i];
+      worker.hit_written = worker.launch->written == nullptr ? nullptr : worker.launch->written[i];
+      check_global<access>(worker, touch);
       return;
     }
   }
@@ -1203,7 +1273,7 @@ inline void check(const void* pointer, std::size_t bytes, const Place& place) {
   if (touch.address - worker->dynamic.address < worker->dynamic.bytes) {
     check_shared<access>(*worker, worker->dynamic, touch);
   } else if (inside(worker->hit, touch.address, bytes)) {
-    return;
+    check_global<access>(*worker, touch);
   } else if (touch.address - worker->stack_low < stack_bytes) {
     return;
   } else if (touch.address - worker->fixed.address < worker->fixed.bytes) {
@@ -1268,7 +1338,7 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.products = fiber.grouped = fiber.finished_products = fiber.groups = 0;
   fiber.begun = false;
   free_all(fiber.storage);
-  block_coordinates(worker, fiber.coordinates->block);
+  block_coordinates(worker, worker.block, fiber.coordinates->block);
   // The stack a switch expects: saved registers, then where to go on.
   std::uintptr_t top = reinterpret_cast<std::uintptr_t>(fiber.coordinates) & ~std::uintptr_t{63};
   void** words = reinterpret_cast<void**>(top) - saved_words - 1;
@@ -1297,6 +1367,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
   worker.block = block;
   worker.finished = 0;
   worker.idle_polls = 0;
+  worker.speaks = false;
   worker.random = request.seed * 0x2545f4914f6cdd1du ^ block;
   worker.late_warps = late_warps(request.seed, block);
   worker.ready_warps = 0;
@@ -1515,6 +1586,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   dl_iterate_phdr(describe_module, &search);
   std::uint64_t wanted = std::clamp(request->workers, 1, max_workers);
   int workers = static_cast<int>(std::min(wanted, launch.blocks));
+  launch.allocate_written();
   pthread_t threads[max_workers];
   int started = 0;
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
@@ -1523,6 +1595,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   // A system out of threads leaves the work to those that started, or to this one.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
+  launch.free_written();
   return launch.faulty_block.load() != UINT64_MAX;
 }
 
