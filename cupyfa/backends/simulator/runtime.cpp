@@ -9,10 +9,10 @@
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
 // here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
 // For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
-// clocks with one component per warp; two accesses that no barrier orders are a race. Of arrays they
-// keep who wrote them, for two threads or two blocks that write the same. Shuffles and
-// votes are no barriers: CUDA promises of __syncwarp alone that it orders memory. What tensor cores
-// and copies do by themselves is in asynchronous.h; they have components of their own.
+// clocks with one component per warp; two accesses that no barrier orders are a race. Of arrays
+// they keep who wrote them, for two threads or two blocks that write the same. Shuffles and votes
+// are no barriers: CUDA promises of __syncwarp alone that it orders memory. What tensor cores and
+// copies do by themselves is in asynchronous.h; they have components of their own.
 //
 // Both files are compiled once, for all kernels. Of the C++ library they use only what needs no
 // linking: where the compiler is zig, building that library would take most of a minute.
