@@ -141,10 +141,10 @@ def check(
     kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
     cases, as for ``grids.cases``. precision: of the float32 inputs, which then are the only ones
     unless dtypes are given. reruns: how often each kernel runs again and must give the
-    same bits. jobs: how many processes work at a time; 0 works in this one, the only one that can
-    run records, which cannot be sent. timeout: seconds after which a process is ended whose kernel
-    gives no answer. failures: a folder for the files of failures, which ``replay`` reads; made when
-    there is one. Failures on ``fuzz`` are made small first.
+    same bits. jobs: how many processes work at a time, on all GPUs; 0 works in this one, the only
+    one that can run records, which cannot be sent. timeout: seconds after which a process is ended
+    whose kernel gives no answer. failures: a folder for the files of failures, which ``replay``
+    reads; made when there is one. Failures on ``fuzz`` are made small first.
 
     Raises ValueError for arguments that are wrong, DeviceError if there is no such backend, and
     Interrupted, with what was found so far, on Ctrl-C.
@@ -163,7 +163,7 @@ def check(
         for case in grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed)
     ]
     sheet = _Sheet(tasks, progress)
-    workers: list[Worker] = [Process(engine) for _ in range(jobs)] or [Here(engine)]
+    workers: list[Worker] = [Process(engine, i) for i in range(jobs)] or [Here(engine)]
 
     def so_far(found: Sequence[Failure]) -> Checked:
         seconds = time.monotonic() - start

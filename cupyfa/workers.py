@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
@@ -83,10 +83,12 @@ class Here:
 class Process:
     """Runs tasks, whose kernels are given by name, in a process of its own.
 
-    It works on a backend like the one given, with one thread.
+    It works on a backend like the one given, with one thread. Where there are several GPUs,
+    processes take them in turn by their number.
     """
 
-    def __init__(self, engine: Backend) -> None:
+    def __init__(self, engine: Backend, number: int = 0) -> None:
+        self._variables = _ONE_THREAD | _one_of(engine.devices, number)
         simulated = isinstance(engine, Simulator)
         schedule = getattr(engine, "schedule", None)
         self._backend = Simulator(schedule=schedule, workers=1) if simulated else engine.name
@@ -135,7 +137,7 @@ class Process:
 
     def _started(self) -> _Started:
         if self._process is None:
-            self._process = _Started(self._backend)
+            self._process = _Started(self._backend, self._variables)
             self._check_stopped()
             try:
                 self._process.told()
@@ -151,6 +153,15 @@ class Process:
             raise Stopped
 
 
+def _one_of(devices: int, number: int) -> dict[str, str]:
+    """A variable by which a process sees one of several GPUs alone."""
+    if devices < 2:
+        return {}
+    name = "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name, ",".join(map(str, range(devices)))).split(",")
+    return {name: visible[number % devices].strip()}
+
+
 def _left(task: Task, done: Sequence[Outcome]) -> tuple[str, ...]:
     """The names of the kernels of a task without an outcome."""
     told = {outcome.kernel for outcome in done}
@@ -160,7 +171,7 @@ def _left(task: Task, done: Sequence[Outcome]) -> tuple[str, ...]:
 class _Started:
     """A process that serves tasks, and what it writes."""
 
-    def __init__(self, backend: Backend | str) -> None:
+    def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
         self.pipe, theirs = Pipe()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         package = Path(__file__).resolve().parents[1]
@@ -169,7 +180,7 @@ class _Started:
             stdin=subprocess.PIPE,  # closed when this process ends, however it ends
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **_ONE_THREAD},
+            env={**os.environ, **variables},
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for this process
         )

@@ -29,6 +29,14 @@ def kinds(outcomes):
     return [outcome.kind for outcome in outcomes]
 
 
+def test_processes_take_several_devices_in_turn(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    of_two = [workers._one_of(2, number)["CUDA_VISIBLE_DEVICES"] for number in range(4)]
+    assert of_two == ["0", "1", "0", "1"] and workers._one_of(1, 3) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-3a")
+    assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "GPU-3a"}
+
+
 def test_a_process_gives_the_outcomes_that_this_one_gives(worker):
     task = Task(FINE, ("softmax_safe", "softmax_online"), keep=True)
     here, there = Here(Simulator()).run(task), worker.run(task)

@@ -103,6 +103,7 @@ class Backend(ABC):
     failures: tuple[type[Exception], ...] = ()  # what ``working_on`` makes a DeviceError of
     bound: dict[Any, Any]  # calls by what decides them; forgotten when the limits change
     spaces: dict[Any, Any]  # memory for their temporaries, by device and stream
+    devices: int = 1  # that a process finds
 
     @abstractmethod
     def owns(self, array: Any) -> bool:

@@ -191,6 +191,11 @@ class Cuda(Backend):
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
 
     @property
+    def devices(self) -> int:  # type: ignore[override]
+        """How many are visible."""
+        return runtime.getDeviceCount()
+
+    @property
     def limits(self) -> Limits:  # type: ignore[override]
         """The limits of the current device, by its attributes."""
         return _limits(cupy.cuda.Device().id)

@@ -64,7 +64,7 @@ _MESSAGE_LINES = 8
     "--jobs",
     type=click.IntRange(0),
     help="Processes that work at a time; 0 works in this one.  "
-    f"[default: one per core, at most {_MOST_JOBS}]",
+    f"[default: one per core, at most {_MOST_JOBS} for each GPU]",
 )
 @click.option(
     "--timeout",
@@ -121,7 +121,7 @@ def check(
                 precision=precision,
                 backend=engine,
                 reruns=reruns,
-                jobs=min(cores, _MOST_JOBS) if jobs is None else jobs,
+                jobs=min(cores, _MOST_JOBS * engine.devices) if jobs is None else jobs,
                 timeout=timeout,
                 failures=failures,
                 progress=progress,
