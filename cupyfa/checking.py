@@ -141,13 +141,14 @@ def check(
     kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
     cases, as for ``grids.cases``. precision: of the float32 inputs, which then are the only ones
     unless dtypes are given. reruns: how often each kernel runs again and must give the
-    same bits. jobs: how many processes work at a time, on all GPUs; 0 works in this one, the only
-    one that can run records, which cannot be sent. timeout: seconds after which a process is ended
-    whose kernel gives no answer. failures: a folder for the files of failures, which ``replay``
-    reads; made when there is one. Failures on ``fuzz`` are made small first.
+    same bits. jobs: how many processes work at a time, on the visible GPUs in turn if they are
+    alike; 0 works in this one, the only one that can run records, which cannot be sent. timeout:
+    seconds after which a process is ended whose kernel gives no answer. failures: a folder for the
+    files of failures, which ``replay`` reads; made when there is one. Failures on ``fuzz`` are made
+    small first.
 
     Raises ValueError for arguments that are wrong, DeviceError if there is no such backend, and
-    Interrupted, with what was found so far, on Ctrl-C.
+    Interrupted, with what was found so far, on Ctrl-C or where a signal's handler exits.
     """
     start = time.monotonic()
     if not 0 < timeout <= _LONGEST:

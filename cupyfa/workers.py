@@ -159,7 +159,7 @@ def _one_of(devices: int, number: int) -> dict[str, str]:
         return {}
     name = "CUDA_VISIBLE_DEVICES"
     visible = os.environ.get(name, ",".join(map(str, range(devices)))).split(",")
-    return {name: visible[number % devices].strip()}
+    return {name: visible[number % min(devices, len(visible))].strip()}
 
 
 def _left(task: Task, done: Sequence[Outcome]) -> tuple[str, ...]:

@@ -590,16 +590,26 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
-@pytest.mark.parametrize("args", [("check", "fa2", "--grid", "fuzz", "--samples", "9999")])
-def test_the_command_timeout_leaves_time_to_tell_what_was_found(place, args):
+FUZZ = ("check", "fa2", "--grid", "fuzz", "--samples", "9999", *SIMULATOR, "--jobs", "2")
+
+
+def test_the_command_timeout_leaves_time_to_tell_what_was_found(place):
     """It sends its signal to the command, and again to all processes of its group."""
-    ended = subprocess.run(
-        ["timeout", "8", *CLI, *args, *SIMULATOR, "--jobs", "2"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **{name: str(value) for name, value in place.items()}},
-    )
+    env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+    ended = subprocess.run(["timeout", "8", *CLI, *FUZZ], capture_output=True, text=True, env=env)
     assert ended.returncode == 124 and "runs right" in ended.stderr, ended.stderr
+
+
+def test_a_second_signal_at_once_leaves_time_too(place):
+    env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([*CLI, *FUZZ], text=True, env=env, **pipes) as running:
+        time.sleep(8)
+        for _ in range(2):
+            running.terminate()
+            time.sleep(0.002)
+        _, stderr = running.communicate(timeout=20)
+    assert running.returncode == 128 + signal.SIGTERM and "runs right" in stderr, stderr
 
 
 # Memory

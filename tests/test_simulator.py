@@ -317,7 +317,7 @@ def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, nu
             "race: thread (0, 0, 0) wrote and this thread writes byte 0 of A",
         ),
         ("if (threadIdx.x % 32 == 0) A[3] = 1;", "race: thread (0, 0, 0) wrote"),
-        ("if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;", "race: block ("),
+        ("if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;", "and this one write byte 0 of A"),
         ("A[threadIdx.x] = 1; __syncthreads(); A[63 - threadIdx.x] = 2;", None),
         ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 31] = 2;", None),
         ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 32] = 2;", "with no barrier between"),

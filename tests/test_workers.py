@@ -35,6 +35,8 @@ def test_processes_take_several_devices_in_turn(monkeypatch):
     assert of_two == ["0", "1", "0", "1"] and workers._one_of(1, 3) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-3a")
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "GPU-3a"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # by now there are fewer
+    assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_a_process_gives_the_outcomes_that_this_one_gives(worker):

@@ -192,8 +192,10 @@ class Cuda(Backend):
 
     @property
     def devices(self) -> int:  # type: ignore[override]
-        """How many are visible."""
-        return runtime.getDeviceCount()
+        """How many are visible, if they are alike; else only the current one counts."""
+        count = runtime.getDeviceCount()
+        names = {runtime.getDeviceProperties(i)["name"] for i in range(count)}
+        return count if len(names) == 1 else 1
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]

@@ -64,7 +64,7 @@ _MESSAGE_LINES = 8
     "--jobs",
     type=click.IntRange(0),
     help="Processes that work at a time; 0 works in this one.  "
-    f"[default: one per core, at most {_MOST_JOBS} for each GPU]",
+    f"They take the visible GPUs in turn.  [default: one per core, at most {_MOST_JOBS} a GPU]",
 )
 @click.option(
     "--timeout",

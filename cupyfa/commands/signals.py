@@ -55,6 +55,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, _: Any) -> None:
+    for each in _LIKE_CTRL_C:  # to end once is enough; what asks again is `_insist`'s
+        signal.signal(each, lambda *_: None)
     sys.exit(128 + number)
 
 

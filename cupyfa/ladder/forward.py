@@ -796,8 +796,8 @@ KERNELS = (
         "mma_split_q",
         "S, P and O in registers on tensor cores: a warp owns its rows from start to end",
         {
-            "float16": {64: 77.1, 128: 79.7, 256: 47.3},
-            "bfloat16": {64: 77.1, 128: 79.8, 256: 47.7},
+            "float16": {64: 77.1},
+            "bfloat16": {64: 77.1},
         },
         {
             "bound by": "shared memory",
@@ -817,8 +817,8 @@ KERNELS = (
         "mma_swizzled",
         "chunks of a row trade places in shared memory: no bank conflicts",
         {
-            "float16": {64: 184, 128: 211, 256: 150},
-            "bfloat16": {64: 184, 128: 212, 256: 150},
+            "float16": {64: 184},
+            "bfloat16": {64: 184},
         },
         {
             "bound by": "latency: wait",

@@ -70,9 +70,9 @@ struct Tile {
     });
   }
 
-  // Calls body(row, col, turn) for the first number of each share; no row is inside of one that
-  // the tile does not have. Threads side by side have neighbours in a row, but where they have
-  // several rows, pairs of them those of one column: 32 of its rows.
+  // Calls body(row, col, turn) for the first number of each share; beyond the last one, rows are
+  // past the end. With several rows to a thread two threads side by side share a column, and have
+  // 32 rows of it.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;
@@ -157,25 +157,24 @@ extern "C" __global__ __launch_bounds__(threads, resident) void quantise(
     float* K_scale, float* V_scale, int M, int N, int heads, int kv_heads, int batch, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int of_Q = cdiv(M, Br) * heads * batch, of_K = cdiv(N, Bc) * kv_heads * batch;
-  const int index = blockIdx.x < of_Q          ? blockIdx.x
-                    : blockIdx.x < of_Q + of_K ? blockIdx.x - of_Q
-                                               : blockIdx.x - of_Q - of_K;
   if (blockIdx.x < of_Q) {
+    const int index = blockIdx.x;
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
     const Tile<Br, d, 1, 8> q(Q, of_batch, head, tile * Br, M);
     const float unit = look_at(q, shared).unit;
     const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
     round_rows(q, Q8, of_batch, head, sign / unit);
     if (threadIdx.x == 0) Q_scale[index] = unit;
-    return;
-  }
-  const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
-  if (blockIdx.x < of_Q + of_K) {
+  } else if (blockIdx.x < of_Q + of_K) {
+    const int index = blockIdx.x - of_Q;
+    const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
     const Tile<Bc, d, 1, 8> k(K, of_batch, head, tile * Bc, N);
     const float unit = look_at(k, shared).unit;
     round_rows(k, K8, of_batch, head, 1 / unit);
     if (threadIdx.x == 0) K_scale[index] = unit;
   } else {
+    const int index = blockIdx.x - of_Q - of_K;
+    const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
     const Tile<Bc, dv, 16, 2> v(V, of_batch, head, tile * Bc, N);
     const Found found = look_at(v, shared);
     transpose_values(v, V8, of_batch, head, 1 / found.unit);

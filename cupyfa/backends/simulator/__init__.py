@@ -2,8 +2,9 @@
 
 What it does not see, or sees otherwise than a device:
 
-- Races of a read and a write in global memory; and of two writes, where the block makes atomics in
-  global memory, by which blocks may tell each other what is done.
+- Races of a read and a write in global memory; and of two writes, if one goes to another array in
+  the same memory, or comes after an atomic of its block in global memory, by which blocks may tell
+  each other what is done.
 - A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
   whole warp.
 - A copy_async that lands before it has to: it lands in the wait for it. Who reads between two

@@ -342,7 +342,8 @@ struct Arena {
 };
 
 // Two bytes of an array in global memory: who wrote them last, and in which block, counted from 1.
-// Of two blocks nothing says which is first, unless they speak by atomics.
+// Of two blocks nothing says which is first, unless they speak by atomics. Workers do not wait for
+// each other to write this: where two blocks race, one or the other may miss it.
 struct Written {
   std::uint64_t block;
   Epoch writer;
@@ -433,7 +434,7 @@ struct Launch {
   int threads;
   std::atomic<std::uint64_t> next_block{0};
   // The lowest block with a fault. Blocks above it are given up, those below run on, so that
-  // the fault reported does not depend on which worker was faster.
+  // the fault reported does not depend on which worker was faster, unless two blocks race.
   std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Report* report;
@@ -1144,8 +1145,8 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
     unsigned block[3];
     block_coordinates(worker, other.block - 1, block);
     fault(worker, touch.place,
-          format("race: block (%u, %u, %u) wrote and this one writes byte %zu of %s", block[0],
-                 block[1], block[2], offset, worker.hit.name));
+          format("race: block (%u, %u, %u) and this one write byte %zu of %s", block[0], block[1],
+                 block[2], offset, worker.hit.name));
   }
   fault(worker, touch.place,
         format("race: %s wrote and this thread writes byte %zu of %s with no barrier between",
