@@ -1,25 +1,12 @@
 """A short run of host_times.py, in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from scripts import printed
 
-import cupyfa
-
-
-def host_times(*args):
-    """What it prints; fails with all of that unless its exit code is 0."""
-    path = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
-    command = [sys.executable, str(Path(__file__).with_name("host_times.py")), *map(str, args)]
-    done = subprocess.run(
-        command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+host_times = partial(printed, "host_times.py")
 
 
 def groups(backend, *args):
@@ -49,8 +36,8 @@ def test_each_group_has_times():
 
 @pytest.mark.parametrize("form", ["table", "csv", "md"])
 def test_one_group_in_other_formats(form):
-    printed = host_times("--backend", "simulator", *SIZES, "--only", "round-trip", "--format", form)
-    assert "cupyfa, all pinned" in printed and "import" not in printed
+    told = host_times("--backend", "simulator", *SIZES, "--only", "round-trip", "--format", form)
+    assert "cupyfa, all pinned" in told and "import" not in told
 
 
 @pytest.mark.gpu

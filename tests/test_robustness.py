@@ -466,8 +466,11 @@ def place(tmp_path, warm):
     }
 
 
-def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False):
-    """Starts a command, sends it a signal some time after it has begun, and looks how it ends."""
+def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False, again=None):
+    """Starts a command, sends it a signal some time after it has begun, and looks how it ends.
+
+    If asked to, it sends the signal again so many seconds later. Returns what went to stderr.
+    """
     cache, temporary = place["CUPYFA_CACHE_DIR"], place["TMPDIR"]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
     # Where these tests run under nohup, SIGHUP is ignored, which a command inherits and keeps to.
@@ -484,6 +487,9 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
         time.sleep(wait)
         sent = time.monotonic()
         running.send_signal(number)
+        if again is not None:
+            time.sleep(again)
+            running.send_signal(number)
         try:
             stdout, stderr = running.communicate(timeout=20)
         finally:
@@ -499,6 +505,7 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
     assert not running_with(str(temporary))
     assert not os.listdir(temporary)
     assert not [x for x in cache.rglob("*") if x.name.startswith((".", "build-"))]
+    return stderr
 
 
 @pytest.mark.parametrize(
@@ -590,26 +597,19 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
-FUZZ = ("check", "fa2", "--grid", "fuzz", "--samples", "9999", *SIMULATOR, "--jobs", "2")
-
-
-def test_the_command_timeout_leaves_time_to_tell_what_was_found(place):
-    """It sends its signal to the command, and again to all processes of its group."""
-    env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    ended = subprocess.run(["timeout", "8", *CLI, *FUZZ], capture_output=True, text=True, env=env)
-    assert ended.returncode == 124 and "runs right" in ended.stderr, ended.stderr
-
-
-def test_a_second_signal_at_once_leaves_time_too(place):
-    env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([*CLI, *FUZZ], text=True, env=env, **pipes) as running:
-        time.sleep(8)
-        for _ in range(2):
-            running.terminate()
-            time.sleep(0.002)
-        _, stderr = running.communicate(timeout=20)
-    assert running.returncode == 128 + signal.SIGTERM and "runs right" in stderr, stderr
+@pytest.mark.parametrize("again", [0, 0.002])
+def test_a_signal_that_comes_twice_at_once_leaves_time_to_tell_what_was_found(
+    tmp_path, place, again
+):
+    """As timeout sends its own: to the command, and to all processes of its group."""
+    imported = tmp_path / "imported"
+    program = [sys.executable, "-c", WHEN_IMPORTED, CLI[-1], str(imported)]
+    said = interrupted(
+        ("check", "fa2", "--grid", "fuzz", "--samples", 9999, *SIMULATOR, "--jobs", 2),
+        *(place, imported.exists, signal.SIGTERM),
+        **{"program": program, "wait": 1, "speaks": True, "again": again},
+    )
+    assert "runs right" in said
 
 
 # Memory

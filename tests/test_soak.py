@@ -1,24 +1,11 @@
 """Short runs of soak.py, in processes of their own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from scripts import printed
 
-import cupyfa
-
-
-def soak(*args):
-    """What it prints; fails with all of that unless its exit code is 0."""
-    path = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
-    command = [sys.executable, str(Path(__file__).with_name("soak.py")), *map(str, args)]
-    done = subprocess.run(
-        command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+soak = partial(printed, "soak.py")
 
 
 def test_calls_from_many_threads_are_right_and_leak_nothing():

@@ -1154,7 +1154,7 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
 }
 
 // A write to the array that was hit. What is ordered by atomics is not known here, and so what a
-// block writes that makes some is not looked at.
+// block writes after its first one is not looked at.
 inline void check_written(Worker& worker, const Touch& touch) {
   if (worker.speaks || worker.hit_written == nullptr) return;
   if (touch.bytes < cell_bytes) return;  // two threads may well share a cell

@@ -1,0 +1,19 @@
+"""The scripts of this folder that are run by hand, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cupyfa
+
+
+def printed(script, *args):
+    """What a script prints; fails with all of that unless its exit code is 0."""
+    path = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
+    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, args)]
+    done = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
