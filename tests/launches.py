@@ -1,7 +1,12 @@
-"""Launches every kernel in every dtype on ragged shapes, for compute-sanitizer to watch.
+"""Launches kernels in every dtype on ragged shapes, for compute-sanitizer to watch.
 
-Every array has an allocation of its own, so that its ends are known.
+    compute-sanitizer --tool racecheck python tests/launches.py [KERNEL…]
+
+Without names it launches all of them. Every array has an allocation of its own, so that its ends
+are known.
 """
+
+import sys
 
 import cupy
 from problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
@@ -12,11 +17,12 @@ from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 
 
-def main():
+def main(names):
     cupy.cuda.set_allocator(None)
     backend = backend_named("cuda")
-    kernels = (FORWARD, LADDER["softmax"], LADDER["backward"])
-    for kernel, dtype in (x for ladder in kernels for x in claimed(ladder, DTYPES)):
+    kernels = {**FORWARD, **LADDER["softmax"], **LADDER["backward"]}
+    chosen = {name: kernels[name] for name in names or kernels}
+    for kernel, dtype in claimed(chosen, DTYPES):
         for sizes in (*RAGGED, *(WINDOWED if "window" in kernel.features else ())):
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
 
@@ -38,4 +44,4 @@ def launch(backend, kernel, problem):
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""A thousand launches of a kernel give the same bits, which takes a GPU."""
+
+import pytest
+from problems import RAGGED, in_turn, inputs_of, name, planned
+
+from cupyfa import Unsupported, calls
+from cupyfa.backends import allocated, execute
+from cupyfa.ladder import LADDER
+
+LAUNCHES = 1000
+# More blocks than a GPU holds at a time, which therefore begin and end in ever other orders; and
+# few rows and many keys, which blocks share out among each other.
+CROWDED = (
+    {"batch": 2, "heads": 8, "kv_heads": 2, "M": 1500, "N": 1700, "d": 64, "causal": True},
+    {"batch": 2, "heads": 8, "kv_heads": 4, "M": 700, "N": 900, "d": 128, "window": (400, 10)},
+    {"batch": 3, "heads": 6, "kv_heads": 3, "M": 900, "N": 900, "d": 250, "causal": True},
+    {"batch": 4, "heads": 6, "kv_heads": 6, "M": 1000, "N": 500, "d": 192, "dv": 128},
+    {"batch": 1, "heads": 4, "kv_heads": 1, "M": 3, "N": 20000, "d": 120},
+    {"batch": 1, "heads": 4, "kv_heads": 2, "M": 500, "N": 600, "d": 600, "causal": True},
+)
+KERNELS = {**LADDER["forward"], **LADDER["backward"]}
+FAST = {name: kernel for name, kernel in KERNELS.items() if "mma" in name}
+REST = {name: kernel for name, kernel in KERNELS.items() if name not in FAST}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "sizes"), [*in_turn(FAST, CROWDED), *in_turn(REST, RAGGED)], ids=name
+)
+def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
+    cupy = pytest.importorskip("cupy")
+    try:
+        plan = planned(kernel, cuda, sizes, dtype)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    inputs = {x: cuda.upload(array) for x, array in inputs_of(plan).items()}
+    inputs = calls.readable(plan, inputs)
+    prepared = [cuda.prepare(launch) for launch in plan.launches]
+
+    def again():
+        made = {x: allocated(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
+        execute(cuda, plan, prepared, {**inputs, **made})
+        return {x: made[x].view(f"u{made[x].itemsize}") for x in plan.outputs}
+
+    first = again()
+    differ = {x: cupy.zeros((), bool) for x in first if x not in kernel.unordered}
+    for _ in range(LAUNCHES - 1):
+        made = again()
+        for x, found in differ.items():
+            found |= (made[x] != first[x]).any()
+    assert differ and not [x for x, found in differ.items() if found]
