@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 _NAMES = ("q", "k", "v")
 _BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
 _PER_THREAD = 2  # the stream that is another one in every thread
-_SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for any call of ``attention``
+_SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for calls of ``attention``
 _MOST_SPACES = 16
 _ALIGNMENT = 512  # bytes
 # Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
@@ -208,10 +208,15 @@ class Bound:
         return self._temporaries[key]
 
     def _shared_space(self, stream: Any) -> _Space:
-        """Memory that all calls in a stream share, if that is enough."""
+        """Memory that all such calls in a stream share, if that is enough.
+
+        Between launches of one call, which find there what the one before has left, another
+        thread's call may come, but none of several launches.
+        """
         if self._space_bytes > _SPACE:
             return self._new_space()
-        spaces, key = self._engine.spaces, (self._device, stream)
+        several = len(self.plan.launches) > 1
+        spaces, key = self._engine.spaces, (self._device, stream, several)
         found = spaces.get(key)
         if found is None:
             if len(spaces) >= _MOST_SPACES:

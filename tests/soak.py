@@ -37,6 +37,7 @@ import cupyfa
 from cupyfa.backends.select import backend_named
 from cupyfa.records import record_named
 
+SWITCH_INTERVAL = 2e-4  # seconds until another thread may go on: at 5 ms few calls meet
 ROUNDS = 10  # each with threads of its own; memory is counted from the end of the second one
 # Of the pool CuPy has some for every stream that ever was.
 LEEWAY = {"host": 48 << 20, "pool": 1 << 30, "device": 64 << 20, "in use": 16 << 20}
@@ -479,6 +480,7 @@ def main(
         for name in only or FAULTS:
             click.echo(FAULTS[name](engine, seed, interrupts))
         return
+    sys.setswitchinterval(SWITCH_INTERVAL)
     soak = Soak(engine, seed)
     click.echo(f"{len(soak.calls)} kinds of calls on {engine.limits.device}, seed {seed}")
     start, taken = time.monotonic(), []

@@ -348,6 +348,32 @@ def test_temporaries_that_share_memory_lie_apart(near):
     assert len(near.spaces) == 1
 
 
+def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near, monkeypatch):
+    """Of calls of one launch in the same stream, which other threads may make in between."""
+    places = []
+
+    def launcher(plan, arrays):
+        starts = [place for place, x in enumerate(arrays) if x in plan.scratch or x == "lse"]
+        sizes = [arrays[x].nbytes for x in arrays if x in plan.scratch or x == "lse"]
+
+        def launch(addresses, stream):
+            spans = [(addresses[i], addresses[i] + size) for i, size in zip(starts, sizes)]
+            places.append((plan.kernel.name, spans))
+
+        return launch
+
+    monkeypatch.setattr(near, "launcher", launcher)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    for kernel in ("mma_split_k", "fa2", "mma_async", "mma_split_k"):
+        cupyfa.attention(q, k, v, backend=near, kernel=kernel)
+    (_, several), *single, (_, again) = places
+    assert several == again and len(several) == 4
+    assert single[0][1][0][0] == single[1][1][0][0]
+    for _, spans in single:
+        assert all(end <= low or start >= high for start, end in spans for low, high in several)
+
+
 def test_threads_share_a_bound_call(near):
     bound = compiled(near, *arrays(2, 3, 20, 16))
     problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]

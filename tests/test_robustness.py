@@ -574,6 +574,17 @@ main = runpy.run_path(sys.argv[1])["main"]
 pathlib.Path(sys.argv[2]).touch()
 main(sys.argv[3:])
 """
+# The same, once a check is about to have its cases run.
+WHEN_CHECKING = """
+import pathlib, runpy, sys
+from cupyfa import checking
+run = checking._run
+def begin(*args):
+    pathlib.Path(sys.argv[2]).touch()
+    run(*args)
+checking._run = begin
+runpy.run_path(sys.argv[1])["main"](sys.argv[3:])
+"""
 LONG = ("-B", "1", "-H", "4", "-M", "700", "-N", "700", "-d", "64")
 
 
@@ -602,11 +613,11 @@ def test_a_signal_that_comes_twice_at_once_leaves_time_to_tell_what_was_found(
     tmp_path, place, again
 ):
     """As timeout sends its own: to the command, and to all processes of its group."""
-    imported = tmp_path / "imported"
-    program = [sys.executable, "-c", WHEN_IMPORTED, CLI[-1], str(imported)]
+    at_work = tmp_path / "at work"
+    program = [sys.executable, "-c", WHEN_CHECKING, CLI[-1], str(at_work)]
     said = interrupted(
         ("check", "fa2", "--grid", "fuzz", "--samples", 9999, *SIMULATOR, "--jobs", 2),
-        *(place, imported.exists, signal.SIGTERM),
+        *(place, at_work.exists, signal.SIGTERM),
         **{"program": program, "wait": 1, "speaks": True, "again": again},
     )
     assert "runs right" in said

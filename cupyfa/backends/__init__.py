@@ -102,7 +102,7 @@ class Backend(ABC):
     compile_errors: tuple[type[Exception], ...] = ()  # what ``prepare`` raises for a kernel's text
     failures: tuple[type[Exception], ...] = ()  # what ``working_on`` makes a DeviceError of
     bound: dict[Any, Any]  # calls by what decides them; forgotten when the limits change
-    spaces: dict[Any, Any]  # memory for their temporaries, by device and stream
+    spaces: dict[Any, Any]  # memory for their temporaries, by device, stream and kind of call
     devices: int = 1  # that a process finds
 
     @abstractmethod
