@@ -24,7 +24,7 @@ _NAMES = ("q", "k", "v")
 _BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
 _PER_THREAD = 2  # the stream that is another one in every thread
 _SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for calls of ``attention``
-_MOST_SPACES = 16
+_MOST_SPACES = 16  # of those, and for each Bound
 _ALIGNMENT = 512  # bytes
 # Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
 _of_graphs: list[list[Any]] = []
@@ -40,9 +40,10 @@ def form(engine: Backend, array: Any) -> Form:
     return tuple(array.shape), None, array.dtype, engine.device
 
 
-# The arrays of a call, the addresses it was launched with, and the stream: the same for the same.
-_Last = tuple[ref, ref, ref, ref, tuple[int, ...], int | None]
 _Space = tuple[Any, Sequence[int]]  # memory, and where in it each temporary begins
+# The arrays of a call, the addresses it was launched with, and the stream: the same for the same;
+# and the temporaries, which have to be there until the launch.
+_Last = tuple[ref, ref, ref, ref, tuple[int, ...], int | None, _Space]
 _NO_SPACE: _Space = (None, ())
 _BYTE = np.dtype(np.uint8)
 
@@ -61,9 +62,10 @@ class Bound:
     """Attention for arrays of the same shapes, strides and dtypes on the same device.
 
     ``plan`` is what was decided. A call launches it in CuPy's current stream, also in one that is
-    being captured; the graph may be launched as long as the Bound is there. Any number of threads
-    may call. It is fastest with an ``out``, and with the very arrays of the call before, which it
-    knows by their identity.
+    being captured; the graph may be launched as long as the Bound is there, and not at the same
+    time as another of that stream, for these share temporaries. Any number of threads may call. It
+    is fastest with an ``out``, and with the very arrays of the call before, which it knows by their
+    identity.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class Bound:
         unasked = () if return_lse or "lse" not in plan.outputs else ("lse",)
         self._temporary = (*unasked, *plan.scratch)
         self._temporaries: dict[Any, _Space] = {}  # by stream
-        self._spare: _Space | None = None  # for a stream that is captured when it first comes
+        self._in_graphs: dict[Any, _Space] = {}  # the same of streams that were captured
+        self._spare: _Space | None = None  # for the first of these: then none can be had
         self._starts, self._space_bytes = _laid_out(plan, self._temporary)
         self._parts = transfer.Parts(plan, engine.limits)
         self._last: _Last | None = None
@@ -104,11 +107,12 @@ class Bound:
         """
         engine, last = self._engine, self._last
         if last is not None and out is not None:
-            of_q, of_k, of_v, of_out, addresses, stream = last
+            of_q, of_k, of_v, of_out, addresses, stream, _ = last
             if (
                 (of_q() is q and of_k() is k and of_v() is v and of_out() is out)
                 and engine.device == self._device
                 and engine.stream == stream
+                and not (stream and self._temporary and engine.is_capturing)
             ):
                 try:
                     self._launch(addresses, stream)
@@ -158,7 +162,8 @@ class Bound:
             if self._boxed and (given[0] | given[1] | given[2] | to) & _BELOW_16:
                 return self._in_general(q, k, v, out, check, progress)
             stream = engine.stream
-            _space, own = self._space(stream)  # which has to be there until the launch
+            space = self._space(stream)  # which has to be there until the launch
+            own = space[1]
             if self._return_lse:
                 lse = engine.empty(self._lse_shape, self._sums)
                 launch((*given, to, lse.data.ptr, *own), stream)
@@ -166,8 +171,9 @@ class Bound:
             addresses = (*given, to, *own)
             launch(addresses, stream)
             if self._keep and o is out and stream != _PER_THREAD:
-                if addresses == self._before:  # else such a call may not come again
-                    self._last = ref(q), ref(k), ref(v), ref(out), addresses, stream
+                usual = space is _NO_SPACE or space is self._temporaries.get(stream)
+                if usual and addresses == self._before:  # else such a call may not come again
+                    self._last = ref(q), ref(k), ref(v), ref(out), addresses, stream, space
                 self._before = addresses
             return o
         except engine.failures:
@@ -194,18 +200,27 @@ class Bound:
         if not self._temporary:
             return _NO_SPACE
         key: Any = stream if stream != _PER_THREAD else (stream, threading.get_ident())
+        if stream and self._engine.is_capturing:  # the graph may be launched in any
+            return self._graph_space(key)
         if not self._keep:
-            if stream and self._engine.is_capturing:  # the graph may be launched in any
-                made = self._new_space()
-                _of_graphs.append(made[0])
-                return made
             return self._shared_space(key)
-        if key not in self._temporaries:
-            if self._spare is not None and self._engine.is_capturing:  # where none can be had
-                self._temporaries[key], self._spare = self._spare, None
-            else:
-                self._temporaries[key] = self._new_space()
-        return self._temporaries[key]
+        found = self._temporaries.get(key)
+        if found is None:
+            if len(self._temporaries) >= _MOST_SPACES:
+                self._temporaries.clear()
+            found = self._temporaries[key] = self._new_space()
+        return found
+
+    def _graph_space(self, stream: Any) -> _Space:
+        """Memory that stays as long as a graph may be launched."""
+        if not self._keep:
+            made = self._new_space()
+            _of_graphs.append(made[0])
+            return made
+        if stream not in self._in_graphs:
+            self._in_graphs[stream] = self._spare or self._new_space()
+            self._spare = None
+        return self._in_graphs[stream]
 
     def _shared_space(self, stream: Any) -> _Space:
         """Memory that all such calls in a stream share, if that is enough.

@@ -16,6 +16,12 @@ from cupyfa.backends import allocated, run
 from cupyfa.backends.select import backend_named
 from cupyfa.ladder import LADDER
 
+# Long enough for every ring of tiles to go round, and of head dimensions that differ in how.
+LONG = tuple(
+    {"heads": 2, "kv_heads": 1, "M": 530, "N": 550, "d": d, "causal": True}
+    for d in (64, 128, 192, 256, 320)
+)
+
 
 def main(names):
     cupy.cuda.set_allocator(None)
@@ -23,8 +29,10 @@ def main(names):
     kernels = {**FORWARD, **LADDER["softmax"], **LADDER["backward"]}
     chosen = {name: kernels[name] for name in names or kernels}
     for kernel, dtype in claimed(chosen, DTYPES):
-        for sizes in (*RAGGED, *(WINDOWED if "window" in kernel.features else ())):
-            launch(backend, kernel, problem_of(kernel, sizes, dtype))
+        for sizes in (*RAGGED, *WINDOWED, *LONG):
+            problem = problem_of(kernel, sizes, dtype)
+            if planning.can(kernel, problem, backend.limits):
+                launch(backend, kernel, problem)
 
 
 def problem_of(kernel, sizes, dtype):

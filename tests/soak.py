@@ -38,6 +38,8 @@ from cupyfa.backends.select import backend_named
 from cupyfa.records import record_named
 
 SWITCH_INTERVAL = 2e-4  # seconds until another thread may go on: at 5 ms few calls meet
+MMAP_THRESHOLD = -3  # of glibc's mallopt
+LARGE = 1 << 17  # bytes that go back to the system at once: else what is free looks like a leak
 ROUNDS = 10  # each with threads of its own; memory is counted from the end of the second one
 # Of the pool CuPy has some for every stream that ever was.
 LEEWAY = {"host": 48 << 20, "pool": 1 << 30, "device": 64 << 20, "in use": 16 << 20}
@@ -481,6 +483,8 @@ def main(
             click.echo(FAULTS[name](engine, seed, interrupts))
         return
     sys.setswitchinterval(SWITCH_INTERVAL)
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(MMAP_THRESHOLD, LARGE)
     soak = Soak(engine, seed)
     click.echo(f"{len(soak.calls)} kinds of calls on {engine.limits.device}, seed {seed}")
     start, taken = time.monotonic(), []

@@ -317,6 +317,30 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
 
 
+def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch):
+    """It may be launched in another stream, while calls go on in the one it was captured in."""
+    places, x = [], arrays(2, 3, 20, 16)
+    monkeypatch.setattr(near, "launcher", lambda *_: lambda addresses, _: places.append(addresses))
+    bound, out = compiled(near, *x), near.empty(x[0].shape, x[0].dtype)
+    seen = []
+    for near.stream, near.is_capturing in [(7, False)] * 3 + [(7, True), (8, True), (7, False)]:
+        places.clear()
+        bound(*x, out=out)
+        seen.append(places[0][-1])
+    first, *again, in_graph, in_another, after = seen
+    assert [*again, after] == [first] * 3
+    assert len({first, in_graph, in_another}) == 3
+
+
+def test_a_bound_call_keeps_temporaries_of_few_streams(near):
+    x = arrays(2, 3, 20, 16)
+    bound = compiled(near, *x)
+    wanted = right(*x)
+    for near.stream in range(1, 3 * binding._MOST_SPACES):
+        np.testing.assert_array_equal(bound(*x), wanted)
+        assert len(bound._temporaries) <= binding._MOST_SPACES
+
+
 def test_calls_of_attention_share_memory_for_temporaries(near):
     first, second = arrays(2, 3, 20, 16), arrays(1, 2, 50, 16)
     expected = [right(*x) for x in (first, second)]

@@ -49,7 +49,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     make_barrier(shared.dO_full[i], 1);
-    make_barrier(shared.empty[i], consumers);
+    make_barrier(shared.empty[i], consuming_threads + consumers);
   }
   publish_barriers();
 }
@@ -167,11 +167,12 @@ struct Consumer {
     barrier_sync(dS_full, consuming_threads);
     begin_dQ(dQ);
     begin_sums(dK, dS, shared.Q[i]);
+    arrive(shared.empty[i]);  // row sums were read
     wait_for_products<1>(dQ);
     pass_dQ(dQ);
     wait_for_products<0>(dK);
     settle(dV);
-    if (own.leads()) arrive(shared.empty[i]);
+    if (own.leads()) arrive(shared.empty[i]);  // and the tiles
     dS_turn.advance();
     turn.advance();
   }

@@ -52,7 +52,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   make_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    make_barrier(shared.Q_empty[i], 1);
+    make_barrier(shared.Q_empty[i], consuming_threads + 1);
   }
   for (int i = 0; i < dO_stages; ++i) {
     make_barrier(shared.dO_full[i], 1);
@@ -170,6 +170,7 @@ struct Weigher {
     own.hide(S, pairs);
     shared.P.write(S);
     barrier_arrive(P_full, consuming_threads);
+    arrive(shared.Q_empty[i]);  // row sums were read
     pack_weights(S, P);
     wait(shared.dO_full[j], dO_turn.phase);
     begin_sums(dV, P, shared.dO[j]);
@@ -223,9 +224,10 @@ struct Differentiator {
     barrier_sync(dS_full, consuming_threads);
     dQ.begin(shared);
     begin_sums(dK, dS, shared.Q[i]);
+    arrive(shared.Q_empty[i]);  // row sums were read
     dQ.pass<1>(shared);
     wait_for_products<0>(dK);
-    if (own.leads()) arrive(shared.Q_empty[i]);  // S was there before P
+    if (own.leads()) arrive(shared.Q_empty[i]);  // and Q; S was there before P
     turn.advance();
     dO_turn.advance();
   }

@@ -28,7 +28,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     make_barrier(shared.dO_full[i], 1);
-    make_barrier(shared.empty[i], consuming_threads / warp_size);
+    make_barrier(shared.empty[i], consuming_threads);
   }
   publish_barriers();
 }
@@ -84,8 +84,7 @@ struct Consumer {
     begin_sums(dK, dS, shared.Q[i]);
     wait_for_products<0>(dK);
     settle(dV);
-    __syncwarp();  // before another thread says that row sums were read
-    if (own.lane == 0) arrive(shared.empty[i]);
+    arrive(shared.empty[i]);
     turn.advance();
   }
 };

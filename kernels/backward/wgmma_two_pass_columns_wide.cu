@@ -30,10 +30,10 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   make_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    make_barrier(shared.Q_empty[i], warps);
+    make_barrier(shared.Q_empty[i], consuming_threads);
     make_barrier(shared.dO_full[i], 1);
     make_barrier(shared.dO_empty[i], consumers);
-    for (int warp = 0; warp < warps; ++warp) make_barrier(shared.P_full[i][warp], 1);
+    for (int warp = 0; warp < warps; ++warp) make_barrier(shared.P_full[i][warp], warp_size);
   }
   publish_barriers();
 }
@@ -80,8 +80,8 @@ struct Weigher {
     own.weigh(S, shared.sums[i], scale2);
     own.hide(S, pairs);
     shared.P[i].write(S);
-    __syncwarp();  // before one thread says that all have written
-    if (own.lane == 0) arrive(shared.P_full[i][own.warp]);
+    arrive(shared.P_full[i][own.warp]);
+    arrive(shared.Q_empty[i]);
     pack_weights(S, P);
     wait(shared.dO_full[i], turn.phase);
     begin_sums(dV, P, shared.dO[i]);
@@ -116,8 +116,7 @@ struct Differentiator {
     pack_weights(dP, dS);
     begin_sums(dK, dS, shared.Q[i]);
     wait_for_products<0>(dK);
-    __syncwarp();  // before one thread says that all have read row sums and P
-    if (own.lane == 0) arrive(shared.Q_empty[i]);  // S was there before P
+    arrive(shared.Q_empty[i]);
     turn.advance();
   }
 };
