@@ -168,7 +168,7 @@ def attention_backward(
     _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
     calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
     with engine.working_on(q):
-        plan = _plan(
+        parts = _planned(
             engine, attention_backward, kernel, problem, constants, deterministic=deterministic
         )
         view = partial(four_axes, layout=layout)
@@ -182,7 +182,7 @@ def attention_backward(
         ]
         _check_apart(engine, given)
         outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
-        calls.fill(engine, plan, inputs, outputs, check=check)
+        calls.fill(engine, parts.plan, inputs, outputs, check=check, parts=parts)
         dq, dk, dv = map(calls.deliver, results, given)
         return dq, dk, dv
 
@@ -376,9 +376,7 @@ def _found(
             keep=False,
         )
         if key is not None and found.plan.kernel.folder is None:
-            if len(engine.bound) >= _MOST_BOUND:
-                engine.bound.clear()
-            engine.bound[key] = found
+            _keep(engine, key, found)
     return found
 
 
@@ -436,6 +434,34 @@ def _plan(
             f"{', '.join(x.name for x in options)}"
         )
     return planning.plan(record, problem, engine.limits, **constants)
+
+
+def _planned(
+    engine: Backend,
+    function: Callable[..., Any],
+    kernel: str | Kernel,
+    problem: Problem,
+    constants: Mapping[str, int],
+    *,
+    deterministic: bool,
+) -> transfer.Parts:
+    """The plan, and what calls like this one have found out of it; kernels from outside may have
+    changed since."""
+    which = kernel if type(kernel) is str else id(kernel)
+    key = function, engine.device, which, problem, bool(deterministic), repr(constants)
+    found = engine.bound.get(key)
+    if found is None:
+        plan = _plan(engine, function, kernel, problem, constants, deterministic=deterministic)
+        found = transfer.Parts(plan, engine.limits)
+        if plan.kernel.folder is None:
+            _keep(engine, key, found)
+    return found
+
+
+def _keep(engine: Backend, key: Any, found: Any) -> None:
+    if len(engine.bound) >= _MOST_BOUND:
+        engine.bound.clear()
+    engine.bound[key] = found
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -103,8 +103,8 @@ def fill(
     """Computes the outputs; with ``check`` from a run among canaries that was found right.
 
     Arrays are [batch, heads, rows, columns], all on the host or all with the engine, which must
-    have every output of the plan. ``parts`` are what ``transfer.compute`` takes. Raises WrongResult
-    if a check fails.
+    have every output of the plan. ``parts`` are of the same plan, from call to call. Raises
+    WrongResult if a check fails.
     """
     outputs = {name: outputs[name] for name in plan.outputs if name in outputs}
     if not all(map(engine.owns, inputs.values())):
@@ -116,7 +116,8 @@ def fill(
         for name, array in checked(engine, plan, _aligned(plan, inputs), written).items():
             written[name][...] = engine.upload(array)
     else:
-        run(engine, plan, _aligned(plan, inputs), written)
+        prepared = parts.prepared(engine, plan) if parts else None
+        run(engine, plan, _aligned(plan, inputs), written, prepared)
     for name, array in outputs.items():
         if written[name] is not array and array.size:
             array[...] = written[name]

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -276,6 +277,27 @@ def test_attention_plans_once(near, plans):
     near.refresh()
     cupyfa.attention(q, k, v, backend=near, kernel="fa2")
     assert len(plans) == 10
+
+
+def test_gradients_plan_once(near, plans, tmp_path):
+    x = arrays(2, 3, 20, 16)
+    o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
+    plans.clear()
+    options = {"backend": near, "kernel": "two_pass"}
+    for factor in (1, 2):
+        dq, *_ = cupyfa.attention_backward(factor * o, *x, o, lse, **options)
+        host = (np.array(array) for array in (factor * o, *x, o, lse))
+        wanted, *_ = cupyfa.attention_backward(*host, backend="simulator", kernel="two_pass")
+        np.testing.assert_array_equal(dq, wanted)
+    assert len(plans) == 2  # the simulator's own, too
+    for change in ({"causal": True}, {"kernel": "rows"}, {"Br": 16, "Bc": 16}):
+        cupyfa.attention_backward(o, *x, o, lse, **options | change)
+    assert len(plans) == 5
+    mine = replace(cupyfa.kernels("backward")[3], folder=str(tmp_path))
+    for _ in range(2):  # its text may have changed
+        with pytest.raises(FileNotFoundError):
+            cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=mine)
+    assert len(plans) == 7
 
 
 def test_options_that_are_equal_but_wrong_are_still_refused(near):

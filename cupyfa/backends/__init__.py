@@ -257,13 +257,18 @@ class Backend(ABC):
 
 
 def run(
-    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    backend: Backend,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    prepared: Sequence[Any] | None = None,
 ) -> None:
     """Runs a plan on arrays of the backend and fills the outputs.
 
     Everything is compiled before anything is launched, so that an error leaves them untouched.
     """
-    prepared = [backend.prepare(launch) for launch in plan.launches]
+    if prepared is None:
+        prepared = [backend.prepare(launch) for launch in plan.launches]
     scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
     execute(backend, plan, prepared, {**inputs, **outputs, **scratch})
 
