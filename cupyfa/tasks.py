@@ -39,6 +39,10 @@ from cupyfa.trial import difference
 # Multiply-adds, scores and rows of a case that the simulator does in a minute with any kernel.
 _SIMULATED = (2**29, 2**20, 2**16)
 
+# Bytes of the device's memory that a process keeps from task to task: there may be 16 of them, and
+# what is given back takes long to be had again.
+_KEPT = 256 << 20
+
 
 @dataclass(frozen=True)
 class Task:
@@ -111,7 +115,7 @@ def perform(
             yield replace(begun, kind=kind, message=str(error))
             if kind == DEVICE_LOST:
                 return
-    engine.trim()
+    engine.trim(_KEPT)
 
 
 def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:

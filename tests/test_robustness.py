@@ -4,6 +4,7 @@ compilers that fail or hang, signals. Each ends with the right code, and leaves 
 
 import gc
 import hashlib
+import itertools
 import os
 import resource
 import shutil
@@ -27,6 +28,7 @@ from cupyfa import Problem, grids, sources, store
 from cupyfa.backends import DeviceLost
 from cupyfa.backends.simulator import machine
 from cupyfa.cases import Case
+from cupyfa.commands import signals
 
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
@@ -621,6 +623,22 @@ def test_a_signal_that_comes_twice_at_once_leaves_time_to_tell_what_was_found(
         **{"program": program, "wait": 1, "speaks": True, "again": again},
     )
     assert "runs right" in said
+
+
+ONCE = bytes([signal.SIGTERM])
+
+
+@pytest.mark.parametrize(("heard", "ends"), [([2 * ONCE, b""], False), ([ONCE, ONCE], True)])
+def test_signals_that_are_heard_at_once_are_one(monkeypatch, heard, ends):
+    """However late that is: among many threads the one that listens may wait for seconds."""
+    said, clock, ended = iter(heard), itertools.count(step=2), []
+    system = SimpleNamespace(read=lambda *_: next(said), close=lambda _: None, _exit=ended.append)
+    monkeypatch.setattr(signals, "os", system)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(signals, "select", SimpleNamespace(select=lambda *_: ([0], [], [])))
+    monkeypatch.setattr(signals, "_patience", 100)
+    signals._insist(0)
+    assert ended == ([128 + signal.SIGTERM] if ends else [])
 
 
 # Memory

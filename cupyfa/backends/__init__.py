@@ -222,8 +222,10 @@ class Backend(ABC):
         """Gives pinned memory that is kept for later back to the system."""
         return
 
-    def trim(self) -> None:
-        """Gives memory that is kept for later back to the device, for other libraries to use."""
+    def trim(self, most: int = 0) -> None:
+        """Gives memory that is kept for later back to the device, if it is more than so many bytes:
+        for other libraries and processes to use.
+        """
         return
 
     def peak(self, call: Callable[[], Any]) -> int | None:

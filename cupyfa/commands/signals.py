@@ -14,7 +14,9 @@ from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
 _USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
-_TOGETHER = 0.5  # seconds within which signals are one: `timeout` sends its own twice
+# Seconds within which signals are one, for `timeout` sends its own twice. Among many threads this
+# one may come to the second long after it was sent.
+_TOGETHER = 1.0
 _patience = _USUAL_PATIENCE
 
 
@@ -66,14 +68,15 @@ def _insist(heard: int) -> None:
     while time.monotonic() < deadline:
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         if select.select([heard], [], [], left)[0]:
-            signals = os.read(heard, 1)
+            signals = os.read(heard, 4096)
             if not signals:  # the other end is closed
                 os.close(heard)
                 return
-            if signals[0] in (signal.SIGINT, *_LIKE_CTRL_C):
+            asked = [x for x in signals if x in (signal.SIGINT, *_LIKE_CTRL_C)]
+            if asked:
                 now = time.monotonic()
                 if not number:
-                    number, first, deadline = signals[0], now, now + _patience
+                    number, first, deadline = asked[0], now, now + _patience
                 elif now > first + _TOGETHER:  # asked for twice
                     break
     os._exit(128 + number)
