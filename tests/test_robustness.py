@@ -631,8 +631,15 @@ ONCE = bytes([signal.SIGTERM])
 @pytest.mark.parametrize(("heard", "ends"), [([2 * ONCE, b""], False), ([ONCE, ONCE], True)])
 def test_signals_that_are_heard_at_once_are_one(monkeypatch, heard, ends):
     """However late that is: among many threads the one that listens may wait for seconds."""
-    said, clock, ended = iter(heard), itertools.count(step=2), []
-    system = SimpleNamespace(read=lambda *_: next(said), close=lambda _: None, _exit=ended.append)
+    said, clock, ended = list(heard), itertools.count(step=2), []
+
+    def read(_, most):
+        now = said.pop(0)
+        if now[most:]:
+            said.insert(0, now[most:])
+        return now[:most]
+
+    system = SimpleNamespace(read=read, close=lambda _: None, _exit=ended.append)
     monkeypatch.setattr(signals, "os", system)
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(signals, "select", SimpleNamespace(select=lambda *_: ([0], [], [])))
