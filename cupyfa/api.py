@@ -168,9 +168,7 @@ def attention_backward(
     _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
     calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
     with engine.working_on(q):
-        parts = _planned(
-            engine, attention_backward, kernel, problem, constants, deterministic=deterministic
-        )
+        parts = _planned(engine, kernel, problem, constants, deterministic=deterministic)
         view = partial(four_axes, layout=layout)
         named = {"Q": q, "K": k, "V": v, "O": out, "dO": dout}
         inputs = {name: view(array) for name, array in named.items()}
@@ -353,7 +351,7 @@ def _found(
     kernel, causal, window, scale, precision, layout, return_lse = options
     key: Any = (
         forms,
-        kernel if type(kernel) is str else id(kernel),
+        _which(kernel),
         causal,
         type(causal),
         scale,
@@ -438,24 +436,28 @@ def _plan(
 
 def _planned(
     engine: Backend,
-    function: Callable[..., Any],
     kernel: str | Kernel,
     problem: Problem,
     constants: Mapping[str, int],
     *,
     deterministic: bool,
 ) -> transfer.Parts:
-    """The plan, and what calls like this one have found out of it; kernels from outside may have
-    changed since."""
-    which = kernel if type(kernel) is str else id(kernel)
-    key = function, engine.device, which, problem, bool(deterministic), repr(constants)
+    """The plan for gradients, and what calls like this one have found out of it."""
+    key = engine.device, _which(kernel), problem, bool(deterministic), repr(constants)
     found = engine.bound.get(key)
     if found is None:
-        plan = _plan(engine, function, kernel, problem, constants, deterministic=deterministic)
+        plan = _plan(
+            engine, attention_backward, kernel, problem, constants, deterministic=deterministic
+        )
         found = transfer.Parts(plan, engine.limits)
-        if plan.kernel.folder is None:
+        if plan.kernel.folder is None:  # one from outside may have changed by the next call
             _keep(engine, key, found)
     return found
+
+
+def _which(kernel: str | Kernel) -> str | int:
+    """A kernel in the key of what is kept, with which a record is kept, too."""
+    return str(kernel) if isinstance(kernel, str) else id(kernel)
 
 
 def _keep(engine: Backend, key: Any, found: Any) -> None:

@@ -24,7 +24,7 @@ _NAMES = ("q", "k", "v")
 _BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
 _PER_THREAD = 2  # the stream that is another one in every thread
 _SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for calls of ``attention``
-_MOST_SPACES = 16  # of those, and for each Bound
+_MOST_SPACES = 16  # that calls of ``attention`` share in all; streams of a Bound
 _ALIGNMENT = 512  # bytes
 # Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
 _of_graphs: list[list[Any]] = []
@@ -63,9 +63,9 @@ class Bound:
 
     ``plan`` is what was decided. A call launches it in CuPy's current stream, also in one that is
     being captured; the graph may be launched as long as the Bound is there, and not at the same
-    time as another of that stream, for these share temporaries. Any number of threads may call. It
-    is fastest with an ``out``, and with the very arrays of the call before, which it knows by their
-    identity.
+    time as another that was captured in that stream or in a later one at its address, for these
+    share temporaries. Any number of threads may call. It is fastest with an ``out``, and with the
+    very arrays of the call before, which it knows by their identity.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Bound:
         self._temporary = (*unasked, *plan.scratch)
         self._temporaries: dict[Any, _Space] = {}  # by stream
         self._in_graphs: dict[Any, _Space] = {}  # the same of streams that were captured
-        self._spare: _Space | None = None  # for the first of these: then none can be had
+        self._spares: list[_Space] = []  # for the next one of these: then none can be had
+        self._several = sum(all(step.grid) for step in plan.launches) > 1
         self._starts, self._space_bytes = _laid_out(plan, self._temporary)
         self._parts = transfer.Parts(plan, engine.limits)
         self._last: _Last | None = None
@@ -204,6 +205,8 @@ class Bound:
             return self._graph_space(key)
         if not self._keep:
             return self._shared_space(key)
+        if not self._spares:
+            self._spares.append(self._new_space())
         found = self._temporaries.get(key)
         if found is None:
             if len(self._temporaries) >= _MOST_SPACES:
@@ -217,10 +220,14 @@ class Bound:
             made = self._new_space()
             _of_graphs.append(made[0])
             return made
-        if stream not in self._in_graphs:
-            self._in_graphs[stream] = self._spare or self._new_space()
-            self._spare = None
-        return self._in_graphs[stream]
+        found = self._in_graphs.get(stream)
+        if found is None:
+            try:
+                found = self._spares.pop()
+            except IndexError:
+                found = self._new_space()
+            self._in_graphs[stream] = found
+        return found
 
     def _shared_space(self, stream: Any) -> _Space:
         """Memory that all such calls in a stream share, if that is enough.
@@ -230,8 +237,7 @@ class Bound:
         """
         if self._space_bytes > _SPACE:
             return self._new_space()
-        several = len(self.plan.launches) > 1
-        spaces, key = self._engine.spaces, (self._device, stream, several)
+        spaces, key = self._engine.spaces, (self._device, stream, self._several)
         found = spaces.get(key)
         if found is None:
             if len(spaces) >= _MOST_SPACES:
@@ -263,7 +269,7 @@ class Bound:
         if self._return_lse:
             outputs["lse"] = allocated(engine, plan, "lse")
         if self._keep:
-            self._spare = space
+            self._spares.append(space)
         return engine.launcher(plan, {**inputs, **outputs, **dict(zip(self._temporary, made))})
 
     def _in_general(

@@ -39,8 +39,8 @@ from cupyfa.trial import difference
 # Multiply-adds, scores and rows of a case that the simulator does in a minute with any kernel.
 _SIMULATED = (2**29, 2**20, 2**16)
 
-# Bytes of the device's memory that a process keeps from task to task: there may be 16 of them, and
-# what is given back takes long to be had again.
+# Bytes of the device's memory that a process keeps from task to task: there may be 16 processes to
+# a GPU, and what is given back takes long to be had again.
 _KEPT = 256 << 20
 
 

@@ -29,8 +29,9 @@ def main(names):
     kernels = {**FORWARD, **LADDER["softmax"], **LADDER["backward"]}
     chosen = {name: kernels[name] for name in names or kernels}
     for kernel, dtype in claimed(chosen, DTYPES):
-        for sizes in (*RAGGED, *WINDOWED, *LONG):
-            problem = problem_of(kernel, sizes, dtype)
+        for sizes in RAGGED:
+            launch(backend, kernel, problem_of(kernel, sizes, dtype))
+        for problem in {problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *LONG)}:
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
 

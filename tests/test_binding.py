@@ -17,8 +17,9 @@ import pytest
 from problems import FORWARD, name, planned
 
 import cupyfa
-from cupyfa import Simulator, binding, planning
+from cupyfa import Simulator, Unsupported, binding, planning, sources
 from cupyfa.backends import arguments, execute, extent, select
+from cupyfa.ladder import LADDER
 from cupyfa.sweeps import usual_dtype
 
 
@@ -279,25 +280,42 @@ def test_attention_plans_once(near, plans):
     assert len(plans) == 10
 
 
-def test_gradients_plan_once(near, plans, tmp_path):
+def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     plans.clear()
     options = {"backend": near, "kernel": "two_pass"}
+    texts, text = [], sources.text
+    monkeypatch.setattr(sources, "text", lambda launch: texts.append(launch) or text(launch))
     for factor in (1, 2):
         dq, *_ = cupyfa.attention_backward(factor * o, *x, o, lse, **options)
         host = (np.array(array) for array in (factor * o, *x, o, lse))
-        wanted, *_ = cupyfa.attention_backward(*host, backend="simulator", kernel="two_pass")
+        wanted, *_ = cupyfa.attention_backward(*host, **options | {"backend": Simulator()})
         np.testing.assert_array_equal(dq, wanted)
-    assert len(plans) == 2  # the simulator's own, too
-    for change in ({"causal": True}, {"kernel": "rows"}, {"Br": 16, "Bc": 16}):
+    launches = len(LADDER["backward"]["two_pass"].launches)
+    assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
+    for change in ({"causal": True}, {"kernel": "columns"}, {"Br": 16, "Bc": 16}):
         cupyfa.attention_backward(o, *x, o, lse, **options | change)
-    assert len(plans) == 5
-    mine = replace(cupyfa.kernels("backward")[3], folder=str(tmp_path))
+    assert len(plans) == 6
+    with pytest.raises(Unsupported, match="any order"):
+        cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel="columns", deterministic=True)
+    there = on(1, [o, *x, o, lse])
+    cupyfa.attention_backward(*there, **options)
+    assert len(plans) == 7
+    mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
     for _ in range(2):  # its text may have changed
         with pytest.raises(FileNotFoundError):
             cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=mine)
-    assert len(plans) == 7
+    assert len(plans) == 9
+
+
+def test_names_that_are_no_plain_strings_are_names(near):
+    """None of them is kept, so one may lie where another was."""
+    x = arrays(2, 3, 20, 16)
+    o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
+    cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
+    cupyfa.attention(*x, backend=near, kernel=np.str_("fa2"))
+    assert all("two_pass" in key or "fa2" in key for key in near.bound)
 
 
 def test_options_that_are_equal_but_wrong_are_still_refused(near):
@@ -333,7 +351,7 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert near.made == []
     near.is_capturing, near.stream = False, 8
     bound(q, k, v, out=out)
-    assert near.made == [(2, 3, 20)]
+    assert near.made == [(2, 3, 20)] * 2  # one is for the next stream that is captured
     near.is_capturing = True
     cupyfa.attention(q, k, v, out=out, backend=near, kernel="fa2")
     assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
@@ -345,13 +363,16 @@ def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch)
     monkeypatch.setattr(near, "launcher", lambda *_: lambda addresses, _: places.append(addresses))
     bound, out = compiled(near, *x), near.empty(x[0].shape, x[0].dtype)
     seen = []
-    for near.stream, near.is_capturing in [(7, False)] * 3 + [(7, True), (8, True), (7, False)]:
+    graph, eager = [(7, True)] * 2, [(7, False)] * 3
+    for near.stream, near.is_capturing in [*eager, *graph, (8, False), (8, True), *eager]:
         places.clear()
+        near.made.clear()
         bound(*x, out=out)
         seen.append(places[0][-1])
-    first, *again, in_graph, in_another, after = seen
-    assert [*again, after] == [first] * 3
-    assert len({first, in_graph, in_another}) == 3
+        assert not (near.is_capturing and near.made)  # nothing can be allocated then
+    first, *again, in_graph, too, beside, in_another = seen[:7]
+    assert {*again, *seen[7:]} == {first} and too == in_graph
+    assert len({first, in_graph, beside, in_another}) == 4
 
 
 def test_a_bound_call_keeps_temporaries_of_few_streams(near):

@@ -8,15 +8,15 @@ from cupyfa.backends import allocated, execute
 from cupyfa.ladder import LADDER
 
 LAUNCHES = 1000
-# More blocks than a GPU holds at a time, which therefore begin and end in ever other orders; and
-# few rows and many keys, which blocks share out among each other.
+# For most kernels more blocks than a GPU holds at a time, which therefore begin and end in ever
+# other orders; and few rows and many keys, which blocks of mma_split_k share out.
 CROWDED = (
-    {"batch": 2, "heads": 8, "kv_heads": 2, "M": 1500, "N": 1700, "d": 64, "causal": True},
-    {"batch": 2, "heads": 8, "kv_heads": 4, "M": 700, "N": 900, "d": 128, "window": (400, 10)},
-    {"batch": 3, "heads": 6, "kv_heads": 3, "M": 900, "N": 900, "d": 250, "causal": True},
-    {"batch": 4, "heads": 6, "kv_heads": 6, "M": 1000, "N": 500, "d": 192, "dv": 128},
+    {"batch": 8, "heads": 8, "kv_heads": 2, "M": 1500, "N": 1700, "d": 64, "causal": True},
+    {"batch": 8, "heads": 8, "kv_heads": 4, "M": 700, "N": 900, "d": 128, "window": (400, 10)},
+    {"batch": 9, "heads": 6, "kv_heads": 3, "M": 900, "N": 900, "d": 250, "causal": True},
+    {"batch": 8, "heads": 6, "kv_heads": 6, "M": 1000, "N": 500, "d": 192, "dv": 128},
     {"batch": 1, "heads": 4, "kv_heads": 1, "M": 3, "N": 20000, "d": 120},
-    {"batch": 1, "heads": 4, "kv_heads": 2, "M": 500, "N": 600, "d": 600, "causal": True},
+    {"batch": 8, "heads": 4, "kv_heads": 2, "M": 500, "N": 600, "d": 600, "causal": True},
 )
 KERNELS = {**LADDER["forward"], **LADDER["backward"]}
 FAST = {name: kernel for name, kernel in KERNELS.items() if "mma" in name}

@@ -223,7 +223,7 @@ class Backend(ABC):
         return
 
     def trim(self, most: int = 0) -> None:
-        """Gives memory that is kept for later back to the device, if it is more than so many bytes:
+        """Gives memory that is kept for later back to the device, if it is so many bytes or more:
         for other libraries and processes to use.
         """
         return

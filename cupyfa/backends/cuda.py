@@ -364,7 +364,7 @@ class Cuda(Backend):
 
     def trim(self, most: int = 0) -> None:
         pool = cupy.get_default_memory_pool()
-        if not most or pool.free_bytes() > most:
+        if pool.free_bytes() >= most:
             self.spaces.clear()
             pool.free_all_blocks()
 

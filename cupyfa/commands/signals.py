@@ -14,8 +14,8 @@ from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
 _USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
-# Seconds within which signals are one, for `timeout` sends its own twice. Among many threads this
-# one may come to the second long after it was sent.
+# Seconds within which signals are one, for `timeout` sends its own twice. Among many threads the
+# one that listens may come to the second signal long after it was sent.
 _TOGETHER = 1.0
 _patience = _USUAL_PATIENCE
 
@@ -30,7 +30,7 @@ def take_time() -> None:
 def ended_by_signals() -> Iterator[None]:
     """Lets signals end a command within two seconds, and what it has begun be cleaned up.
 
-    A command that has results to tell takes longer, if it is not asked twice.
+    A command that has results to tell takes longer, if it is not asked again after a second.
 
     SIGTERM and SIGHUP do as Ctrl-C does: they raise in the main thread. Where that is deep in a
     library that does not come back, waiting for a GPU for example, the process is ended as it is.

@@ -52,6 +52,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   make_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    // As in wgmma_columns.cu: each thread for row sums, and one for the tiles.
     make_barrier(shared.Q_empty[i], consuming_threads + 1);
   }
   for (int i = 0; i < dO_stages; ++i) {
@@ -227,7 +228,7 @@ struct Differentiator {
     arrive(shared.Q_empty[i]);  // row sums were read
     dQ.pass<1>(shared);
     wait_for_products<0>(dK);
-    if (own.leads()) arrive(shared.Q_empty[i]);  // and Q; S was there before P
+    if (own.leads()) arrive(shared.Q_empty[i]);  // and Q
     turn.advance();
     dO_turn.advance();
   }

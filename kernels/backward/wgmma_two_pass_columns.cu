@@ -28,6 +28,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     make_barrier(shared.dO_full[i], 1);
+    // Each thread that has read row sums, for compute-sanitizer follows no order through another.
     make_barrier(shared.empty[i], consuming_threads);
   }
   publish_barriers();

@@ -30,6 +30,7 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
   make_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    // Each thread that has read row sums or P, or written P, as in wgmma_two_pass_columns.cu.
     make_barrier(shared.Q_empty[i], consuming_threads);
     make_barrier(shared.dO_full[i], 1);
     make_barrier(shared.dO_empty[i], consumers);
