@@ -39,10 +39,6 @@ from cupyfa.trial import difference
 # Multiply-adds, scores and rows of a case that the simulator does in a minute with any kernel.
 _SIMULATED = (2**29, 2**20, 2**16)
 
-# Bytes of the device's memory that a process keeps from task to task: there may be 16 processes to
-# a GPU, and what is given back takes long to be had again.
-_KEPT = 256 << 20
-
 
 @dataclass(frozen=True)
 class Task:
@@ -115,7 +111,7 @@ def perform(
             yield replace(begun, kind=kind, message=str(error))
             if kind == DEVICE_LOST:
                 return
-    engine.trim(_KEPT)
+    engine.trim()
 
 
 def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:

@@ -1,4 +1,7 @@
-"""A thousand launches of a kernel give the same bits, which takes a GPU."""
+"""A thousand launches of a kernel give the same bits, which takes a GPU.
+
+Results are compared where they are: `check --reruns` copies each to the host.
+"""
 
 import pytest
 from problems import RAGGED, in_turn, inputs_of, name, planned

@@ -222,10 +222,8 @@ class Backend(ABC):
         """Gives pinned memory that is kept for later back to the system."""
         return
 
-    def trim(self, most: int = 0) -> None:
-        """Gives memory that is kept for later back to the device, if it is so many bytes or more:
-        for other libraries and processes to use.
-        """
+    def trim(self) -> None:
+        """Gives memory that is kept for later back to the device, for other libraries to use."""
         return
 
     def peak(self, call: Callable[[], Any]) -> int | None:

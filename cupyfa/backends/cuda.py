@@ -362,11 +362,9 @@ class Cuda(Backend):
     def trim_pinned(self) -> None:
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
-    def trim(self, most: int = 0) -> None:
-        pool = cupy.get_default_memory_pool()
-        if pool.free_bytes() >= most:
-            self.spaces.clear()
-            pool.free_all_blocks()
+    def trim(self) -> None:
+        self.spaces.clear()
+        cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
         return {"registers": prepared.num_regs, "spilled bytes": prepared.local_size_bytes}
