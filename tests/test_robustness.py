@@ -401,7 +401,7 @@ def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, scri
         done = command(*RUN, code=3)
         says(line_of(done.stderr), *words)
         assert not files()
-    assert not running_with(str(path))
+    assert not left_running(str(path))
     still_works()
 
 
@@ -444,6 +444,14 @@ def running_with(word):
             except OSError:  # it has ended, or is another user's
                 continue
     return found
+
+
+def left_running(word, seconds=5.0):
+    """Those of them that do not end: a process that was killed takes its time to go."""
+    ended = time.monotonic() + seconds
+    while (left := running_with(word)) and time.monotonic() < ended:
+        time.sleep(0.02)
+    return left
 
 
 # Every thread of them runs for ever: one reads memory, one waits in a barrier, one does neither.
@@ -504,7 +512,7 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
     assert speaks or not [x for x in stderr.splitlines() if x and not x.startswith("note: ")], (
         stderr
     )
-    assert not running_with(str(temporary))
+    assert not left_running(str(temporary))
     assert not os.listdir(temporary)
     assert not [x for x in cache.rglob("*") if x.name.startswith((".", "build-"))]
     return stderr
