@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
 
 
-def digest(text: str, folders: Sequence[Path]) -> str:
-    """sha256 over every file that the text includes, directly or not.
-
-    Files are looked for as a compiler does, in the folders in their order; a name in quotes first
-    beside the file that includes it. Those found nowhere are left to the compiler, and so are
-    names that a macro stands for.
-    """
+def digest(files: Mapping[Path, bytes]) -> str:
+    """sha256 over the names and the content of files."""
     import hashlib
 
     total = hashlib.sha256()
-    for path, content in reached(text, folders).items():
+    for path, content in files.items():
         name = path.name.encode(errors="surrogateescape")
         for part in (name, content):
             total.update(len(part).to_bytes(8, "little"))
@@ -28,7 +23,12 @@ def digest(text: str, folders: Sequence[Path]) -> str:
 
 
 def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
-    """The files that ``digest`` is over, in the order in which they are met, and their content."""
+    """Every file that the text includes, directly or not, as they are met, and their content.
+
+    Files are looked for as a compiler does, in the folders in their order; a name in quotes first
+    beside the file that includes it. Those found nowhere are left to the compiler, and so are
+    names that a macro stands for.
+    """
     found: dict[Path, bytes] = {}
     _follow(text, None, folders, found)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from pathlib import Path
 
 from cupyfa import includes
@@ -17,25 +19,28 @@ INCLUDE = KERNELS / "include"
 def text(launch: PlannedLaunch) -> str:
     """The exact text that is compiled: header, types, constants, the .cu file, a digest.
 
-    Compiler errors name the file by its own lines. The digest makes the text, and with it every
-    cache key, change when a file that it includes does.
+    Compiler errors name the file by its own lines. The constants are those that the file, or one
+    that it includes, names: a launch beside the kernel proper is compiled once for all tiles and
+    masks that do not concern it. The digest makes the text, and with it every cache key, change
+    when a file that it includes does.
     """
     headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
     header = [f"#include <{name}>" for name in headers]
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
-    digest = includes.digest("\n".join([*header, file]), include_folders(launch))
+    reached = includes.reached("\n".join([*header, file]), include_folders(launch))
+    named = _words(file).union(*(_words(x.decode(errors="replace")) for x in reached.values()))
     return "\n".join(
         [
             *header,
             f"using scalar = {launch.dtype.scalar};",
             f"using operand = {launch.operand.scalar};",
             f"using real = {launch.dtype.real};",
-            *(_constant(name, value) for name, value in launch.constants.items()),
+            *(_constant(name, value) for name, value in launch.constants.items() if name in named),
             f'#line 1 "{name.as_posix()}"',
             file,
-            f"// headers: {digest}",
+            f"// headers: {includes.digest(reached)}",
             "",
         ]
     )
@@ -66,6 +71,12 @@ def _read(path: Path, entry: str) -> str:
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); save it as that") from None
+
+
+@lru_cache(maxsize=128)  # of as many files: there are some 50, with 30 headers
+def _words(code: str) -> frozenset[str]:
+    """The words of a text that are not in comments to the end of a line."""
+    return frozenset(re.findall(r"\w+", re.sub(r"//.*", "", code)))
 
 
 def _constant(name: str, value: int | bool) -> str:

@@ -8,6 +8,7 @@ from cupyfa import Limits, Problem, includes, planning, sources
 from cupyfa.ladder import LADDER
 
 LIMITS = Limits("a device", shared_bytes=65536)
+HOPPER = Limits("another", shared_bytes=227 * 1024, arch="90")
 
 
 def text(name="fa2", **sizes):
@@ -35,6 +36,15 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         '#line 1 "kernels/forward/fa2.cu"',
     ]
     assert tail.strip().startswith("// headers: ")
+
+
+def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
+    problems = [Problem.of_sizes(M=10, d=d, dv=24, dtype="float16", causal=d > 8) for d in (8, 40)]
+    split_k = LADDER["forward"]["mma_split_k"]
+    parts, merges = zip(*(planning.plan(split_k, p, HOPPER).launches for p in problems))
+    assert parts[0].constants["causal"] != parts[1].constants["causal"]
+    assert len({sources.text(launch) for launch in parts}) == 2
+    assert len({sources.text(launch) for launch in merges}) == 1
 
 
 def test_one_text_serves_all_lengths_batches_and_alignments():
@@ -84,6 +94,10 @@ def test_a_changed_file_of_a_users_kernel_changes_its_text(tmp_path, changed):
     assert (sources.text(launch) != before) == (changed != "unused.cuh")
 
 
+def digest(text, folders):
+    return includes.digest(includes.reached(text, folders))
+
+
 def test_a_digest_takes_the_file_that_the_compiler_takes(tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
@@ -91,16 +105,16 @@ def test_a_digest_takes_the_file_that_the_compiler_takes(tmp_path):
         (folder / "x.cuh").write_text(str(folder))
     (folders[0] / "folder.cuh").mkdir()
     (folders[0] / "nowhere.cuh").symlink_to(tmp_path / "missing")
-    one, other = (includes.digest("#include <x.cuh>", [folder]) for folder in folders)
+    one, other = (digest("#include <x.cuh>", [folder]) for folder in folders)
     assert one != other
-    assert includes.digest('#include "x.cuh"', folders) == one
-    assert includes.digest("#include <x.cuh>", folders[::-1]) == other
-    nothing = includes.digest("", folders)
-    assert includes.digest("#include <folder.cuh>\n#include <nowhere.cuh>", folders) == nothing
+    assert digest('#include "x.cuh"', folders) == one
+    assert digest("#include <x.cuh>", folders[::-1]) == other
+    nothing = digest("", folders)
+    assert digest("#include <folder.cuh>\n#include <nowhere.cuh>", folders) == nothing
     (folders[1] / "folder.cuh").write_text("found in the next folder")
-    assert includes.digest("#include <folder.cuh>", folders) != nothing
+    assert digest("#include <folder.cuh>", folders) != nothing
     # In quotes, a file beside the one that includes it comes first.
     (folders[1] / "sub" / "a.cuh").write_text('#include "x.cuh"')
-    before = includes.digest("#include <sub/a.cuh>", folders)
+    before = digest("#include <sub/a.cuh>", folders)
     (folders[1] / "sub" / "x.cuh").write_text("nearer")
-    assert includes.digest("#include <sub/a.cuh>", folders) != before
+    assert digest("#include <sub/a.cuh>", folders) != before

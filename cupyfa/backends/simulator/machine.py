@@ -400,7 +400,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
-    headers = includes.digest(source, folders)
+    headers = includes.digest(includes.reached(source, folders))
     key = _digest(_identity(), source, headers, *_kernel_flags(), _runtime_text())
     memo_key = (key, *map(str, folders))
     with _lock:
