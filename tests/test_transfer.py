@@ -1,7 +1,9 @@
 """NumPy arrays on the way to a device and back: on one that the simulator stands for."""
 
+import gc
 import math
 import threading
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -310,21 +312,31 @@ def test_several_threads_may_call_at_once(far):
         np.testing.assert_array_equal(results[i], right)
 
 
-def test_threads_end_with_the_buffers_that_they_were_for(far):
-    def mine():
-        return [x for x in threading.enumerate() if x.name.startswith("cupyfa_")]
+def of_transfer():
+    return [x for x in threading.enumerate() if x.name.startswith("cupyfa_")]
 
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_threads_end_with_the_buffers_that_they_were_for(far, failing):
     transfer.release()
-    for thread in mine():
+    gc.collect()  # what other tests left
+    for thread in of_transfer():
         thread.join(60)
-    out = np.empty((4, 4, 64, 16), np.float32)
-    cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
-    running = mine()
-    assert len(running) == 2 * transfer.configure().threads
-    transfer.release()
-    for thread in running:
-        thread.join(60)
-    assert not mine()
+    gc.disable()  # a call that failed leaves nothing that would have to be found
+    try:
+        out = np.empty((4, 4, 64, 16), np.float32)
+        cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
+        far.failing = failing
+        with pytest.raises(RuntimeError) if failing else nullcontext():
+            cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
+        running = of_transfer()
+        assert len(running) == 2 * transfer.configure().threads
+        transfer.release()
+        for thread in running:
+            thread.join(20 / len(running))
+        assert not of_transfer()
+    finally:
+        gc.enable()
 
 
 def test_buffers_are_taken_again_before_there_are_more(far):

@@ -653,8 +653,12 @@ class _Copies:
     def wait(self) -> None:
         """Returns when all are started; raises what went wrong."""
         self.sleep()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which holds this frame, and with it the call, its threads and arrays
 
 
 # Buffers
