@@ -638,6 +638,16 @@ def test_bench_for_people_fits_the_terminal(monkeypatch, columns):
     assert [line.split()[0] for line in lines[-6:]] == ["baseline", "fa2", "fa2_coalesced"] * 2
 
 
+def test_constants_that_were_asked_for_are_told_once():
+    """Above the table if there is one of each, in it if there are several."""
+    for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
+        head, *table = cli(
+            "bench", "fa2", *SMALL, "--alone", "-p", f"Br={values}"
+        ).stdout.splitlines()
+        assert ("Br=" in head) == bool(above) and above in head
+        assert sum("Br=" in line for line in table) == rows
+
+
 def test_a_single_row_for_people():
     shown = cli("bench", "fa2", *SMALL, "--alone").stdout
     assert "kernel     fa2\n" in shown and "TFLOP/s" in shown

@@ -110,6 +110,7 @@ def bench(
         "launches": "a CUDA graph" if how["graph"] else "one by one",
     }
     said = {"device": engine.limits.device} | {x: about[x] for x in about if about[x] != USUAL[x]}
+    said |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
 
     def tell(rows: list[Measurement], *, err: bool = False) -> None:
         if save:
