@@ -486,19 +486,17 @@ def main(
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(MMAP_THRESHOLD, LARGE)
     soak = Soak(engine, seed)
-    click.echo(f"{len(soak.calls)} kinds of calls on {engine.limits.device}, seed {seed}")
+    kinds = f"{len(soak.calls)} kinds of calls from {threads} threads"
+    click.echo(f"{kinds} on {engine.limits.device}, seed {seed}")
     start, taken = time.monotonic(), []
     for i in range(ROUNDS):
         soak.run(total * (i + 1) // ROUNDS - total * i // ROUNDS, threads, patience)
         taken.append(memory(engine))
+        held = ", ".join(f"{name} {x / 1e6:.1f}" for name, x in taken[-1].items())
+        click.echo(f"{soak.done:,} calls, {time.monotonic() - start:.1f} s; MB: {held}")
         if soak.wrong:
             break
-    seconds = time.monotonic() - start
     first, last = taken[min(1, len(taken) - 1)], taken[-1]
-    click.echo(f"{soak.done:,} calls from {threads} threads at a time in {seconds:.1f} s")
-    for name in first:
-        held = " ".join(f"{x[name] / 1e6:.1f}" for x in taken)
-        click.echo(f"{name}, MB after each round: {held}")
     problems = [*soak.wrong, *(f"a leak of {x}" for x in grown(first, last))]
     click.echo("\n".join(problems) or "all results are right, and nothing has leaked")
     sys.exit(1 if problems else 0)
