@@ -373,7 +373,7 @@ def _found(
             constants,
             keep=False,
         )
-        if key is not None and found.plan.kernel.folder is None:
+        if key is not None and not found.plan.is_from_outside:
             _keep(engine, key, found)
     return found
 
@@ -450,7 +450,7 @@ def _planned(
             engine, attention_backward, kernel, problem, constants, deterministic=deterministic
         )
         found = transfer.Parts(plan, engine.limits)
-        if plan.kernel.folder is None:  # one from outside may have changed by the next call
+        if not plan.is_from_outside:  # that may have changed by the next call
             _keep(engine, key, found)
     return found
 

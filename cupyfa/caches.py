@@ -34,6 +34,8 @@ KINDS = {
     "leftovers": "what processes that were killed left half-written, an hour ago or more",
     "cupy": "kernels compiled for GPUs, which CuPy keeps for all programs",
 }
+# Key heads, queries and keys: the tiles and kernels that are chosen for these serve most others.
+_SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
 _HOUR = 3600
 _RANDOM = "[a-z0-9_]{8}"  # what tempfile puts into names
 _NAMES = {
@@ -132,17 +134,19 @@ def warm(
     masks: Sequence[bool] = (False,),
     window: Window | None = None,
     precision: str | None = None,
+    group: int = 1,
     progress: Progress = no_progress,
 ) -> Warmed:
     """Compiles kernels for all these dtypes, head dimensions and masks, for processes to come.
 
     A mask is whether it is causal; any window stands for all that have limits on the same sides;
-    precision is that of float32 inputs.
+    precision is that of float32 inputs; group is how many heads share a key head.
     A kernel is a record, a name of the ladder, or "auto": then it is what "auto" takes on this
-    device. Lengths do not matter, for they are not compiled in. Raises Unsupported if nothing of
-    it can be.
+    device. Lengths are not compiled in, but tiles are: those for long sequences, for short ones,
+    for few queries and for few heads. Raises Unsupported if nothing of it can be.
     """
-    launches = _launches(engine, kernels, list(product(dtypes, ds, masks)), dv, window, precision)
+    wanted = list(product(dtypes, ds, masks, _SIZES))
+    launches = _launches(engine, kernels, wanted, dv, window, precision, group)
     start, new = time.perf_counter(), 0
     for done, launch in enumerate(launches):
         progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
@@ -155,24 +159,27 @@ def warm(
 def _launches(
     engine: Backend,
     kernels: Sequence[Kernel | str],
-    wanted: Sequence[tuple[str, int, bool]],
+    wanted: Sequence[tuple[str, int, bool, tuple[int, int, int]]],
     dv: int | None,
     window: Window | None,
     precision: str | None,
+    group: int,
 ) -> list[PlannedLaunch]:
     """Those that differ in what is compiled, of all combinations that kernel and device can do."""
-    found: dict[str, PlannedLaunch] = {}
+    found: dict[tuple[str, str], PlannedLaunch] = {}
     refused: Exception = ValueError("there is nothing to compile")
-    for kernel, (dtype, d, causal) in product(kernels, wanted):
+    for kernel, (dtype, d, causal, sizes) in product(kernels, wanted):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, causal, window, precision)
+        problem = problem_to_compile(
+            *(operation, dtype, d, dv, causal, window, precision, sizes, group)
+        )
         try:
             record = planning.select(kernel, operation, problem, engine.limits)
             plan = planning.plan(record, problem, engine.limits)
         except Unsupported as error:
             refused = error
         else:
-            found |= {sources.text(launch): launch for launch in plan.programs}
+            found |= {(sources.text(launch), launch.entry): launch for launch in plan.programs}
     if not found:
         raise refused
     return list(found.values())

@@ -139,14 +139,21 @@ def problem_to_compile(
     causal: bool,
     window: Window | None = None,
     precision: str | None = None,
+    sizes: tuple[int, int, int] = (64, 2048, 2048),
+    group: int = 1,
 ) -> Problem:
-    """The problem to compile for; lengths are not compiled in, but for the tiles of long ones."""
+    """The problem to compile for. Its sizes are not compiled in, but tiles are chosen by them.
+
+    They are the key heads, queries and keys; a group of heads shares a key head.
+    """
+    kv_heads, M, N = sizes
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     return Problem.of_sizes(
-        batch=4,
-        heads=16,
-        M=2048,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        M=M,
+        N=N,
         d=d,
         dv=dv,
         dtype=dtype,

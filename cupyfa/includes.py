@@ -48,6 +48,8 @@ def _follow(
 
 def _first_file(candidates: Sequence[Path]) -> tuple[Path, bytes] | None:
     for path in candidates:
+        if ".." in path.parts:
+            path = path.resolve()  # so that files that include each other are met but once
         try:
             return path, path.read_bytes()
         except (OSError, ValueError):  # not there, a folder, a link to nowhere, not a name

@@ -127,6 +127,11 @@ class Plan:
         return sum(x.launch is program.launch for x in self.launches)
 
     @property
+    def is_from_outside(self) -> bool:
+        """Whether sources of it lie outside the project, where their author may change them."""
+        return any(x.path.is_absolute() for x in self.launches)
+
+    @property
     def scratch_bytes(self) -> int:
         """Bytes of temporary memory beside inputs and outputs."""
         return sum(

@@ -14,6 +14,10 @@ _PACKAGE = Path(__file__).resolve().parent
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
+# Comments, strings and characters: which of them another one is in, is told by what comes first.
+_BESIDE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+# Names that macros may make: pieces put together, and includes of what a name stands for.
+_MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 
 
 def text(launch: PlannedLaunch) -> str:
@@ -21,8 +25,8 @@ def text(launch: PlannedLaunch) -> str:
 
     Compiler errors name the file by its own lines. The constants are those that the file, or one
     that it includes, names: a launch beside the kernel proper is compiled once for all tiles and
-    masks that do not concern it. The digest makes the text, and with it every cache key, change
-    when a file that it includes does.
+    masks that do not concern it. Where names may come of macros, it has all of them. The digest
+    makes the text, and with it every cache key, change when a file that it includes does.
     """
     headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
     header = [f"#include <{name}>" for name in headers]
@@ -30,7 +34,8 @@ def text(launch: PlannedLaunch) -> str:
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
     reached = includes.reached("\n".join([*header, file]), include_folders(launch))
-    named = _words(file).union(*(_words(x.decode(errors="replace")) for x in reached.values()))
+    words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
+    named = launch.constants if None in words else frozenset().union(*filter(None, words))
     return "\n".join(
         [
             *header,
@@ -74,9 +79,10 @@ def _read(path: Path, entry: str) -> str:
 
 
 @lru_cache(maxsize=128)  # of as many files: there are some 50, with 30 headers
-def _words(code: str) -> frozenset[str]:
-    """The words of a text that are not in comments to the end of a line."""
-    return frozenset(re.findall(r"\w+", re.sub(r"//.*", "", code)))
+def _words(code: str) -> frozenset[str] | None:
+    """The words of a text beside its comments and strings; None if macros may make others."""
+    bare = _BESIDE.sub(" ", code)
+    return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 
 
 def _constant(name: str, value: int | bool) -> str:

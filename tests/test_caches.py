@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from test_cli import MAIN
 
 import cupyfa
-from cupyfa import Kernel, Launch, caches, store
+from cupyfa import Kernel, Launch, Problem, caches, compiling, planning, sources, store
 from cupyfa.backends.select import backend_named
 from cupyfa.plans import Tuned
 
@@ -270,6 +272,17 @@ def test_warm_passes_over_what_cannot_be_but_not_over_all(monkeypatch):
     caches.warm(engine, ["auto", "fa2"], ["float32"], [64, 128])
     with pytest.raises(cupyfa.Unsupported, match="shared memory"):
         caches.warm(engine, ["fa2"], ["float64"], [10**6])
+
+
+def test_warm_is_for_long_and_short_sequences_and_for_few_queries():
+    limits, warm = compiling.limits_of("90"), []
+    engine = SimpleNamespace(limits=limits, prepare=lambda x: warm.append(sources.text(x)))
+    caches.warm(engine, ["auto"], ["float16"], [128], masks=[False, True], group=4)
+    for M, N, batch, causal in product([1, 4, 16, 128, 512, 4096], [128, 4096], [1, 8], [0, 1]):
+        sizes = {"batch": batch, "heads": 16, "kv_heads": 4, "M": M, "N": N, "d": 128}
+        p = Problem.of_sizes(**sizes, dtype="float16", causal=bool(causal))
+        plan = planning.plan(planning.select("auto", "forward", p, limits), p, limits)
+        assert {sources.text(x) for x in plan.programs} <= set(warm), plan
 
 
 def test_warm_plans_for_the_constants_that_were_tuned(monkeypatch):

@@ -47,6 +47,28 @@ def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
     assert len({sources.text(launch) for launch in merges}) == 1
 
 
+@pytest.mark.parametrize(
+    "code, named",
+    [
+        ("int x = Br;", True),
+        ('#include "helper.h"', True),
+        ('// as many as Br\n/* Br,\nBr */ const char *x = "Br", *y = "\\"Br";', False),
+        ("/* see https://x */ int x = Br;", True),
+        ('char x[] = "a//b", y = \'"\'; int z = Br;', True),
+        ('#define HELPER "helper.h"\n#include HELPER', True),
+        ("#define ROWS(name) name##r\nint x = ROWS(B);", True),
+    ],
+)
+def test_a_text_has_the_constants_that_are_named(tmp_path, code, named):
+    (tmp_path / "own.cu").write_text(code)
+    (tmp_path / "helper.h").write_text("int x = Br;")
+    launch = planning.plan(LADDER["forward"]["fa2"], Problem.of_sizes(M=10, d=8), LIMITS).launches[
+        0
+    ]
+    made = sources.text(replace(launch, path=tmp_path / "own.cu"))
+    assert ("constexpr int Br = " in made) == named
+
+
 def test_one_text_serves_all_lengths_batches_and_alignments():
     sizes = [
         {"causal": True},

@@ -3,12 +3,14 @@
 import gc
 import math
 import threading
+import time
 from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
 import pytest
 from far_device import FarDevice
+from far_device import Mark as FarMark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,9 +186,12 @@ def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
     plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
     parts, done, again = transfer.Parts(plan, LIMITS), [], transfer.cut
     monkeypatch.setattr(transfer, "cut", lambda *x: done.append(x) or again(*x))
-    for wanted, most in ((30_000, 10**6), (30_000, 10**7), (20_000, 10**6), (9000, 9000)):
+    for wanted, most in (
+        *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # less than a head; a head that does not fit
+    ):
         assert parts.cut(wanted, most) == again(plan, LIMITS, wanted, most)
-    assert [x[2] for x in done] == [30_000, 20_000, 9000]
+    assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
 
 
 def test_the_device_never_holds_more_than_it_may(far):
@@ -293,6 +298,61 @@ def test_what_fails_in_a_thread_is_raised_and_ends_the_call(far):
         cupyfa.attention(q, k, v, kernel="fa2", backend=far)
     far.failing = False
     same(far, q, k, v)
+
+
+@pytest.mark.parametrize("what", ["no memory", "a lost device"])
+def test_a_failure_with_few_buffers_ends_the_call_as_well(far, what):
+    """Threads that wait for a buffer are told, and a buffer whose copy failed is not lost."""
+    transfer.configure(buffers=2, threads=4)
+    ended, wait = threading.Event(), FarMark.wait
+
+    def fail(*_):
+        raise RuntimeError(what)
+
+    def call():
+        with pytest.raises(RuntimeError, match=what):
+            cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far)
+        ended.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "no memory":
+            patch.setattr(far, "pinned", lambda size: time.sleep(0.05) or fail())
+        else:
+            patch.setattr(FarMark, "done", False)
+            patch.setattr(FarMark, "wait", fail)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        assert ended.wait(20)
+        thread.join()
+    assert FarMark.wait is wait
+
+
+def test_no_more_results_are_pinned_than_may_be(far):
+    """By threads at once, while others are dropped, and by what CuPy's pool takes for them."""
+    size, held = 3 << 10, []
+    transfer.configure(pinned_results=2 * 4096)
+    transfer.fresh(far, (size,), np.dtype("u1"))
+    far.pinned = lambda size, pinned=far.pinned: time.sleep(0.02) or pinned(size)
+
+    def ask():
+        held.append(transfer.fresh(far, (size,), np.dtype("u1")))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(far.is_pinned(x) for x in held) == 2
+    assert transfer.held() == 2 * 4096
+    held.clear()
+    assert transfer.held() == 0
+    with transfer._results._lock:  # where Python may find a result that is no more, and drop it
+        transfer._results.drop(0)
+    far.pinned = lambda size: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        ask()
+    gc.collect()
+    assert transfer.held() == 0
 
 
 def test_several_threads_may_call_at_once(far):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from problems import DTYPES
 
 import cupyfa
-from cupyfa import reference, sources
+from cupyfa import Kernel, Launch, reference, sources
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 BARE = """\
@@ -199,3 +199,56 @@ def test_an_unknown_argument_is_a_bad_argument(tmp_path):
     script = own_kernel.write(tmp_path, py=("M N scale", "M N temperature"))
     done = cli(f"{script}:mine", "--backend", "simulator", code=2)
     assert "argument 'temperature' is unknown" in done.stderr
+
+
+TWO = """\
+// Two entry points in a file, and shared memory whose size the text does not have.
+#include <math.cuh>
+#include <shared.cuh>
+#include <tensor.cuh>
+
+extern "C" __global__ void weigh(Tensor<const scalar> S, Tensor<scalar> P, int M, int N,
+                                 int heads) {
+  scalar* weights = &shared_memory<scalar>();
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  for (int i = threadIdx.x; i < N; i += threads) weights[i] = exp(S.row(batch, head, row)[i]);
+  __syncthreads();
+  for (int i = threadIdx.x; i < N; i += threads) P.row(batch, head, row)[i] = weights[i];
+}
+
+extern "C" __global__ void divide(Tensor<scalar> P, int M, int N, int heads) {
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  scalar* weights = P.row(batch, head, row);
+  scalar sum = 0;
+  for (int i = 0; i < N; ++i) sum += weights[i];
+  for (int i = 0; i < N; ++i) weights[i] /= sum;
+}
+"""
+
+
+def test_a_file_may_have_several_kernels_and_shared_memory_of_any_size(backend, tmp_path):
+    (tmp_path / "two.cu").write_text(TWO)
+    rows = {"grid": lambda p, c: p.M * p.heads * p.batch, "file": "two.cu"}
+    threads = {"weigh": 64, "divide": 1}
+    two = Kernel(
+        name="two",
+        adds="nothing",
+        operation="softmax",
+        dtypes=("float64",),
+        launches=tuple(
+            Launch(
+                entry,
+                args=args,
+                threads=lambda p, c, entry=entry: threads[entry],
+                shared=lambda p, c, entry=entry: p.bytes(scalars=p.N) if entry == "weigh" else 0,
+                **rows,
+            )
+            for entry, args in (("weigh", "S P M N heads"), ("divide", "P M N heads"))
+        ),
+        folder=tmp_path,
+    )
+    for N in (10, 20000, 7000, 20):
+        x = np.random.default_rng(N).standard_normal((3, N))
+        right, _ = reference.softmax(x)
+        y = cupyfa.softmax(x, kernel=two, backend=backend)
+        np.testing.assert_allclose(y, right, rtol=1e-12)

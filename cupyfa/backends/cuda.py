@@ -40,6 +40,7 @@ from cupy_backends.cuda.api import driver, runtime  # noqa: E402
 ARRAY = cupy.ndarray
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _STATIC_LIMIT = 48 * 1024  # more shared memory than this has to be asked for
+_CAPTURING = range(900, 909)  # errors of what a stream that is captured does not allow
 # Keeps the device busy, so that the host has queued a call before the device begins it. If it has
 # not, the call is timed once more, after more cycles: about 0.3 ms and 3 ms.
 _HEAD_STARTS = (600_000, 6_000_000)
@@ -111,7 +112,9 @@ def _failed(what: str) -> DeviceError:
     """The error of a failure: once a kernel trapped, every further call fails too."""
     try:
         runtime.deviceSynchronize()
-    except runtime.CUDARuntimeError:
+    except runtime.CUDARuntimeError as found:
+        if found.status in _CAPTURING:  # which says nothing of the context
+            return DeviceError(what)
         return DeviceLost(
             f"{what}; this process's CUDA context is lost, with all that was on the device: "
             "restart the process. cupyfa check runs kernels in processes of their own"
@@ -186,7 +189,7 @@ class Cuda(Backend):
 
     def __init__(self) -> None:
         self.bound, self.spaces = {}, {}
-        self._modules: dict[tuple[int, str, str | None], Any] = {}
+        self._modules: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
 
@@ -246,7 +249,8 @@ class Cuda(Backend):
 
     def prepare(self, launch: PlannedLaunch) -> Any:
         text = sources.text(launch)
-        key = (cupy.cuda.Device().id, text, launch.target)
+        wants = launch.target, launch.entry, launch.threads, launch.shared_bytes
+        key = (cupy.cuda.Device().id, text, *wants)
         with self._lock:
             if key not in self._modules:
                 self._modules[key] = self._build(text, launch)
@@ -270,7 +274,8 @@ class Cuda(Backend):
                 "fit; choose smaller tiles, or write __launch_bounds__(threads) to spill them",
                 "too many registers a block",
             )
-        if launch.shared_bytes > _STATIC_LIMIT:
+        # A module's function is one for all launches of it, so what one was granted is not cut.
+        if launch.shared_bytes > max(_STATIC_LIMIT, kernel.max_dynamic_shared_size_bytes):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         return kernel
 
@@ -450,6 +455,7 @@ class _Launcher:
             steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
             mine.addresses = None
         if mine.addresses != addresses:
+            mine.addresses = None  # until all are written: an interrupt may come between
             for step in steps:
                 memory = step.memory
                 for slot, array in step.slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,7 @@ AT_THE_CALLER: Any = (
     else {"stacklevel": 2}
 )
 NAMES = ("auto", "cuda", "simulator")
+_choosing = threading.RLock()
 _owners: dict[type, Backend] = {}  # by the type of their own arrays
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 
@@ -31,12 +33,9 @@ def backend_named(backend: str | Backend) -> Backend:
     """
     if isinstance(backend, Backend):
         return backend
-    if backend == "auto":
-        return _automatic()
-    if backend == "cuda":
-        return _cuda()
-    if backend == "simulator":
-        return _simulator()
+    if backend in NAMES:
+        with _choosing:  # threads that begin together get the same one
+            return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
     known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
     raise ValueError(f"backend {backend!r} is unknown; {known}")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import sys
 import threading
 import weakref
 from bisect import bisect_left
@@ -244,13 +245,16 @@ class Parts:
         self._layouts: dict[Any, _Layout] = {}
 
     def cut(self, wanted: int, most: int) -> list[Piece]:
-        """``cut``, which is done again only where it would give something else."""
+        """``cut``, which is done again only for another wish, or for a head that does not fit."""
         found = self._cut
-        if found is None or found[0] != wanted or not found[1] <= wanted <= most:
-            pieces = cut(self.plan, self.limits, wanted, most)
+        if found is None or found[0] != wanted:
+            pieces = cut(self.plan, self.limits, wanted, sys.maxsize)
             self._of = {}
             found = self._cut = wanted, _needed(self.plan, self.of(pieces[0])), pieces
-        return found[2]
+        if found[1] <= most:
+            return found[2]
+        self._of = {}
+        return cut(self.plan, self.limits, wanted, most)
 
     def of(self, piece: Piece) -> Plan:
         """The plan of a piece."""
@@ -271,11 +275,11 @@ class Parts:
         """How the arrays of a piece lie on the device, by the order of each one's axes there."""
         plan = self.of(piece)
         key = plan.problem, *orders.items()
-        if key not in self._layouts:
+        if (found := self._layouts.get(key)) is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = _Layout(plan, orders)
-        return self._layouts[key]
+            found = self._layouts[key] = _Layout(plan, orders)
+        return found
 
 
 def part_of(plan: Plan, limits: Limits, problem: Problem) -> Plan:
@@ -717,7 +721,11 @@ class _Buffers:
                 buffer = self._busy.popleft()
         if make:
             return self._new()
-        buffer.wait()
+        try:
+            buffer.wait()
+        except BaseException:
+            self.give(buffer)
+            raise
         return buffer
 
     def give(self, buffer: _Buffer) -> None:
@@ -733,6 +741,7 @@ class _Buffers:
         except BaseException:
             with self._lock:
                 self.made -= 1
+                self._given.notify()  # who waits may make one, or fail as well
             raise
 
 
@@ -829,18 +838,26 @@ class _Results:
     """How many bytes of results lie in pinned memory, and which sizes were asked for."""
 
     def __init__(self) -> None:
-        self.bytes, self.asked, self._lock = 0, set[int](), threading.Lock()
+        # One that the same thread may take again, for a result may be dropped at any time.
+        self.bytes, self.asked, self._lock = 0, set[int](), threading.RLock()
 
     def admits(self, size: int) -> bool:
-        """Whether a result of this size may be pinned; remembers that there was one."""
+        """Whether a result of this size may be pinned, and counts it; remembers that there was one.
+
+        CuPy's pool takes a power of two for it.
+        """
+        taken = _pooled(size)
         with self._lock:
             before = size in self.asked
             self.asked.add(size)
-            return before and self.bytes + size <= _chosen.pinned_results
+            admitted = before and self.bytes + taken <= _chosen.pinned_results
+            self.bytes += taken if admitted else 0
+            return admitted
 
-    def count(self, size: int) -> None:
+    def drop(self, size: int) -> None:
+        """One is no more."""
         with self._lock:
-            self.bytes += size
+            self.bytes -= _pooled(size)
 
 
 _results = _Results()
@@ -850,10 +867,13 @@ class _Result:
     """Pinned memory that an array lies in; what NumPy keeps as the array's base."""
 
     def __init__(self, engine: Backend, size: int) -> None:
-        self._memory, self._size = engine.pinned(size), size
+        self._size = size  # first of all: what was admitted is dropped, come what may
+        self._memory = engine.pinned(size)
         self.__array_interface__ = self._memory.__array_interface__
-        _results.count(size)
 
     def __del__(self) -> None:
-        if hasattr(self, "__array_interface__"):
-            _results.count(-self._size)
+        _results.drop(self._size)
+
+
+def _pooled(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0

@@ -137,10 +137,12 @@ def bench(
                 so_far=keep,
                 **{**how, **sizes},
             )
-    except (KeyboardInterrupt, SystemExit):
+    except BaseException as ended:
         if rows:
             tell(rows, err=True)
-            click.echo("note: interrupted; this is what was measured until then", err=True)
+            is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
+            why = "interrupted" if is_asked else "ended by an error"
+            click.echo(f"note: {why}; this is what was measured until then", err=True)
         raise
     tell(rows)
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)

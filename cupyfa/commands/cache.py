@@ -78,6 +78,7 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @precision_option
 @click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
+@click.option("--group", type=click.IntRange(1), default=1, help="Heads to a key head.")
 @click.option("--causal", is_flag=True, help="With a causal mask, not without one.")
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
 @window_option
@@ -90,6 +91,7 @@ def warm(
     precision: str | None,
     ds: str,
     dv: int | None,
+    group: int,
     causal: bool,
     both: bool,
     window: Window | None,
@@ -99,6 +101,7 @@ def warm(
     """Compile KERNELs beforehand, so that a program's first call finds them.
 
     KERNEL is as for `cupyfa run`, `auto` too. Combinations that a kernel cannot do are passed over.
+    Tiles are those of long sequences, of short ones, and of few queries or heads.
     """
     chosen = [
         name if name == "auto" else records.record_named(name)
@@ -117,6 +120,7 @@ def warm(
             masks=masks,
             window=window,
             precision=precision,
+            group=group,
             progress=progress,
         )
     click.echo(report.render([done.row()], form))
