@@ -175,8 +175,10 @@ def attention_backward(
         inputs["lse"] = lse.reshape(problem.shape("batch heads M"))
         given = _three(grads)
         results = [
-            calls.target(engine, mine, tuple(x.shape), problem.dtype.numpy, inputs, view)
-            for x, mine in zip((q, k, v), given)
+            calls.target(engine, mine, tuple(x.shape), problem.dtype.numpy, inputs, view, name)
+            for x, mine, name in zip(
+                (q, k, v), given, ("dq of grads", "dk of grads", "dv of grads")
+            )
         ]
         _check_apart(engine, given)
         outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
@@ -202,6 +204,11 @@ def attention_vjp(
     ``attention_backward``; the other options are what both have. The pullback keeps q, k, v, out
     and lse, and may be called again; it goes by what they hold then.
     """
+    if given := options.keys() & {"return_lse", "out", "grads"}:
+        raise ValueError(
+            f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
+            "lse; call attention and attention_backward to have them"
+        )
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, **options)
 
     def pullback(dout: Any) -> tuple[Any, Any, Any]:
@@ -307,6 +314,8 @@ def empty_pinned(
     are given to; they are slower to make than others. In the simulator it is an array like others.
     """
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
+        raise ValueError(f"shape is {shape}; give whole numbers from 0")
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)
     engine = backend_named(backend)
     with engine.working_on(None):
@@ -400,7 +409,7 @@ def _bind(
     )
     calls.require_one_device(engine, {"q": q, "k": k, "v": v})
     with engine.working_on(q):
-        plan = _plan(engine, attention, kernel, problem, constants)
+        plan = _plan(engine, compile if keep else attention, kernel, problem, constants)
         if keep:
             for launch in plan.programs:
                 engine.prepare(launch)
@@ -483,9 +492,15 @@ def _three(grads: Any) -> tuple[Any, Any, Any]:
         return None, None, None
     if not isinstance(grads, tuple | list) or len(grads) != 3:
         raise TypeError(
-            f"grads is a {type(grads).__name__}; give the three arrays for dq, dk and dv"
+            f"grads is {_number_of(grads)}; give three arrays, for dq, dk and dv, or None for new "
+            "ones in their place"
         )
     return grads[0], grads[1], grads[2]
+
+
+def _number_of(grads: Any) -> str:
+    kind = f"a {type(grads).__name__}"
+    return f"{kind} of {len(grads)}" if isinstance(grads, tuple | list) else kind
 
 
 def _check_apart(engine: Backend, grads: tuple[Any, Any, Any]) -> None:

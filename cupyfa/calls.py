@@ -31,6 +31,7 @@ def target(
     dtype: np.dtype,
     inputs: Arrays,
     view: Callable[[Any], Any],
+    name: str = "out",
 ) -> Any:
     """The array that a result is written to: the caller's, or a new one where the inputs are.
 
@@ -45,28 +46,28 @@ def target(
     if not (isinstance(out, np.ndarray) if on_host else engine.owns(out)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"out is a {type(out).__name__}, the inputs are {kind} arrays; give a {kind} array"
+            f"{name} is a {type(out).__name__}, the inputs are {kind} arrays; give a {kind} array"
         )
     if is_masked(out):
-        raise TypeError("out is a MaskedArray, whose mask no kernel knows; give out.data")
-    require_one_device(engine, {"the inputs": first, "out": out})
+        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel knows; give its data")
+    require_one_device(engine, {"the inputs": first, name: out})
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
+            f"{name} is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
             "give an array like that"
         )
     if _overlaps_itself(out):
         raise ValueError(
-            f"out has strides {out.strides} for shape {out.shape}, so that elements share memory; "
-            "give an array with a place for each"
+            f"{name} has strides {out.strides} for shape {out.shape}, so that elements share "
+            "memory; give an array with a place for each"
         )
     if on_host and not out.flags.writeable:
-        raise ValueError("out is read-only; give an array that can be written")
-    for name, array in inputs.items():
+        raise ValueError(f"{name} is read-only; give an array that can be written")
+    for other, array in inputs.items():
         if np.may_share_memory(out, array) if on_host else overlap(engine, out, array):
             raise ValueError(
-                f"out overlaps the input {name}, which must not be written; "
-                "give it memory of its own, or drop out="
+                f"{name} overlaps the input {other}, which must not be written; "
+                "give it memory of its own, or leave it out"
             )
     in_place = _columns_contiguous(out) if not on_host else not ours
     if in_place and engine.address(view(out)) == engine.address(out):

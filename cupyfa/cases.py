@@ -68,8 +68,11 @@ class Case:
 
         O and lse, which gradients take, are what a forward pass without errors leaves. Where that
         would take long, an engine that is given lets its fastest kernel leave them: what is right
-        for a gradient is said by the O and lse that there are.
+        for a gradient is said by the O and lse that there are. Raises Unsupported if the engine
+        does not reach so far.
         """
+        if engine is not None:
+            self.require_reach(engine)
         axes = OPERATIONS[self.operation].inputs
         rng = np.random.default_rng(self.seed)
         dtype = self.problem.dtype.numpy
@@ -81,6 +84,11 @@ class Case:
         if "lse" in axes:
             arrays |= _left_by_forward(self.problem, arrays, engine)
         return arranged({name: arrays[name] for name in axes}, self.layout)
+
+    def require_reach(self, engine: Backend) -> None:
+        """Raises Unsupported if the layout is farther than the engine reaches."""
+        if self.layout == "far" and engine.name == "simulator":
+            raise Unsupported("the simulator does not reach so far", "it needs a GPU")
 
     def options(self) -> list[str]:
         """The options of the command line that make it again."""

@@ -101,7 +101,8 @@ class Checked:
         not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in not_run.most_common())
         parts = (
-            f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} cases of {self.grid}, "
+            f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
+            f"case{'s' * (self.cases != 1)} of {self.grid}, "
             f"{', '.join(tally.kernel for tally in self.tallies)} on {self.device}",
             f"at worst {worst.worst:.2g} x the bound ({worst.kernel})" if worst else "",
             f"{not_run.total():,} not supported ({reasons})" if not_run else "",
@@ -155,6 +156,9 @@ def check(
         raise ValueError(
             f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
         )
+    for name, value, least in (("samples", samples, 1), ("jobs", jobs, 0), ("reruns", reruns, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}; give a number from {least}")
     engine = backend_named(backend)
     if precision and not dtypes:
         dtypes = ("float32",)

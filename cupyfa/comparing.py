@@ -83,7 +83,7 @@ def compare(
     if they differ by less than two standard errors, which come from the spread of the rounds and
     are one percent at the least. Rows of one side alone are listed last.
 
-    Raises ValueError if a file holds something else.
+    Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
     olds, news = ({_key(row): row for row in _rows(x)} for x in (before, after))
     both = [_compared(olds[key], news[key]) for key in olds if key in news]

@@ -51,5 +51,6 @@ DTYPES = {
 def dtype_named(name: str) -> DType:
     """The row of a dtype given by name."""
     if not isinstance(name, str) or name not in DTYPES:
-        raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}")
+        by_name = "" if isinstance(name, str) else ", by name"
+        raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}{by_name}")
     return DTYPES[name]

@@ -126,13 +126,14 @@ class Results:
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
-        """What ``save`` wrote. Raises ValueError if the file holds something else."""
+        """What ``save`` wrote. Raises OSError if the file cannot be read, ValueError if it holds
+        something else."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = [Measurement.of_record(record) for record in content["rows"]]
             return cls(dict(content["environment"]), rows)
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+            raise type(error)(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(
                 f"{path} is no file that cupyfa bench --save writes ({type(error).__name__}: "

@@ -119,11 +119,10 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
     plan = planning.plan(record, p, engine.limits, **task.constants)
+    task.case.require_reach(engine)
     if engine.name == "simulator":
         scores = p.batch * p.heads * p.M * p.N
         sizes = (scores * (p.d + p.dv), scores, p.batch * p.heads * p.M)
-        if task.case.layout == "far":
-            raise Unsupported("the simulator does not reach so far", "it needs a GPU")
         if any(size > most for size, most in zip(sizes, _SIMULATED)):
             raise Unsupported(f"{p} would take too long", "too large for the simulator")
     return plan

@@ -234,6 +234,26 @@ CALLS = {
         lambda: attention(v=Foreign(__dlpack_device__=lambda: (1, 0))),
         *(T, "v, a Foreign, cannot be seen", "pass it as"),
     ),
+    "pinned below 0": (
+        lambda: cupyfa.empty_pinned((2, -1), backend="simulator"),
+        *(V, r"shape is \(2, -1\)", "give whole numbers from 0"),
+    ),
+    "vjp with an option of attention's": (
+        lambda: cupyfa.attention_vjp(a(4, 8), a(4, 8), a(4, 8), return_lse=True),
+        *(V, "has no option return_lse", "call attention"),
+    ),
+    "compile with an option of attention's": (
+        lambda: cupyfa.compile(a(4, 8), a(4, 8), a(4, 8), check=True, backend="simulator"),
+        *(V, "has no constant 'check'", "options of compile are dtype, causal"),
+    ),
+    "check of nothing": (
+        lambda: cupyfa.check("fa2", grid="fuzz", samples=0, backend="simulator"),
+        *(V, "samples is 0", "from 1"),
+    ),
+    "check with fewer than no processes": (
+        lambda: cupyfa.check("fa2", jobs=-3, backend="simulator"),
+        *(V, "jobs is -3", "from 0"),
+    ),
     # out
     "out of another shape": (
         lambda: attention(out=a(4, 9)),
@@ -248,7 +268,7 @@ CALLS = {
     "out on the GPU": (lambda: attention(out=gpu_array()), T, "out is a Foreign", "give a NumPy"),
     "out is masked": (
         lambda: attention(out=np.ma.masked_array(a(4, 8))),
-        *(T, "out is a MaskedArray", "give out.data"),
+        *(T, "out is a MaskedArray", "give its data"),
     ),
     "out is read-only": (lambda: attention(out=read_only()), V, "read-only", "give"),
     "out is a broadcast view": (
@@ -804,6 +824,10 @@ COMMANDS = {
         3,
         "its dtypes",
         "can: ",
+    ),
+    "run far": (
+        "run fa2 --layout far -M 8 -N 8 -d 8 --backend simulator",
+        *(3, "the simulator does not reach so far"),
     ),
     "bench cuda": ("bench fa2 --backend cuda", 3, "no CUDA device", "use backend 'simulator'"),
     "bench save": (f"bench {FA2} --save no/where.json", 2, "cannot be written", "folder no"),

@@ -638,6 +638,15 @@ def test_bench_for_people_fits_the_terminal(monkeypatch, columns):
     assert [line.split()[0] for line in lines[-6:]] == ["baseline", "fa2", "fa2_coalesced"] * 2
 
 
+def test_what_was_measured_before_an_error_is_told_and_saved(tmp_path):
+    own_kernel.write(tmp_path, cu=("extern", 'static_assert(sizeof(scalar) < 8, "no");\nextern'))
+    script, file = tmp_path / "script.py", tmp_path / "saved.json"
+    args = (f"{script}:mine", *SMALL, "--alone", "-p", "dtype=float32,float64", "--save", file)
+    done = cli("bench", *args, code=2)
+    assert "note: ended by an error; this is what was measured until then" in done.stderr
+    assert [row.problem.dtype.name for row in Results.load(file).rows] == ["float32"]
+
+
 def test_constants_that_were_asked_for_are_told_once():
     """Above the table if there is one of each, in it if there are several."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):

@@ -120,6 +120,15 @@ def digest(text, folders):
     return includes.digest(includes.reached(text, folders))
 
 
+def test_files_that_include_each_other_are_met_once(tmp_path):
+    for one, other in ("ab", "ba"):
+        (tmp_path / one).mkdir()
+        text = f'#pragma once\n#include "../{other}/{other}.cuh"\n'
+        (tmp_path / one / f"{one}.cuh").write_text(text)
+    found = includes.reached("#include <a/a.cuh>", [tmp_path.resolve()])
+    assert [path.name for path in found] == ["a.cuh", "b.cuh"]
+
+
 def test_a_digest_takes_the_file_that_the_compiler_takes(tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:

@@ -195,6 +195,12 @@ def test_what_it_does_not_claim_is_unsupported(tmp_path, options, message):
     assert re.search(f"^cupyfa: mine cannot do .*{message}", done.stderr, re.MULTILINE)
 
 
+def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
+    script = own_kernel.write(tmp_path, cu=('extern "C" __global__', "__global__"))
+    done = cli(f"{script}:mine", "--backend", "simulator", code=2)
+    assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr
+
+
 def test_an_unknown_argument_is_a_bad_argument(tmp_path):
     script = own_kernel.write(tmp_path, py=("M N scale", "M N temperature"))
     done = cli(f"{script}:mine", "--backend", "simulator", code=2)

@@ -24,6 +24,7 @@ from cupyfa.commands.options import (
 )
 from cupyfa.commands.signals import take_time
 from cupyfa.measurement import Measurement, Results
+from cupyfa.plans import Unsupported
 
 USUAL = {  # what goes without saying
     "values": "normal",
@@ -137,6 +138,8 @@ def bench(
                 so_far=keep,
                 **{**how, **sizes},
             )
+    except (ValueError, Unsupported):  # there is nothing that was asked for among the rows
+        raise
     except BaseException as ended:
         if rows:
             tell(rows, err=True)

@@ -423,6 +423,7 @@ def _source(text: str, entry: str) -> str:
         "#include <simulator.h>\n"
         f'#line 1 "{entry}.cu"\n{placed}\n'
         f'#line 1 "{ENTRY}"\n'
+        f'extern "C" decltype({entry}) {entry};\n'  # an error if it was not that before
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
         'extern "C" __attribute__((visibility("default")))\n'
