@@ -172,6 +172,56 @@ def test_cupy_is_told_the_architecture(kernel, monkeypatch):
     assert not any(option.startswith("-arch") for option in asked[1])
 
 
+def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, tmp_path):
+    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    made = {}
+
+    class Module:
+        def __init__(self, code, options):
+            pass
+
+        def get_function(self, name):
+            usual = SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
+            return made.setdefault(name, usual)  # a module has one function of a name
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
+    (tmp_path / "two.cu").write_text("")
+    problem = Problem.of_sizes(M=64, d=64)
+    (step,) = planning.plan(LADDER["forward"]["fa2"], problem, compiling.limits_of("90")).launches
+    step, engine = replace(step, path=tmp_path / "two.cu", shared_bytes=0), cuda.Cuda()
+    first, second = (replace(step, launch=replace(step.launch, entry=x)) for x in ("one", "two"))
+    assert engine.prepare(first) is made["one"] and engine.prepare(second) is made["two"]
+    for size, granted in ((1000, 49152), (80_000, 80_000), (60_000, 80_000)):
+        engine.prepare(replace(first, shared_bytes=size))
+        assert made["one"].max_dynamic_shared_size_bytes == granted
+
+
+def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
+    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    launched, stops = [], []
+
+    class Memory(list):
+        def __setitem__(self, at, value):
+            if at == 1 and stops:
+                raise stops.pop()
+            super().__setitem__(at, value)
+
+    memory = Memory([0, 0, 0])
+    step = SimpleNamespace(memory=memory, slots=[(i, i) for i in range(3)])
+    step.__dict__.update(maps=[], launch=(), pointers=0)
+    driver = SimpleNamespace(launchKernel=lambda *_: launched.append(list(memory)))
+    monkeypatch.setattr(cuda, "driver", driver)
+    launcher = object.__new__(cuda._Launcher)
+    launcher._mine = SimpleNamespace(steps=[step], addresses=None)
+    launcher((1, 2, 3), 0)
+    stops.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        launcher((4, 5, 6), 0)
+    launcher((1, 2, 3), 0)
+    assert launched == [[1, 2, 3], [1, 2, 3]]
+
+
 # Products whose registers are written between them: ptxas makes them wait for each other.
 SLOW = """
 #include <wgmma.cuh>
