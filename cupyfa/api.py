@@ -336,7 +336,8 @@ def configure_transfer(**changes: Any) -> Transfer:
 def held_buffers() -> int:
     """Bytes of pinned memory that are held for NumPy arrays: buffers, and results in your hands.
 
-    Buffers take up to ``configure_transfer().most_held``.
+    Buffers take up to ``configure_transfer().most_held``; those that calls of other threads still
+    use after ``free_buffers`` are not counted.
     """
     return transfer.held()
 

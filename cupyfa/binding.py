@@ -48,6 +48,18 @@ _NO_SPACE: _Space = (None, ())
 _BYTE = np.dtype(np.uint8)
 
 
+_threads = threading.local()
+
+
+def _this_thread() -> object:
+    """Something of this thread's own; its number may be another's once it has ended."""
+    try:
+        return _threads.token
+    except AttributeError:
+        _threads.token = object()
+        return _threads.token
+
+
 def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
     """Where each temporary begins in memory for all, and the bytes of that."""
     kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
@@ -200,7 +212,7 @@ class Bound:
         """Memory for temporaries, for work in a stream: what is in order there may share it."""
         if not self._temporary:
             return _NO_SPACE
-        key: Any = stream if stream != _PER_THREAD else (stream, threading.get_ident())
+        key: Any = stream if stream != _PER_THREAD else (stream, _this_thread())
         if stream and self._engine.is_capturing:  # the graph may be launched in any
             return self._graph_space(key)
         if not self._keep:
