@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -377,6 +378,10 @@ def main() -> None:
     backend = options.backend
     if backend == "auto":
         backend = "cuda" if has_gpu() else "simulator"
+    elif backend == "cuda" and not has_gpu():
+        sys.exit("--backend cuda: there is no GPU to run on; leave it out, or ask `cupyfa doctor`")
+    if options.plot and not os.access(Path(options.plot).resolve().parent, os.W_OK):
+        sys.exit(f"--plot {options.plot}: its folder cannot be written to; name another")
     size = SIZES[options.task, backend]
     size |= {name: value for name, value in vars(options).items() if value is not None}
     for many, few in (("width", "heads"), ("heads", "kv_heads")):

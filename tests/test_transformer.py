@@ -162,6 +162,17 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     assert plot.read_bytes().startswith(b"<?xml")
 
 
+def test_the_program_says_at_once_what_cannot_be(example, monkeypatch):
+    monkeypatch.setattr(example, "has_gpu", lambda: False)
+    for wrong, said in (
+        ("--backend cuda", "there is no GPU"),
+        ("--plot /nowhere/x.svg --backend simulator", "/nowhere/x.svg: its folder cannot be"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *wrong.split()])
+        with pytest.raises(SystemExit, match=said):
+            example.main()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["float32", "float16"])
 def test_it_learns_on_a_gpu(cuda, example, attention):
