@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 
 import click
 import pytest
@@ -183,6 +184,14 @@ def test_what_a_page_says_can_be_done(page, environment, tmp_path):
 @EACH_PAGE
 def test_what_a_page_says_can_be_done_on_a_gpu(cuda, page, environment, tmp_path):
     follow(read(page), tmp_path, environment, gpu=True)
+
+
+def test_the_tables_of_rooflines_are_whole(environment, tmp_path):
+    found = blocks(read(ROOT / "docs" / "roofline.md"))
+    for before, block in pairwise(found):
+        if before.kind == "sh" and block.kind == "text":
+            printed = shell(before.commands[0], 0, tmp_path, environment)
+            assert printed.split() == block.text.split()
 
 
 @EACH_PAGE
