@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from cupyfa import calls, environment, planning, records, sources, store, sweeps, timing, tuned
 from cupyfa.backends import Backend, DeviceError, DeviceLost, OutOfMemory, execute, gist
-from cupyfa.backends.select import backend_named
+from cupyfa.backends.select import AT_THE_CALLER, backend_named
 from cupyfa.backends.simulator.machine import SimulatorFault
 from cupyfa.cases import Case
 from cupyfa.environment import Progress, no_progress
@@ -103,8 +104,19 @@ def tune(
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
+    if not is_kept():
+        warnings.warn(
+            f"{store.chosen_folder() or 'the folder of caches'} cannot be written, so nothing is "
+            "remembered; set CUPYFA_CACHE_DIR to a folder that can be",
+            **AT_THE_CALLER,
+        )
     tried = [planning.candidates(record, problem, engine.limits) for problem in problems]
     return [x for plans in tried for x in _Tuning(engine, plans, fresh).run(budget, progress)]
+
+
+def is_kept() -> bool:
+    """Whether what is measured here is there for the processes to come."""
+    return store.folder() == store.chosen_folder()
 
 
 @dataclass

@@ -458,6 +458,40 @@ def test_the_command_ends_with_1_if_none_is_right(tmp_path, engine):
     assert engine.limits.tuned == ()
 
 
+def test_a_kernel_without_tiles_is_told_of_by_its_name(tmp_path, engine):
+    wrong = own_kernel.MINE.replace("key < N;", "key < N - 1;")
+    done = cli("tune", f"{own_kernel.write(tmp_path, wrong)}:mine", *SIZES, code=1)
+    assert "note: mine: wrong: " in done.stderr
+
+
+def of_states(*states):
+    """Candidates of a problem, of which all that are wrong are so in the same way."""
+    problem = Problem.of_sizes(M=20, d=8)
+    for laps, state in enumerate(states):
+        note = "off" if state == "wrong" else ""
+        yield Candidate(Measurement("mine", "forward", problem, {"laps": laps}, note=note), state)
+
+
+def test_what_is_told_of_one_and_of_several(monkeypatch):
+    def notes(*states):
+        monkeypatch.setattr(tuning, "tune", lambda *_, **__: list(of_states(*states)))
+        return cli("tune", "mine", code=1).stderr
+
+    assert "note: 1 was not tried in time; the same" in notes("untried", "wrong")
+    assert "note: 2 were not tried in time; the same" in notes("untried", "untried")
+    assert "note: laps=0 and 1 other: wrong: off" in notes("wrong", "wrong")
+    assert "note: laps=0 and 2 others: wrong: off" in notes("wrong", "wrong", "wrong")
+
+
+def test_a_folder_that_cannot_be_written_is_told_of_once(laps, engine, monkeypatch):
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", "/proc/x")
+    done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")
+    assert done.stderr.count("note: /proc/x cannot be written, so nothing is remembered") == 1
+    assert "set CUPYFA_CACHE_DIR" in done.stderr
+    assert "not tried in time; give a larger --budget" in done.stderr
+    assert "goes on" not in done.stderr
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_the_terminal(monkeypatch, columns):
     """As it is on a GPU, for the kernel with the most constants."""

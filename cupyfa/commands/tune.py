@@ -102,10 +102,13 @@ def tell_notes(found: Sequence[Candidate]) -> None:
     reasons: dict[tuple[str, str], list[str]] = {}
     for x in found:
         if x.measurement.note:
-            constants = report.text(x.measurement.constants)
+            constants = report.text(x.measurement.constants) or x.measurement.kernel
             reasons.setdefault((x.state, x.measurement.note), []).append(constants)
     for (state, note), alike in reasons.items():
-        others = f" and {len(alike) - 1} others" if len(alike) > 1 else ""
+        more = len(alike) - 1
+        others = f" and {more} {'other' if more == 1 else 'others'}" if more else ""
         click.echo(f"note: {alike[0]}{others}: {state}: {note}", err=True)
     if untried := sum(x.state == tuning.UNTRIED for x in found):
-        click.echo(f"note: {untried} were not tried in time; the same command goes on", err=True)
+        were = "was" if untried == 1 else "were"
+        remedy = "the same command goes on" if tuning.is_kept() else "give a larger --budget"
+        click.echo(f"note: {untried} {were} not tried in time; {remedy}", err=True)
