@@ -129,5 +129,6 @@ def _value(name: str, text: str) -> Any:
         except ValueError:
             raise ValueError(f"scale={text!r} is no number") from None
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is no whole number")
+        least = 0 if name in AXES else 1
+        raise ValueError(f"{name}={text!r} is no whole number from {least}; give one, as {name}=64")
     return int(text)

@@ -775,7 +775,14 @@ COMMANDS = {
     "run grid": ("run fa2 --backend simulator -M 2147483647 -N 1 -d 8 -H 2000000", 3, "a grid of"),
     "run tile": (f"run {FA2} --Br 0", 2, "Br=0 is no tile size", "whole number from 1"),
     "run tile 2": (f"run {FA2} -c Br=x", 2, "'Br=x' is not NAME=VALUE", "whole number"),
-    "run tile 3": (f"run {FA2} -c =3", 2, "no constant ''", "it has Br, Bc"),
+    "run tile 3": (f"run {FA2} -c =3", 2, "'=3' is not NAME=VALUE", "for example Br=64"),
+    "run tile twice": (
+        f"run {FA2} --Br 32 -c Br=64",
+        2,
+        "Br is given twice, as 32 and 64",
+        "leave",
+    ),
+    "run constant twice": (f"run {FA2} -c Bc=32 -c Bc=64", 2, "Bc is given twice", "leave one out"),
     "run tile 4": (f"run {FA2} -c Br=99999999999999999999", 3, "threads a block", "leave Br"),
     "run format": (f"run {FA2} --format xml", 2, "'xml' is not one of 'table', 'json'", "--help"),
     "run layout": (f"run {FA2} --layout x", 2, "'x' is not one of 'bhsd'", "--help"),
@@ -789,9 +796,16 @@ COMMANDS = {
     "show": ("show auto", 2, "kernel 'auto' is unknown", "there are softmax_safe"),
     "show arch": ("show fa2 --arch 61", 2, "architecture '61' is unknown", "there are 75, 80"),
     "show no arch": (["show", "fa2", "--arch", ""], 2, "architecture '' is unknown", "there are"),
+    "show two": ("show fa2 --source --ptx", 2, "--source and --ptx are 2 views", "one at a time"),
+    "show softmax": (
+        "show softmax_safe --plan --causal -d 7 --dv 9 -H 5",
+        *(2, "a softmax is M rows of N scores and has no causal, d, dv, heads; leave it out"),
+    ),
     "show fit": ("show fa2 --Br 128 -d 128 --arch 75", 3, "sm_75 has 65,536", "leave Br"),
     "compile": ("compile", 2, "name kernels, or give --all"),
     "compile arch": ("compile fa2 --arch 90,x", 2, "architecture 'x' is unknown", "there are 75"),
+    "compile softmax": ("compile softmax_safe --causal -d 9", 2, "no causal, d; leave it out"),
+    "compile window": ("compile softmax_safe --window 3,3", 2, "has no window; leave it out"),
     "compile d": ("compile fa2 -d 99999999999", 2, "d is 99999999999", "0 to"),
     "compile dtype": ("compile v3 --dtype float64", 3, "its dtypes are float16", "can: "),
     # bench, compare, tune, ladder
@@ -800,11 +814,34 @@ COMMANDS = {
     "bench range": (f"bench {FA2} -p M=1:2", 2, "'1:2' is no range", "FIRST:LAST"),
     "bench backwards": (f"bench {FA2} -p M=4:1:*2", 2, "does not lead from 4 to 1"),
     "bench on and on": (f"bench {FA2} -p M=1:99999999999:+1", 2, "more than 10,000", "larger step"),
-    "bench many": (f"bench {FA2} -p M=1:999:+1 -p N=1:999:+1", 2, "998,001 combinations", "most"),
+    "bench many": (
+        "bench fa2 --backend simulator -p M=1:999:+1 -p N=1:999:+1",
+        2,
+        "998,001 combinations",
+        "most",
+    ),
     "bench nothing": (f"bench {FA2} -p M=", 2, "'M=' is not NAME=VALUES", "for example"),
-    "bench values": (f"bench {FA2} -p M=a", 2, "M='a' is no whole number"),
+    "bench values": (f"bench {FA2} -p M=a", 2, "M='a' is no whole number from 0", "as M=64"),
+    "bench below": (f"bench {FA2} -p d=-3", 2, "d='-3' is no whole number from 0", "give one"),
+    "bench tile below": (f"bench {FA2} -p Br=-3", 2, "Br='-3' is no whole number from 1", "give"),
     "bench name": (f"bench {FA2} -p X=4", 2, "'X' is no size", "constants Bc, Br"),
-    "bench twice": (f"bench {FA2} -p M=3 -p M=4", 2, "M is given twice", "in one"),
+    "bench twice": ("bench fa2 --backend simulator -p M=3 -p M=4", 2, "M is given twice", "in one"),
+    "bench both": (f"bench {FA2} -p d=16", 2, "d is given twice, as 3 and by -p d=16", "leave one"),
+    "bench both B": (f"bench {FA2} -p B=2", 2, "batch is given twice, as 1 and by -p B=2", "leave"),
+    "bench both dtype": (
+        f"bench {FA2} --dtype float64 -p dtype=float32",
+        *(2, "dtype is given twice, as float64", "leave one out"),
+    ),
+    "bench both masks": (
+        f"bench {FA2} --causal -p causal=false",
+        *(2, "causal is given twice, as bottom-right", "leave one out"),
+    ),
+    "bench both totals": (
+        "bench fa2 --backend simulator --tokens 8 -p tokens=16",
+        *(2, "tokens is given twice, as 8", "leave one out"),
+    ),
+    "bench graph": (f"bench {FA2} --graph", 3, "the simulator has no CUDA graphs", "leave --graph"),
+    "roofline both": ("roofline -d 32 -p d=64", 2, "d is given twice, as 32", "leave one out"),
     "bench dtype": (f"bench {FA2} -p dtype=int8", 2, "dtype 'int8' is not supported", "use one of"),
     "bench causal": (f"bench {FA2} -p causal=maybe", 2, "'maybe' is unknown", "use one of false"),
     "bench scale": (f"bench {FA2} -p scale=x", 2, "scale='x' is no number"),
@@ -872,6 +909,15 @@ COMMANDS = {
     "ladder foreign": ("ladder --from foreign.json", 2, f"foreign.json {NOT_OURS}"),
     "ladder empty": ("ladder --from empty.json", 2, "no row to make a ladder of", "measure one"),
     "ladder length": ("ladder --from good.json -M 9", 2, "M=9 was not measured", "there are 5"),
+    **{
+        f"ladder from {option}": (
+            f"ladder --from good.json {option}",
+            *(2, f"--from measures nothing, so {option.split()[0]} has no say", "leave one out"),
+        )
+        for option in ("-d 32", "--dtype float64", "--dtype float16", "--causal", "--batch 1")
+        + ("-N 4", "--window 3,3", "--budget 1", "--backend simulator", "--backward")
+    },
+    "ladder from two": ("ladder --from good.json -d 3 --dv 3", 2, "so -d, --dv have no say"),
     "ladder save": ("ladder --save no/x.json", 2, "no/x.json cannot be written", "folder no"),
     # check, replay
     "check": ("check --backend simulator", 2, "name kernels, or give --all"),
@@ -914,6 +960,15 @@ COMMANDS = {
     "doctor": ("doctor --xml", 2, "No such option '--xml'", "--help"),
     "cache": ("cache fill", 2, "No such command 'fill'", "--help"),
     "cache clear": ("cache clear all", 2, "'all' is not one of 'compiled'", "--help"),
+    "cache clear cupy": ("cache clear cupy", 2, "is every program's", "add --cupy"),
+    "cache warm masks": (
+        "cache warm fa2 --causal --both --backend simulator",
+        *(2, "--causal and --both say different things", "leave one out"),
+    ),
+    "cache warm softmax": (
+        "cache warm softmax_safe -d 8 --causal --backend simulator",
+        *(2, "has no causal, d; leave it out"),
+    ),
     "cache warm": ("cache warm", 2, "name kernels, or give --all"),
     "cache warm kernel": (
         "cache warm nope --backend simulator",
@@ -930,6 +985,10 @@ COMMANDS = {
     ),
     "profile": ("profile nope", 2, "kernel 'nope' is unknown", "there are"),
     "profile simulator": ("profile fa2 --backend simulator", 3, "no counters", "--print"),
+    "profile print": (
+        "profile fa2 --backend simulator --print",
+        *(3, "no counters; profile on a GPU: leave --backend out"),
+    ),
     "profile tool": ("profile fa2 --tool gdb", 2, "'gdb' is not one of 'ncu', 'nsys'", "--help"),
 }
 

@@ -596,3 +596,14 @@ def test_show_refuses_what_does_not_fit():
     assert "shared memory a block; sm_75 has 65,536" in refused(
         "show", "fa2", "-d", "128", "--Br", "128", "--arch", "75", code=3
     )
+
+
+@pytest.mark.parametrize("name", ["check", "compile", "show", "roofline", "bench"])
+def test_help_tells_of_auto_where_it_is_taken(name):
+    text = " ".join(cli(name, "--help").stdout.split())
+    assert ("as for `cupyfa run`" in text) == (name == "bench")
+    assert ("`script.py:name` for a record of your own" in text) == (name != "bench")
+
+
+def test_help_of_clear_leaves_out_what_is_no_kind_of_it():
+    assert "all but cupy, which --cupy adds" in cli("cache", "clear", "--help").stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,9 @@ def bench(
     """
     engine = backend_named(backend)
     check_target(save)
-    sizes, constants = split(swept)
+    if how["graph"] and engine.name == "simulator":
+        raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
+    sizes, constants = split(swept, how)
     others = [name.strip() for name in against.split(",") if name.strip()]
     about = {
         "values": how["values"],
@@ -156,8 +158,10 @@ def rendered(rows: Sequence[Any], form: str) -> str:
     return report.render([row.row() for row in rows], form)
 
 
-def split(swept: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sizes and the constants among NAME=VALUES."""
+def split(
+    swept: Sequence[str], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sizes and the constants among NAME=VALUES, none of which an option gives, too."""
     sizes: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     for text in swept:
@@ -165,6 +169,10 @@ def split(swept: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         group = sizes if name in (*sweeps.AXES, "tokens", "width") else constants
         if name in group:
             raise ValueError(f"-p {name} is given twice; list its values in one")
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} is given twice, as {options[name]} and by -p {text}; leave one out"
+            )
         group[name] = values
     return sizes, constants
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -18,6 +19,7 @@ from cupyfa.commands.options import (
     kernels_argument,
     precision_option,
     progress_bar,
+    refuse_foreign,
     window_option,
 )
 from cupyfa.problem import Window
@@ -26,6 +28,18 @@ _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 
 
 _MEANINGS = "\b\nKinds:\n" + "\n".join(f"  {x:10} {y}" for x, y in caches.KINDS.items())
+
+
+class _Kind(click.Choice):  # type: ignore[type-arg]  # click takes none before 8.2
+    """A kind that is cupyfa's alone."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "cupy":
+            self.fail(
+                "'cupy' is every program's; add --cupy to clear it beside other KINDs, or all",
+                *(param, ctx),
+            )
+        return super().convert(value, param, ctx)
 
 
 @click.group(epilog=_MEANINGS)
@@ -54,12 +68,12 @@ def size(form: str) -> None:
 
 
 @cache.command()
-@click.argument("kinds", nargs=-1, metavar="[KIND]...", type=click.Choice(_OURS))
+@click.argument("kinds", nargs=-1, metavar="[KIND]...", type=_Kind(_OURS))
 @click.option("--cupy", is_flag=True, help="Also what CuPy keeps for all programs.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @format_option
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
-    """Remove what is kept: the KINDs that `cupyfa cache list` names, or all but CuPy's.
+    """Remove what is kept, of these KINDs or of all but cupy, which --cupy adds to them.
 
     What killed processes left half-written goes too, when it is an hour old.
     """
@@ -107,6 +121,10 @@ def warm(
         name if name == "auto" else records.record_named(name)
         for name in kernel_names(kernels, every)
     ]
+    operations = {"forward" if isinstance(x, str) else x.operation for x in chosen}
+    refuse_foreign(operations, "ds", "dv", "group", "causal", "both", "window", "precision")
+    if causal and both:
+        raise ValueError("--causal and --both say different things; leave one out")
     masks = (False, True) if both else (causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)

@@ -101,8 +101,9 @@ def check(
 ) -> None:
     """Check kernels against the reference on a grid of cases.
 
-    KERNEL is as for `cupyfa run`. A failure is told with a command that repeats it and a file that
-    `cupyfa replay` reads; one of fuzz is made small first. Exit code 1 if there is one.
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. A
+    failure is told with a command that repeats it and a file that `cupyfa replay` reads; one of
+    fuzz is made small first. Exit code 1 if there is one.
     """
     engine = engine_named(backend, schedule)
     names = kernel_names(kernels, every)

@@ -13,6 +13,7 @@ from cupyfa.commands.options import (
     kernels_argument,
     precision_option,
     progress_bar,
+    refuse_foreign,
     window_option,
 )
 from cupyfa.dtypes import DTYPES
@@ -51,10 +52,12 @@ def compile_kernels(
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
 
-    KERNEL is as for `cupyfa run`. Tells registers, spilled bytes and shared memory, and what the
-    compiler warns of. A kernel for sm_90a is compiled so for 90.
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Tells
+    registers, spilled bytes and shared memory, and what the compiler warns of. A kernel for sm_90a
+    is compiled so for 90.
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
+    refuse_foreign({x.operation for x in chosen}, "d", "dv", "causal", "window", "precision")
     asked = dtypes or (("float32",) if precision else tuple(DTYPES))
     plans = compiling.plans(
         chosen,

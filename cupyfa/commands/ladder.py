@@ -14,7 +14,13 @@ from cupyfa import benchmark, environment, pages, plotting, report, sources
 from cupyfa.backends.select import backend_named
 from cupyfa.commands import WRONG
 from cupyfa.commands.bench import budget_option, check_target, save_option
-from cupyfa.commands.options import backend_option, format_option, problem_options, progress_bar
+from cupyfa.commands.options import (
+    backend_option,
+    format_option,
+    given_options,
+    problem_options,
+    progress_bar,
+)
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.measurement import Results
@@ -58,8 +64,9 @@ def ladder(
     The problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
     float16, which most rungs take, and in which the baseline's products run on tensor cores.
     """
-    if source and backward:
-        raise ValueError("--from measures nothing, so --backward has no say; leave one out")
+    if source and (idle := given_options("backward", "budget", "backend", *(sizes.keys() - {"M"}))):
+        names, has = ", ".join(idle.values()), "has" if len(idle) == 1 else "have"
+        raise ValueError(f"--from measures nothing, so {names} {has} no say; leave one out")
     check_target(save)
     if plot:
         plotting.check(plot)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cupyfa import report, trial
+from cupyfa import report, sweeps, trial
 from cupyfa.backends import Backend
 from cupyfa.backends.select import NAMES, backend_named
 from cupyfa.backends.simulator import Simulator
@@ -20,7 +21,6 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
 from cupyfa.problem import PRECISIONS, Problem, Window, window_of_text
-from cupyfa.sweeps import usual_dtype
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -168,11 +168,10 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
     if record is not None and "gqa" not in record.features:
         drawn["kv_heads"] = drawn["heads"]
     given = {name: value for name, value in sizes.items() if value is not None}
-    usual = usual_dtype(*([record] if record else []), precision=given.get("precision"))
+    usual = sweeps.usual_dtype(*([record] if record else []), precision=given.get("precision"))
     given = {"dtype": usual, **given}
     if operation == "softmax":
-        if foreign := ", ".join(sorted(given.keys() - {"M", "N", "dtype"})):
-            raise ValueError(f"a softmax is M rows of N scores and has no {foreign}; leave it out")
+        _refuse(sweeps.foreign(operation, given))
         sizes = {**drawn, **given}
         return Problem.of_row_sizes(sizes["M"], sizes["N"], sizes["dtype"])
     if "heads" in given:
@@ -182,15 +181,41 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
     return Problem.of_sizes(**{**drawn, **given})
 
 
+def refuse_foreign(operations: Collection[str], *names: str) -> None:
+    """Refuses those of the named options that were given and that a softmax, if all is, lacks."""
+    if set(operations) == {"softmax"}:
+        given = given_options(*names)
+        _refuse([given[name].lstrip("-") for name in sweeps.foreign("softmax", given)])
+
+
+def _refuse(foreign: Sequence[str]) -> None:
+    if foreign:
+        names = ", ".join(sorted(foreign))
+        raise ValueError(f"a softmax is M rows of N scores and has no {names}; leave it out")
+
+
+def given_options(*names: str) -> dict[str, str]:
+    """Which of these parameters of the running command the user gave, and how they are spelt."""
+    context = click.get_current_context()
+    return {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in names
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    }
+
+
 def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
     """The constants fixed on the command line."""
     given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
     for constant in constants:
         name, _, value = constant.partition("=")
-        if not value.isdecimal():
+        if not name or not value.isdecimal():
             raise ValueError(
                 f"constant {constant!r} is not NAME=VALUE with a whole number, for example Br=64"
             )
+        if name in given:
+            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
         given[name] = int(value)
     return given
 

@@ -65,9 +65,8 @@ def profile(
     given = tile_sizes(Br, Bc, constants)
     case = _case(record, seed, values, layout, sizes)
     if backend == "simulator":
-        raise Unsupported(
-            "the simulator has no counters; profile on a GPU: --print tells the commands"
-        )
+        remedy = "leave --backend out" if only_print else "--print tells the commands"
+        raise Unsupported(f"the simulator has no counters; profile on a GPU: {remedy}")
     if once:
         profiling.launch_twice(kernel, case, given)
         return

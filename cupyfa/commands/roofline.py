@@ -63,15 +63,16 @@ def roofline(
     """Tell what bounds attention on a device, and the least time that it takes.
 
     KERNEL is `naive` (scores and weights in memory), `tiled` (each input read once, the output
-    written once), or as for `cupyfa run`; without any, the two and every rung that can do the
-    problem. FLOPs over bytes is the intensity; below the device's balance the memory is the bound,
-    above it the arithmetic, or the exponentials. Sizes left out are batch 4, heads 16, M = N =
-    2048, d = 64. On the device itself kernels are measured, too.
+    written once), a name from `cupyfa list`, or `script.py:name` for a record of your own; without
+    any, the first two and every rung that can do the problem. FLOPs over bytes is the intensity;
+    below the device's balance the memory is the bound, above it the arithmetic, or the
+    exponentials. Sizes left out are batch 4, heads 16, M = N = 2048, d = 64. On the device itself
+    kernels are measured, too.
     """
     if plot:
         plotting.check(plot)
         check_target(plot)
-    several, constants = split(swept)
+    several, constants = split(swept, sizes)
     if constants:
         raise ValueError(f"{', '.join(constants)} is no size; -p takes sizes, dtype and causal")
     with progress_bar("measuring") as progress:

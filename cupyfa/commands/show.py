@@ -9,8 +9,10 @@ import click
 from cupyfa import compiling, planning, records, report, sources, sweeps
 from cupyfa.commands.options import (
     DTYPE,
+    Command,
     dtype_choice,
     precision_option,
+    refuse_foreign,
     size,
     tile_options,
     tile_sizes,
@@ -18,19 +20,25 @@ from cupyfa.commands.options import (
 )
 from cupyfa.problem import Problem
 
+VIEWS = {
+    "source": "The exact text that is compiled.",
+    "plan": "Grid, threads, shared memory, arguments.",
+    "ptx": "PTX, from NVRTC.",
+    "sass": "Machine code, if nvdisasm is there.",
+    "resources": "Registers, spills, shared memory, occupancy and what limits it.  [default]",
+}
+
+
+def view_options(command: Command) -> Command:
+    """A flag for each of VIEWS; flags that shared one name would hide that two were given."""
+    for name in reversed(VIEWS):
+        command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
+    return command
+
 
 @click.command()
 @click.argument("kernel")
-@click.option("--source", "what", flag_value="source", help="The exact text that is compiled.")
-@click.option("--plan", "what", flag_value="plan", help="Grid, threads, shared memory, arguments.")
-@click.option("--ptx", "what", flag_value="ptx", help="PTX, from NVRTC.")
-@click.option("--sass", "what", flag_value="sass", help="Machine code, if nvdisasm is there.")
-@click.option(
-    "--resources",
-    "what",
-    flag_value="resources",
-    help="Registers, spills, shared memory, occupancy and what limits it.  [default]",
-)
+@view_options
 @click.option("--arch", default="90", show_default=True, help="Compute capability.")
 @click.option("-M", "M", type=size, default=1024, show_default=True, help="Queries.")
 @click.option("-N", "N", type=size, help="Keys.  [default: M]")
@@ -45,7 +53,6 @@ from cupyfa.problem import Problem
 @tile_options
 def show(
     kernel: str,
-    what: str | None,
     arch: str,
     Br: int | None,
     Bc: int | None,
@@ -54,9 +61,15 @@ def show(
 ) -> None:
     """Show what KERNEL becomes: source text, plan, PTX, machine code or resources.
 
-    KERNEL is as for `cupyfa run`. Needs no GPU.
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Needs no
+    GPU.
     """
+    views = [name for name in VIEWS if sizes.pop(name)]
+    if len(views) > 1:
+        raise ValueError(f"--{' and --'.join(views)} are {len(views)} views; ask for one at a time")
+    what = views[0] if views else "resources"
     record = records.record_named(kernel)
+    refuse_foreign([record.operation], *sizes)
     sizes["dtype"] = sizes["dtype"] or sweeps.usual_dtype(record, precision=sizes["precision"])
     if record.operation == "softmax":
         M, N = sizes["M"], sizes["N"]
