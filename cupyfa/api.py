@@ -493,8 +493,8 @@ def _three(grads: Any) -> tuple[Any, Any, Any]:
         return None, None, None
     if not isinstance(grads, tuple | list) or len(grads) != 3:
         raise TypeError(
-            f"grads is {_number_of(grads)}; give three arrays, for dq, dk and dv, or None for new "
-            "ones in their place"
+            f"grads is {_number_of(grads)}; give the three arrays for dq, dk and dv, each None for "
+            "a new one"
         )
     return grads[0], grads[1], grads[2]
 

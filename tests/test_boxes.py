@@ -161,7 +161,7 @@ def test_cupy_is_told_the_architecture(kernel, monkeypatch):
             asked.append(options)
 
         def get_function(self, name):
-            return SimpleNamespace(max_threads_per_block=1024)
+            return SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
 
     monkeypatch.setattr(cuda.cupy, "RawModule", Module)
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")

@@ -162,8 +162,8 @@ def try_out() -> str:
     """The compiler's version, after it has made a kernel that ran and was right; for ``doctor``."""
     x = np.ones(32, np.float32)
     never_the_same = f"// {time.time_ns()}\n"
-    text = f"{never_the_same}__global__ void trial(float* x) {{ x[threadIdx.x] += 1; }}"
-    kernel = machine.build(text, (), "trial")
+    text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'
+    kernel = machine.build(never_the_same + text, (), "trial")
     try:
         machine.run(
             kernel,
