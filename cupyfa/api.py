@@ -492,16 +492,12 @@ def _three(grads: Any) -> tuple[Any, Any, Any]:
     if grads is None:
         return None, None, None
     if not isinstance(grads, tuple | list) or len(grads) != 3:
+        many = f" of {len(grads)}" if isinstance(grads, tuple | list) else ""
         raise TypeError(
-            f"grads is {_number_of(grads)}; give the three arrays for dq, dk and dv, each None for "
-            "a new one"
+            f"grads is a {type(grads).__name__}{many}; give the three arrays for dq, dk and dv, "
+            "each None for a new one"
         )
     return grads[0], grads[1], grads[2]
-
-
-def _number_of(grads: Any) -> str:
-    kind = f"a {type(grads).__name__}"
-    return f"{kind} of {len(grads)}" if isinstance(grads, tuple | list) else kind
 
 
 def _check_apart(engine: Backend, grads: tuple[Any, Any, Any]) -> None:

@@ -101,7 +101,7 @@ def bench(
         rows += [entry.row for entry in entries]
         asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
         refusals += [entry.refusal for entry in asked]
-        if so_far:
+        if so_far and not all(refusals):  # something is measured that was asked for
             so_far(_with_all_factors(rows))
     if refusals and all(refusals):
         raise next(error for error in refusals if error)

@@ -46,8 +46,6 @@ _Space = tuple[Any, Sequence[int]]  # memory, and where in it each temporary beg
 _Last = tuple[ref, ref, ref, ref, tuple[int, ...], int | None, _Space]
 _NO_SPACE: _Space = (None, ())
 _BYTE = np.dtype(np.uint8)
-
-
 _threads = threading.local()
 
 
