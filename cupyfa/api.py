@@ -108,13 +108,13 @@ def compile(
     refuses arrays of other shapes, strides or dtypes, or on another device. Raises what
     ``attention`` would.
     """
-    shapes = [isinstance(x, tuple | list) for x in (q, k, v)]
-    if any(shapes) != (dtype is not None) or any(shapes) != all(shapes):
+    if {isinstance(x, tuple | list) for x in (q, k, v)} != {dtype is not None}:
         raise TypeError("give q, k and v as arrays, or as three shapes, and with those a dtype")
     if dtype is not None:
         engine = backend_named(backend)
+        shapes = [_shape(f"the shape of {name}", x) for name, x in zip("qkv", (q, k, v))]
         with engine.working_on(None):
-            q, k, v = (engine.empty(tuple(x), dtype_named(dtype).numpy) for x in (q, k, v))
+            q, k, v = (engine.empty(x, dtype_named(dtype).numpy) for x in shapes)
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
     return _bind(
         *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
@@ -313,14 +313,18 @@ def empty_pinned(
     ``attention`` reads and writes such arrays where they are, and so every call that NumPy arrays
     are given to; they are slower to make than others. In the simulator it is an array like others.
     """
-    sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
-        raise ValueError(f"shape is {shape}; give whole numbers from 0")
+    sizes = _shape("shape", (shape,) if isinstance(shape, int | np.integer) else shape)
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)
     engine = backend_named(backend)
     with engine.working_on(None):
         memory = engine.pinned(max(prod(sizes) * of.itemsize, 1))
         return memory[: prod(sizes) * of.itemsize].view(of).reshape(sizes)
+
+
+def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+        raise ValueError(f"{what} is {shape}; give whole numbers from 0")
+    return tuple(shape)
 
 
 def configure_transfer(**changes: Any) -> Transfer:

@@ -35,7 +35,7 @@ def bench(
     kernels: str | Kernel | Sequence[str | Kernel],
     *,
     backend: str | Backend = "auto",
-    against: Sequence[str] = (),
+    against: str | Sequence[str] = (),
     constants: Mapping[str, int | Sequence[int]] | None = None,
     values: str = "normal",
     layout: str = "bhsd",
@@ -71,6 +71,7 @@ def bench(
     """
     engine = backend_named(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
+    against = (against,) if isinstance(against, str) else tuple(against)
     chosen = [x if isinstance(x, Kernel) or x == "auto" else records.record_named(x) for x in names]
     given = {
         name: value if isinstance(value, Sequence) else [value]
@@ -78,7 +79,7 @@ def bench(
     }
     operations = list(dict.fromkeys(map(_operation, chosen)))
     _check(chosen, operations, given, sizes, against)
-    how = _How(engine, tuple(against), cold, graph, timing.checked_budget(budget), patience)
+    how = _How(engine, against, cold, graph, timing.checked_budget(budget), patience)
     cases = [
         Case(operation, problem, seed, values, layout)
         for operation in operations

@@ -238,6 +238,10 @@ CALLS = {
         lambda: cupyfa.empty_pinned((2, -1), backend="simulator"),
         *(V, r"shape is \(2, -1\)", "give whole numbers from 0"),
     ),
+    "compile with a shape below 0": (
+        lambda: cupyfa.compile((4, -8), (4, 8), (4, 8), dtype="float32", backend="simulator"),
+        *(V, r"the shape of q is \(4, -8\)", "give whole numbers from 0"),
+    ),
     "vjp with an option of attention's": (
         lambda: cupyfa.attention_vjp(a(4, 8), a(4, 8), a(4, 8), return_lse=True),
         *(V, "has no option return_lse", "call attention"),

@@ -532,7 +532,7 @@ def test_a_peer_that_is_farther_from_the_reference_is_named(peer):
     peer(wrong)
     message = r"torch math and fa2 differ by 1 at \[0, 1, 7, 3\] of .*: torch math is farther"
     with pytest.warns(UserWarning, match=message):
-        rows = bench("fa2", backend="simulator", against=["math"], alone=True, budget=0, **TINY)
+        rows = bench("fa2", backend="simulator", against="math", alone=True, budget=0, **TINY)
     assert [row.time is not None for row in rows] == [True, True]
 
 
@@ -616,6 +616,7 @@ def test_bench_as_json():
         for kernel in ("baseline", "v3", "fa2")
     ]
     assert all(row["ms"] > 0 and row["note"] == "" for row in rows)
+    assert {row["device"] for row in rows} == {"the simulator"}
 
 
 def test_bench_as_csv_and_markdown():

@@ -117,10 +117,12 @@ def bench(
 
     def tell(rows: list[Measurement], *, err: bool = False) -> None:
         if save:
-            found = environment.describe(engine) | peers.versions(others) | about
-            Results(found, rows).save(save)
-        table = report.measurements(rows, said) if form == "table" else rendered(rows, form)
-        click.echo(table, err=err)
+            made_with = environment.describe(engine) | peers.versions(others) | about
+            Results(made_with, rows).save(save)
+        if form == "table":
+            return click.echo(report.measurements(rows, said), err=err)
+        found = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
+        click.echo(report.render(found, form), err=err)
 
     rows: list[Measurement] = []
 
@@ -149,11 +151,6 @@ def bench(
         raise
     tell(rows)
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
-
-
-def rendered(rows: Sequence[Any], form: str) -> str:
-    """Rows of data for programs."""
-    return report.render([row.row() for row in rows], form)
 
 
 def split(
