@@ -14,6 +14,7 @@ from typing import Any
 from cupyfa import environment, grids, planning
 from cupyfa.backends import Backend, OutOfMemory
 from cupyfa.backends.select import backend_named
+from cupyfa.backends.simulator import Simulator
 from cupyfa.cases import Case, arranged
 from cupyfa.environment import Progress, no_progress
 from cupyfa.failures import (
@@ -33,13 +34,15 @@ from cupyfa.failures import (
 )
 from cupyfa.kernel import Kernel
 from cupyfa.plans import Unsupported
+from cupyfa.problem import check_whole
 from cupyfa.records import record_named
 from cupyfa.shrinking import shrunk
-from cupyfa.tasks import Task, name_of, perform
+from cupyfa.tasks import Task, has_name, name_of, perform
 from cupyfa.workers import Here, Process, Worker, in_parallel
 
 EXAMINED = 5  # failures of a kernel, the first ones: they are shrunk and written
 _LONGEST = 1_000_000  # seconds, for a timeout
+MOST_SAMPLES = 100_000  # all are drawn before the first one runs
 _PATIENCE = 3  # times that a kernel may hang or end its process
 _WHILE_SHRINKING = 10.0  # seconds that a kernel may take
 
@@ -128,7 +131,7 @@ def check(
     grid: str = "smoke",
     samples: int | None = None,
     seed: int = 0,
-    dtypes: Sequence[str] | None = None,
+    dtypes: str | Sequence[str] | None = None,
     precision: str | None = None,
     backend: str | Backend = "auto",
     reruns: int = 0,
@@ -145,8 +148,9 @@ def check(
     same bits. jobs: how many processes work at a time, on the visible GPUs in turn if they are
     alike; 0 works in this one, the only one that can run records, which cannot be sent. timeout:
     seconds after which a process is ended whose kernel gives no answer. failures: a folder for the
-    files of failures, which ``replay`` reads; made when there is one. Failures on ``fuzz`` are made
-    small first.
+    files of the first EXAMINED failures of each kernel, which ``replay`` reads; made when there is
+    one. Those on ``fuzz`` are made small first. The command that repeats a failure of a record of
+    one's own has SCRIPT.py in place of the script that it stands in.
 
     Raises ValueError for arguments that are wrong, DeviceError if there is no such backend, and
     Interrupted, with what was found so far, on Ctrl-C or where a signal's handler exits.
@@ -156,9 +160,11 @@ def check(
         raise ValueError(
             f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
         )
-    for name, value, least in (("samples", samples, 1), ("jobs", jobs, 0), ("reruns", reruns, 0)):
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; give a number from {least}")
+    if samples is not None:
+        check_whole("samples", samples, 1, MOST_SAMPLES)
+    for name, value in (("seed", seed), ("jobs", jobs), ("reruns", reruns)):
+        check_whole(name, value, 0)
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     engine = backend_named(backend)
     if precision and not dtypes:
         dtypes = ("float32",)
@@ -203,12 +209,20 @@ def replay(
 ) -> Replayed:
     """Runs the kernel of a file that ``check`` wrote, or another one, on the inputs in it.
 
-    With the constants it had then, if they can be had here. Raises OSError if the file cannot be
+    With the constants it had then, if they can be had here, and in the simulator with the threads
+    in the order they had, unless ``backend`` has another. Raises OSError if the file cannot be
     read, ValueError if it is damaged, and Unsupported if the kernel cannot do the case.
     """
-    engine = backend_named(backend)
-    stored = read(file)
-    case, chosen = stored.case, kernel or stored.outcome.kernel
+    engine, stored = backend_named(backend), read(file)
+    if isinstance(engine, Simulator) and engine.schedule is None:
+        engine = Simulator(schedule=stored.schedule, workers=engine.workers)
+    case, name = stored.case, stored.outcome.kernel
+    if kernel is None and not stored.has_name:
+        raise ValueError(
+            f"{file} is of {name}, a record of your own; give it as kernel= or, on the command "
+            f"line, as --kernel script.py:{name}"
+        )
+    chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
     if record.operation != case.operation:
         raise ValueError(
@@ -244,10 +258,16 @@ def _by_operation(
         raise ValueError("no kernel is named; give at least one")
     if jobs and not all(isinstance(kernel, str) for kernel in chosen):
         raise ValueError(f"jobs is {jobs}, but records run in this process: give names, or jobs=0")
-    by_operation: dict[str, dict[str, KernelOrName]] = {}
     for kernel in chosen:
-        record = record_named(kernel) if isinstance(kernel, str) else kernel
-        by_operation.setdefault(record.operation, {})[name_of(kernel)] = kernel
+        if not isinstance(kernel, KernelOrName):
+            raise TypeError(f"a kernel is {kernel!r}; give names, or records")
+    by_operation: dict[str, dict[str, KernelOrName]] = {}
+    named, records = {x: record_named(x) for x in chosen if isinstance(x, str)}, dict[str, Kernel]()
+    for kernel in chosen:
+        record, name = named[kernel] if isinstance(kernel, str) else kernel, name_of(kernel)
+        if records.setdefault(name, record) is not record:
+            raise ValueError(f"two kernels are named {name!r}; give one of them another name")
+        by_operation.setdefault(record.operation, {})[name] = kernel
     return {operation: tuple(named.values()) for operation, named in by_operation.items()}
 
 
@@ -346,7 +366,15 @@ def _examined(
         made_with = environment.describe(engine)
         for i, failure in closer.items():
             try:
-                file = write(folder, failure, reruns=failed[i][0].reruns, made_with=made_with)
+                task, outcome = failed[i]
+                file = write(
+                    folder,
+                    failure,
+                    reruns=task.reruns,
+                    made_with=made_with,
+                    schedule=getattr(engine, "schedule", None),
+                    has_name=has_name(_kernel_of(task, outcome)),
+                )
             except OSError as error:  # the check is not to be lost for that
                 warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
                 break
@@ -377,8 +405,7 @@ def _closer(
     worker: Worker, engine: Backend, task: Task, outcome: Outcome, *, shrink: bool
 ) -> Failure:
     """A failure seen once more, with arrays, and on a smaller case if it is to be."""
-    kernel = next(x for x in task.kernels if name_of(x) == outcome.kernel)
-    task = replace(task, kernels=(kernel,), keep=True)
+    task = replace(task, kernels=(_kernel_of(task, outcome),), keep=True)
     quick = replace(task, keep=False, timeout=min(task.timeout, _WHILE_SHRINKING))
 
     def fails(case: Case) -> bool:
@@ -393,10 +420,16 @@ def _closer(
     return failure if smaller == task else replace(failure, found_on=task.case)
 
 
+def _kernel_of(task: Task, outcome: Outcome) -> KernelOrName:
+    return next(x for x in task.kernels if name_of(x) == outcome.kernel)
+
+
 def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
+    script = "" if has_name(_kernel_of(task, outcome)) else "SCRIPT.py:"
     options = {
         "backend": engine.name,
         "schedule": getattr(engine, "schedule", None),
         "reruns": task.reruns if outcome.kind == DIFFERS else None,
     }
-    return Failure(task.case, outcome, command(task.case, outcome, options))
+    named = replace(outcome, kernel=script + outcome.kernel)
+    return Failure(task.case, outcome, command(task.case, named, options))

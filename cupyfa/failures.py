@@ -36,7 +36,7 @@ NO_ANSWER = "no answer"
 DIED = "the process died"
 
 LARGEST_FILE = 250 * 2**20  # bytes of arrays, without the results
-_FORMAT = "cupyfa failure 1"
+_FORMAT = "cupyfa failure 2"
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -102,11 +102,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Stored:
-    """A failure as a file holds it: also how often the kernel was run again, and with what."""
+    """A failure as a file holds it: also how often the kernel was run again, and with what.
+
+    schedule: of the simulator's threads. has_name: whether the kernel's name finds it again.
+    """
 
     case: Case
     outcome: Outcome
     reruns: int
+    schedule: int | None
+    has_name: bool
     made_with: Mapping[str, str]
 
     @property
@@ -117,15 +122,21 @@ class Stored:
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
     """The command line that repeats an outcome, with these options where they have a value."""
-    given = [f"--{name}={value}" for name, value in options.items() if value]
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     fixed = [f"--constant={name}={value}" for name, value in outcome.constants.items()]
     return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
 
 
 def write(
-    folder: Path, failure: Failure, *, reruns: int, made_with: Mapping[str, str]
+    folder: Path,
+    failure: Failure,
+    *,
+    reruns: int,
+    made_with: Mapping[str, str],
+    schedule: int | None = None,
+    has_name: bool = True,
 ) -> Path | None:
-    """Writes a failure's arrays and all that is known of it to a file for ``read``.
+    """Writes a failure's arrays and all that is known of it, as in ``Stored``, for ``read``.
 
     Returns None if it has no arrays. Raises OSError.
     """
@@ -141,6 +152,8 @@ def write(
         "verdicts": [vars(verdict) for verdict in failure.outcome.verdicts],
         "constants": dict(failure.outcome.constants),
         "reruns": reruns,
+        "schedule": schedule,
+        "has_name": has_name,
         "command": failure.command,
         "made_with": dict(made_with),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
@@ -185,6 +198,8 @@ def read(path: str | Path) -> Stored:
                 arrays=arrays,
             ),
             reruns=int(about["reruns"]),
+            schedule=about["schedule"],
+            has_name=bool(about["has_name"]),
             made_with=about["made_with"],
         )
         _check_inputs(stored)

@@ -308,6 +308,14 @@ def _window(window: Any) -> Window:
     return left, right
 
 
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuses what is no whole number of a range."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (whole and value >= least and (most is None or value <= most)):
+        to = "" if most is None else f" to {most:,}"
+        raise ValueError(f"{name} is {value!r}; give a whole number from {least}{to}")
+
+
 def _size(name: str, size: Any) -> int:
     """A size as Python's own whole number: products of NumPy's would overflow."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer):

@@ -75,6 +75,9 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
         for name, value in sizes.items()
         if value is not None
     }
+    for name, values in several.items():
+        if not values:
+            raise ValueError(f"{name} is {values}; give at least one")
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give {MOST:,} at the most")
     combined = (dict(zip(several, values)) for values in product(*several.values()))

@@ -29,6 +29,7 @@ from cupyfa.failures import (
     Outcome,
 )
 from cupyfa.kernel import Kernel
+from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 from cupyfa.plans import Plan, Unsupported
 from cupyfa.records import record_named
@@ -68,6 +69,11 @@ class Doing:
 def name_of(kernel: str | Kernel) -> str:
     """A kernel's name, as it was given."""
     return kernel if isinstance(kernel, str) else kernel.name
+
+
+def has_name(kernel: str | Kernel) -> bool:
+    """Whether its name finds it: nothing tells in which script a record of one's own stands."""
+    return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
 def perform(

@@ -254,6 +254,34 @@ CALLS = {
         lambda: cupyfa.check("fa2", grid="fuzz", samples=0, backend="simulator"),
         *(V, "samples is 0", "from 1"),
     ),
+    "check of more than can be drawn": (
+        lambda: cupyfa.check("fa2", grid="fuzz", samples=10**11, backend="simulator"),
+        *(V, "samples is 100000000000", "from 1 to 100,000"),
+    ),
+    "check of a word of samples": (
+        lambda: cupyfa.check("fa2", grid="fuzz", samples="2", backend="simulator"),
+        *(V, "samples is '2'", "give a whole number"),
+    ),
+    "check with half a rerun": (
+        lambda: cupyfa.check("fa2", reruns=1.5, backend="simulator"),
+        *(V, "reruns is 1.5", "from 0"),
+    ),
+    "check of a seed below 0": (
+        lambda: cupyfa.check("fa2", seed=-1, backend="simulator"),
+        *(V, "seed is -1", "from 0"),
+    ),
+    "check of a number": (
+        lambda: cupyfa.check(["fa2", 3], backend="simulator"),
+        *(T, "a kernel is 3", "give names, or records"),
+    ),
+    "bench of a seed below 0": (
+        lambda: cupyfa.bench("fa2", seed=-1, backend="simulator"),
+        *(V, "seed is -1", "from 0"),
+    ),
+    "bench of no size": (
+        lambda: cupyfa.bench("fa2", M=[], backend="simulator"),
+        *(V, r"M is \[\]", "give at least one"),
+    ),
     "check with fewer than no processes": (
         lambda: cupyfa.check("fa2", jobs=-3, backend="simulator"),
         *(V, "jobs is -3", "from 0"),

@@ -176,6 +176,38 @@ def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
     assert "differs from the first run's in" in again.stderr
 
 
+def test_a_failure_is_repeated_with_the_threads_in_the_same_order(tmp_path, monkeypatch):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    options = {**FUZZ, "backend": Simulator(schedule=0), "failures": tmp_path}
+    failure = the_failure(cupyfa.check(kernel, **options))
+    assert "--schedule=0" in shlex.split(failure.command)
+    assert repeat(failure).returncode == 1
+    seen = []
+
+    def seeing(engine, *args):
+        seen.append(engine.schedule)
+        return perform(engine, *args)
+
+    monkeypatch.setattr(checking, "perform", seeing)
+    for engine in ("simulator", Simulator(schedule=3)):
+        assert cupyfa.replay(failure.file, backend=engine).now.kind == WRONG_RESULT
+    assert seen == [0, 3]
+
+
+@pytest.mark.parametrize("name", ["lanes", "softmax_safe"])
+def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
+    script = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    kernel = replace(record_named(script), name=name)
+    failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
+    assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
+    with pytest.raises(ValueError, match=f"is of {name}, a record of your own; give it"):
+        cupyfa.replay(failure.file, backend="simulator")
+    again = cupyfa.replay(failure.file, kernel, backend="simulator")
+    assert again.now.kind == WRONG_RESULT
+    again = cupyfa.replay(failure.file, script, backend="simulator")
+    assert again.now.kind == WRONG_RESULT
+
+
 def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     done = check([kernel, "softmax_online"], jobs=2, timeout=1)
@@ -269,6 +301,11 @@ def test_progress_is_told():
         (["fa3"], {}, "kernel 'fa3' is unknown"),
         (["fa2"], {"grid": "fa9"}, "grid 'fa9' is unknown"),
         ([LADDER["forward"]["fa2"]], {"jobs": 2}, "records run in this process"),
+        (
+            ["fa2", replace(LADDER["forward"]["fa2"], adds="mine")],
+            {},
+            "two kernels are named 'fa2'",
+        ),
     ],
 )
 def test_wrong_arguments(kernels, options, words):

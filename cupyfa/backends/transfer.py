@@ -35,7 +35,7 @@ from cupyfa.backends import Backend, Lane, Launcher, Mark, OutOfMemory, allocate
 from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.plans import Limits, Plan, aligned_width
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, check_whole
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
@@ -69,11 +69,8 @@ class Transfer:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None and name == "device_bytes":
-                continue
-            least = 0 if name == "pinned_results" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; give a whole number from {least}")
+            if value is not None or name != "device_bytes":
+                check_whole(name, value, 0 if name == "pinned_results" else 1)
 
     @property
     def most_held(self) -> int:

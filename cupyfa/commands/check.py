@@ -44,7 +44,7 @@ _MESSAGE_LINES = 8
 )
 @click.option(
     "--samples",
-    type=click.IntRange(1),
+    type=click.IntRange(1, checking.MOST_SAMPLES),
     help="Draw so many of the cases, so that as many pairs of sizes and options as may be meet.  "
     f"[default: all; of fuzz {FUZZ_SAMPLES}]",
 )
@@ -102,8 +102,9 @@ def check(
     """Check kernels against the reference on a grid of cases.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. A
-    failure is told with a command that repeats it and a file that `cupyfa replay` reads; one of
-    fuzz is made small first. Exit code 1 if there is one.
+    failure is told with a command that repeats it and, of the first few of each kernel, with a
+    file that `cupyfa replay` reads; those of fuzz are made small first. Exit code 1 if there is
+    one.
     """
     engine = engine_named(backend, schedule)
     names = kernel_names(kernels, every)

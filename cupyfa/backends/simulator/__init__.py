@@ -42,6 +42,7 @@ from cupyfa import sources, tuned
 from cupyfa.backends import Backend, Mapped, blank_map, span
 from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.plans import Limits, PlannedLaunch
+from cupyfa.problem import check_whole
 
 _MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
@@ -68,9 +69,8 @@ class Simulator(Backend):
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
         for name, value, least in (("schedule", schedule, 0), ("workers", workers, 1)):
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= least):
-                raise ValueError(f"{name} is {value!r}; give a whole number from {least}, or None")
+            if value is not None:
+                check_whole(name, value, least)
         self.schedule = schedule
         self.workers = workers
         self.bound, self.spaces = {}, {}
