@@ -168,6 +168,8 @@ def _fastest(
             return ([k for k in others if not k.unordered] or others)[-1]
         names = ", ".join(k.name for k in others)
         remedy = f"name one that can: {names}" if others else "no other kernel can"
+        if not others and arithmetic != problem.dtype.name:
+            remedy += f"; leave precision={problem.precision!r} out, or give another"
         raise Unsupported(
             f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
         )
@@ -182,7 +184,7 @@ def _fastest(
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """Whether the kernel was made for such problems, can do this one here, and was measured."""
-    if kernel.made_for is None or problem.arithmetic not in kernel.tflops:
+    if kernel.made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
         return False
     try:
         its = plan(kernel, problem, limits)

@@ -17,6 +17,7 @@ NO_WINDOW: Window = (None, None)
 CAUSAL = {False: None, None: None, True: "bottom-right"} | {
     word: word for word in ("bottom-right", "top-left")
 }
+MOST = 2**31 - 2**16  # of any size: the end of the last tile is a number of 32 bits, too
 MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 FLOAT8 = "float8_e4m3"
@@ -53,7 +54,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
-            object.__setattr__(self, name, _size(name, getattr(self, name)))
+            object.__setattr__(self, name, _size(name, getattr(self, name), MOST))
         left, right = _window(self.window)
         object.__setattr__(self, "window", (left, None if self.causal else right))
         elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
@@ -66,9 +67,12 @@ class Problem:
             )
         _check_precision(self.precision, self.dtype)
         with np.errstate(over="ignore"):
-            finite = np.isfinite(self.dtype.sums.type(self.scale))
+            finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
-            raise ValueError(f"scale is {self.scale}; give a finite number of {self.dtype.sums}")
+            raise ValueError(
+                f"scale is {self.scale}; give a finite number of {self.dtype.sums}, which log2(e) "
+                "times the scale has to be, too"
+            )
 
     @classmethod
     def of_sizes(
@@ -99,7 +103,7 @@ class Problem:
             dtype=dtype_named(dtype),
             causal=_causal(causal),
             window=NO_WINDOW if window is None else window,
-            scale=_scale(scale, _size("d", d)),
+            scale=_scale(scale, _size("d", d, MOST)),
             precision=precision,
         )
 
@@ -304,7 +308,7 @@ def _window(window: Any) -> Window:
                 f"window={tuple(window)} has a negative number; give 0 or more keys to the left "
                 "and to the right, or no limit: None (- on the command line)"
             )
-    left, right = (None if side is None else _size("a window's side", side) for side in window)
+    left, right = (_side(side) for side in window)
     return left, right
 
 
@@ -316,12 +320,16 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> N
         raise ValueError(f"{name} is {value!r}; give a whole number from {least}{to}")
 
 
-def _size(name: str, size: Any) -> int:
+def _side(side: Any) -> int | None:
+    return None if side is None else _size("a window's side", side, 2**31 - 1)
+
+
+def _size(name: str, size: Any, most: int) -> int:
     """A size as Python's own whole number: products of NumPy's would overflow."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"{name} is {size!r}; sizes are whole numbers")
-    if not 0 <= size < 2**31:
-        raise ValueError(f"{name} is {size}; sizes are 0 to 2**31 - 1")
+    if not 0 <= size <= most:
+        raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
     return int(size)
 
 

@@ -23,6 +23,7 @@ from refusals import SIMULATOR, SMALL, command, files, line_of, says, still_work
 import cupyfa
 from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported, failures
 from cupyfa.cases import Case
+from cupyfa.problem import MOST
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +109,7 @@ def problem(**sizes):
     return Problem.of_sizes(**{"M": 4, "d": 8, **sizes})
 
 
-WIDE = np.broadcast_to(np.float32(0), (100, 2**31 - 1, 256))  # 200 TiB, were it all there
+WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all there
 V, T, U, D, M, F = ValueError, TypeError, Unsupported, DeviceError, MemoryError, FileNotFoundError
 ONE_OF = "float16, bfloat16, float32, float64"
 # What is called, what it raises, and words of the message in their order.
@@ -145,18 +146,18 @@ CALLS = {
     ),
     "rows beyond 32 bits": (
         lambda: attention(q=view((0, 0), (2**33, 8))),
-        *(V, "M is 8589934592", r"0 to 2\*\*31 - 1"),
+        *(V, "M is 8589934592", "0 to 2,147,418,112"),
     ),
     "keys beyond 32 bits": (
         lambda: attention(k=view((0, 0), (2**33, 8)), v=view((0, 0), (2**33, 8))),
         *(V, "N is 8589934592"),
     ),
     "more elements than can be counted": (
-        lambda: problem(M=2**31 - 1, heads=2**20, d=2**20),
+        lambda: problem(M=MOST, heads=2**20, d=2**20),
         *(V, "elements", r"the most are 2\*\*59"),
     ),
     "scratch that cannot be counted": (
-        lambda: cupyfa.plan(M=2**31 - 1, d=1, kernel="baseline", backend="simulator"),
+        lambda: cupyfa.plan(M=MOST, d=1, kernel="baseline", backend="simulator"),
         *(U, "baseline", "its scratch", "kernels that can: "),
     ),
     "no memory for the result": (
@@ -165,9 +166,9 @@ CALLS = {
     ),
     "no memory for a copy": (
         lambda: attention(
-            k=view((0, 0), (2**31 - 1, 2**16)),
+            k=view((0, 0), (MOST, 2**16)),
             q=(4, 2**16),
-            v=view((0, 0), (2**31 - 1, 1)),
+            v=view((0, 0), (MOST, 1)),
             kernel="baseline",
         ),
         *(M, "allocate .* TiB"),
@@ -323,6 +324,7 @@ CALLS = {
     "scale nan": (lambda: attention(scale=math.nan), V, "scale is nan", "finite .* float32"),
     "scale inf": (lambda: attention(scale=-math.inf), V, "scale is -inf", "finite .* float32"),
     "scale beyond float32": (lambda: attention(scale=1e39), V, r"scale is 1e\+39", "finite"),
+    "scale in powers of 2": (lambda: attention(scale=3e38), V, "scale is 3e", "finite", "log2"),
     "scale of 400 digits": (lambda: attention(scale=10**400), V, "scale is", "finite"),
     "scale of text": (lambda: attention(scale="1"), T, "scale is '1'", "None for 1/sqrt"),
     "scale complex": (lambda: attention(scale=1j), T, "scale is 1j", "give a number"),
@@ -790,21 +792,21 @@ COMMANDS = {
     "no command": ("nonsense", 2, "No such command 'nonsense'", "--help"),
     "run": ("run", 2, "Missing argument 'KERNEL'", "--help"),
     "run empty": (["run", ""], 2, "kernel '' is unknown", "there are softmax_safe"),
-    "run M": (f"run {FA2} -M 99999999999", 2, "M is 99999999999", r"0 to 2\*\*31 - 1"),
+    "run M": (f"run {FA2} -M 99999999999", 2, "M is 99999999999", "0 to 2,147,418,112"),
     "run M text": (f"run {FA2} -M many", 2, "'many' is not a valid integer", "--help"),
     "run -M -1": (f"run {FA2} -M -1", 2, "-1 is not in the range", "--help"),
     "run heads": (f"run {FA2} -H 3 --kv-heads 2", 2, "heads=3 is not a multiple of kv_heads=2"),
     "run scale": (f"run {FA2} --scale nan", 2, "scale is nan", "finite"),
     "run scale large": (f"run {FA2} --scale 1e39", 2, r"scale is 1e\+39", "finite"),
     "run elements": (
-        "run v1 --backend simulator -B 2147483647 -H 2147483647 -M 2147483647 -d 9",
+        "run v1 --backend simulator -B 2147418112 -H 2147418112 -M 2147418112 -d 9",
         *(2, "elements", r"the most are 2\*\*59"),
     ),
     "run memory": (
-        "run v1 --backend simulator -B 1 -H 1 -M 2147483647 -N 1 -d 10000 --dv 10000",
+        "run v1 --backend simulator -B 1 -H 1 -M 2147418112 -N 1 -d 10000 --dv 10000",
         *(3, "allocate .* TiB", "give smaller sizes"),
     ),
-    "run grid": ("run fa2 --backend simulator -M 2147483647 -N 1 -d 8 -H 2000000", 3, "a grid of"),
+    "run grid": ("run fa2 --backend simulator -M 2147418112 -N 1 -d 8 -H 2000000", 3, "a grid of"),
     "run tile": (f"run {FA2} --Br 0", 2, "Br=0 is no tile size", "whole number from 1"),
     "run tile 2": (f"run {FA2} -c Br=x", 2, "'Br=x' is not NAME=VALUE", "whole number"),
     "run tile 3": (f"run {FA2} -c =3", 2, "'=3' is not NAME=VALUE", "for example Br=64"),

@@ -29,6 +29,7 @@ from cupyfa.backends import DeviceLost
 from cupyfa.backends.simulator import machine
 from cupyfa.cases import Case
 from cupyfa.commands import signals
+from cupyfa.problem import MOST
 
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
@@ -911,7 +912,7 @@ def test_no_kernel_of_that_name_on_the_gpu(cuda, tmp_path):
 def test_more_memory_than_the_device_has(cuda):
     import cupy
 
-    wide = cupy.broadcast_to(cupy.zeros((), np.float32), (100, 2**31 - 1, 256))
+    wide = cupy.broadcast_to(cupy.zeros((), np.float32), (100, MOST, 256))
     few = cupy.zeros((1, 4, 256), np.float32)
     used = cupy.get_default_memory_pool().used_bytes()
     with pytest.raises(cupyfa.DeviceError) as raised:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
-from cupyfa.problem import FLOAT8, Problem
+from cupyfa.problem import FLOAT8, MOST, Problem
 
 ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")
@@ -108,8 +108,10 @@ MMA_RULES = {
 
 
 def packed(p: Problem, c: SimpleNamespace) -> int:
-    """Query heads of a group whose rows share tiles: all, where one's would not half fill one."""
-    return p.group if c.Br >= 2 * p.M else 1
+    """Query heads of a group whose rows share tiles: all, where one's would not half fill one, and
+    the rows of all can be counted.
+    """
+    return p.group if c.Br >= 2 * p.M and p.M * p.group <= MOST else 1
 
 
 def mma_shared(p: Problem, c: SimpleNamespace) -> int:
