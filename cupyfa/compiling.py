@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cupyfa import sources
 from cupyfa.kernel import WITH_THEIR_OWN, Kernel, cdiv
@@ -49,8 +49,8 @@ class Compiled:
 
     launch: PlannedLaunch
     arch: str
-    cubin: bytes
-    log: str
+    cubin: bytes = field(repr=False)
+    log: str = field(repr=False)
 
     @property
     def registers(self) -> int:
