@@ -43,6 +43,7 @@ from cupyfa.workers import Here, Process, Worker, in_parallel
 EXAMINED = 5  # failures of a kernel, the first ones: they are shrunk and written
 _LONGEST = 1_000_000  # seconds, for a timeout
 MOST_SAMPLES = 100_000  # all are drawn before the first one runs
+_TO_BEGIN = 60.0  # seconds until a kernel that is repeated is compiled and runs
 _PATIENCE = 3  # times that a kernel may hang or end its process
 _WHILE_SHRINKING = 10.0  # seconds that a kernel may take
 
@@ -432,4 +433,7 @@ def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
         "reruns": task.reruns if outcome.kind == DIFFERS else None,
     }
     named = replace(outcome, kernel=script + outcome.kernel)
-    return Failure(task.case, outcome, command(task.case, named, options))
+    again = command(task.case, named, options)
+    if outcome.kind == NO_ANSWER:  # it would not end by itself
+        again = f"timeout -k 5 {task.timeout + _TO_BEGIN:g} {again}"
+    return Failure(task.case, outcome, again)

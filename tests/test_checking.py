@@ -219,8 +219,10 @@ def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
     assert mine.runs - mine.right == 3
     assert set(mine.not_run) <= {"given up when it had hung or died 3 times"}
     assert other.right == other.runs == 12
+    patience, command = failure.command.split(" cupyfa ")
+    assert patience == "timeout -k 5 61"
     with pytest.raises(subprocess.TimeoutExpired):
-        repeat(failure, timeout=5)
+        repeat(replace(failure, command=f"cupyfa {command}"), timeout=5)
 
 
 def test_a_kernel_that_dies_is_named_and_the_others_go_on(tmp_path):
