@@ -87,11 +87,39 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
     try:
         write_whole(path, json.dumps(facts, indent=1).encode())
     except OSError as error:
-        warnings.warn(f"{path} cannot be written, so it is not remembered ({error})", stacklevel=2)
+        why = error.strerror
+        warnings.warn(f"{path} cannot be written, so it is not remembered ({why})", stacklevel=2)
+
+
+def can_write_to(path: Path) -> bool:
+    """Whether ``write_whole`` could write a file now, without making a folder for it."""
+    if _is_stream(path):
+        return os.access(path, os.W_OK)
+    folder = Path(os.path.realpath(path)).parent
+    return folder.is_dir() and can_write(folder)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that others see all of it or nothing. Raises OSError if it cannot."""
+    """Writes a file, the one that a link leads to, so that others see all of it or nothing.
+
+    What is no file but a pipe or a device is written into. Raises OSError, with the path, if it
+    cannot be.
+    """
+    try:
+        if _is_stream(path):
+            path.write_bytes(content)
+        else:
+            _replace(Path(os.path.realpath(path)), content)
+    except OSError as error:  # which may name a file that is not there any more, or none
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether something stands there that is no file, in whose place no file may be put."""
+    return path.exists() and not path.is_file()
+
+
+def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.parent / f".{path.name}-{os.urandom(4).hex()}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

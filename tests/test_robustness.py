@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_
     target.write_text("old")
     monkeypatch.setattr(store.os, call, full)
     done = command(*GOOD, "--save", target, code=3)
-    says(line_of(done.stderr), "No space left on device")
+    assert line_of(done.stderr) == f"{target}: No space left on device"
     monkeypatch.undo()
     assert target.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "temporary"}
@@ -351,6 +351,37 @@ def test_a_saved_file_keeps_its_mode(own_folders, tmp_path, suffix):
     target.chmod(0o640)
     store.write_whole(target, b"newer")
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_is_written_where_a_link_leads(own_folders, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "results.json", tmp_path / "link.json"
+    link.symlink_to("elsewhere/results.json")
+    for content in (b"new", b"newer"):
+        store.write_whole(link, content)
+        assert (link.is_symlink(), target.read_bytes()) == (True, content)
+    assert os.listdir(target.parent) == ["results.json"]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_file_is_written_into(own_folders, tmp_path, linked):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    command(*GOOD, "--save", link if linked else pipe, code=0)
+    said = os.read(reader, 65536)
+    os.close(reader)
+    assert b'"kernel": "fa2"' in said
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
+def test_results_for_another_program_through_the_shell(warm):
+    args = (*GOOD, "--save", "/dev/fd/3")
+    done = process(args, begin=redirected("3> >(cat >&2)"), env={"CUPYFA_CACHE_DIR": warm})
+    assert done.returncode == 0
+    assert '"kernel": "fa2"' in done.stderr
 
 
 # Compilers
