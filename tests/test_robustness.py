@@ -281,6 +281,7 @@ def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_
     monkeypatch.setattr(store.os, call, full)
     done = command(*GOOD, "--save", target, code=3)
     assert line_of(done.stderr) == f"{target}: No space left on device"
+    says(done.stdout, "kernel +fa2")
     monkeypatch.undo()
     assert target.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "temporary"}
@@ -297,6 +298,25 @@ def test_a_full_disk_leaves_the_old_picture_whole(own_folders, monkeypatch, tmp_
     monkeypatch.undo()
     assert picture.read_text() == "old"
     assert {x.name for x in tmp_path.iterdir()} == {"results.json", "picture.svg", "temporary"}
+
+
+def test_a_full_disk_leaves_the_table_of_the_ladder(own_folders, monkeypatch, tmp_path):
+    results, copy = tmp_path / "results.json", tmp_path / "copy.json"
+    command(*GOOD, "--save", results, code=0)
+    monkeypatch.setattr(store.os, "replace", full)
+    done = command("ladder", "--from", results, "--save", copy, code=3)
+    assert line_of(done.stderr) == f"{copy}: No space left on device"
+    says(done.stdout, "^the simulator: batch=1")
+
+
+@pytest.mark.parametrize("args", [GOOD, ("ladder", "--from", "results.json")])
+def test_results_are_saved_though_the_table_finds_no_room(own_folders, warm, tmp_path, args):
+    command(*GOOD, "--save", tmp_path / "results.json", code=0)
+    saves = (*args, "--save", "copy.json")
+    env = {"CUPYFA_CACHE_DIR": warm}
+    done = process(saves, begin=redirected(">/dev/full"), env=env, cwd=tmp_path)
+    assert line_of(done.stderr) == "the output: No space left on device"
+    assert (tmp_path / "copy.json").exists()
 
 
 @pytest.mark.parametrize("call", [None, "replace"])

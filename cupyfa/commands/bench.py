@@ -116,13 +116,15 @@ def bench(
     said |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
 
     def tell(rows: list[Measurement], *, err: bool = False) -> None:
-        if save:
-            made_with = environment.describe(engine) | peers.versions(others) | about
-            Results(made_with, rows).save(save)
-        if form == "table":
-            return click.echo(report.measurements(rows, said), err=err)
         found = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
-        click.echo(report.render(found, form), err=err)
+        table = form == "table"
+        try:
+            told = report.measurements(rows, said) if table else report.render(found, form)
+            click.echo(told, err=err)
+        finally:  # that neither is lost where there is no room for the other
+            if save:
+                made_with = environment.describe(engine) | peers.versions(others) | about
+                Results(made_with, rows).save(save)
 
     rows: list[Measurement] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from cupyfa.commands.options import (
 )
 from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.measurement import Results
+from cupyfa.measurement import Measurement, Results
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 _PATIENCE = 5  # budgets
@@ -74,21 +74,28 @@ def ladder(
     sweep = plot is not None
     rungs = LADDER["backward" if backward else "forward"]
     results = Results.load(source) if source else _measure(rungs, backend, budget, sweep, sizes)
-    if save:
-        results.save(save)
-    rows = pages.at_length(results.rows, sizes["M"])
+    try:
+        rows = pages.at_length(results.rows, sizes["M"])
+        _tell(results, rows, form)
+    finally:  # that neither is lost where there is no room for the other
+        if save:
+            results.save(save)
     if plot:
         plotting.draw(results.rows, plot, pages.title(results, rows[0].problem))
     if readme:
         for page in pages.publish(sources.ROOT, results, rows):
             click.echo(f"note: wrote {page}", err=True)
+    sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
+
+
+def _tell(results: Results, rows: Sequence[Measurement], form: str) -> None:
+    """The rungs of one length as a table, after the notes on those of all."""
     for row in results.rows:
         if row.note:
             click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
     if form == "table":
         click.echo(f"{results.environment['device']}: {rows[0].problem}")
     click.echo(report.render(pages.rungs(rows), form))
-    sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
 
 
 def _measure(
