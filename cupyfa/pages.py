@@ -20,16 +20,19 @@ _FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what i
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
-    """The rows of one length: M, or else the usual one, or, if nothing was timed there, the
-    longest of those at which most rows were.
+    """The rungs of one length: M, or else the usual one, or, if nothing was timed there, the
+    longest of those at which most rungs were.
 
     Raises ValueError if none was measured, or other things than the length differ.
     """
-    lengths = sorted({row.problem.M for row in rows})
-    if not lengths:
+    others = ", ".join(dict.fromkeys(row.kernel for row in rows))
+    rows = [row for row in rows if row.kernel in LADDER[row.operation]]
+    if not rows:
         raise ValueError(
-            "there is no row to make a ladder of; measure one with cupyfa ladder --save"
+            f"there is no rung to make a ladder of{f', but {others}' if others else ''}; measure "
+            "rungs with cupyfa ladder --save"
         )
+    lengths = sorted({row.problem.M for row in rows})
     timed = Counter(row.problem.M for row in rows if row.milliseconds)
     if M is None:
         M = USUAL_LENGTH if timed[USUAL_LENGTH] else max(lengths, key=lambda x: (timed[x], x))
@@ -42,7 +45,7 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The rows of a ladder, from those that were measured of its kernels on one problem."""
+    """The rows of a ladder's table, from those that ``at_length`` finds."""
     return [
         {
             "rung": row.kernel,
@@ -54,7 +57,6 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
             "x_rung_before": _short(row.factors.get(BEFORE)),
         }
         for row in rows
-        if row.kernel in LADDER[row.operation]
     ]
 
 

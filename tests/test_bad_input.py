@@ -941,7 +941,7 @@ COMMANDS = {
     "ladder lengths": ("ladder --plot x.svg -N 5 --backend simulator", 2, "leave -N out"),
     "ladder from": ("ladder --from no.json", 2, "no.json cannot be read: No such file"),
     "ladder foreign": ("ladder --from foreign.json", 2, f"foreign.json {NOT_OURS}"),
-    "ladder empty": ("ladder --from empty.json", 2, "no row to make a ladder of", "measure one"),
+    "ladder empty": ("ladder --from empty.json", 2, "no rung to make a ladder of", "measure rungs"),
     "ladder length": ("ladder --from good.json -M 9", 2, "M=9 was not measured", "there are 5"),
     **{
         f"ladder from {option}": (

@@ -145,6 +145,17 @@ def test_rows_of_one_length():
         pages.at_length([*rows, other], 256)
 
 
+def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):
+    others = [measured(name, 1.0) for name in ("mine", "flash", "mine")]
+    short = measured("fa2", 1.0, 256)
+    assert pages.at_length([*others, short], None) == [short]
+    file = tmp_path / "a.json"
+    for rows, told in ((others, ", but mine, flash"), ([], "")):
+        Results(WHERE, rows).save(file)
+        message = refused("ladder", "--from", file, "--plot", tmp_path / "a.svg", code=2)
+        assert f"there is no rung to make a ladder of{told}; measure rungs with" in message
+
+
 # The picture
 
 
@@ -272,6 +283,23 @@ def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
     (row,) = strict(cli("ladder", *args, "--plot", tmp_path / "a.png").stdout)
     assert row["rung"] == "fa2"
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("M, told", [(256, 256), (2048, 512)])
+def test_a_sweep_that_is_interrupted_tells_and_saves_what_it_has(monkeypatch, tmp_path, M, told):
+    rows, file = [measured("fa2", 1.0, M) for M in (256, 512)], tmp_path / "a.json"
+
+    def bench(*_, so_far, **__):
+        so_far(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "bench", bench)
+    args = ("ladder", "--backend", "simulator", "-M", M, "--plot", tmp_path / "a.svg")
+    done = cli(*args, "--save", file, code=130)
+    assert done.stdout == ""
+    assert f"the simulator: batch=4 heads=16 M={told} " in done.stderr
+    assert "note: interrupted; this is what was measured until then" in done.stderr
+    assert Results.load(file).rows == rows
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,26 @@ def bench(
                 made_with = environment.describe(engine) | peers.versions(others) | about
                 Results(made_with, rows).save(save)
 
+    with told_so_far(partial(tell, err=True)) as keep, progress_bar("measuring") as progress:
+        rows = benchmark.bench(
+            kernel_names(kernels, every),
+            backend=engine,
+            against=others,
+            constants=constants,
+            cold=not hot,
+            progress=progress,
+            so_far=keep,
+            **{**how, **sizes},
+        )
+    tell(rows)
+    sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
+
+
+@contextmanager
+def told_so_far(
+    tell: Callable[[list[Measurement]], object],
+) -> Iterator[Callable[[list[Measurement]], None]]:
+    """What ``benchmark.bench`` calls with its rows so far; tells of them if it ends badly."""
     rows: list[Measurement] = []
 
     def keep(measured: list[Measurement]) -> None:
@@ -133,26 +155,14 @@ def bench(
         take_time()  # to tell of them, should a signal come
 
     try:
-        with progress_bar("measuring") as progress:
-            rows = benchmark.bench(
-                kernel_names(kernels, every),
-                backend=engine,
-                against=others,
-                constants=constants,
-                cold=not hot,
-                progress=progress,
-                so_far=keep,
-                **{**how, **sizes},
-            )
+        yield keep
     except BaseException as ended:
         if rows:
-            tell(rows, err=True)
+            tell(rows)
             is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
             why = "interrupted" if is_asked else "ended by an error"
             click.echo(f"note: {why}; this is what was measured until then", err=True)
         raise
-    tell(rows)
-    sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
 
 
 def split(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import click
 from cupyfa import benchmark, environment, pages, plotting, report, sources
 from cupyfa.backends.select import backend_named
 from cupyfa.commands import WRONG
-from cupyfa.commands.bench import budget_option, check_target, save_option
+from cupyfa.commands.bench import budget_option, check_target, save_option, told_so_far
 from cupyfa.commands.options import (
     backend_option,
     format_option,
@@ -73,13 +73,21 @@ def ladder(
         check_target(plot)
     sweep = plot is not None
     rungs = LADDER["backward" if backward else "forward"]
-    results = Results.load(source) if source else _measure(rungs, backend, budget, sweep, sizes)
-    try:
-        rows = pages.at_length(results.rows, sizes["M"])
-        _tell(results, rows, form)
-    finally:  # that neither is lost where there is no room for the other
-        if save:
-            results.save(save)
+
+    def tell(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
+        try:
+            rows = pages.at_length(results.rows, M)
+            _show(results, rows, form, err=err)
+        finally:  # that neither is lost where there is no room for the other
+            if save:
+                results.save(save)
+        return rows
+
+    if source:
+        results = Results.load(source)
+    else:
+        results = _measure(rungs, backend, budget, sweep, sizes, partial(tell, err=True))
+    rows = tell(results, sizes["M"])
     if plot:
         plotting.draw(results.rows, plot, pages.title(results, rows[0].problem))
     if readme:
@@ -88,14 +96,14 @@ def ladder(
     sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
 
 
-def _tell(results: Results, rows: Sequence[Measurement], form: str) -> None:
+def _show(results: Results, rows: Sequence[Measurement], form: str, *, err: bool = False) -> None:
     """The rungs of one length as a table, after the notes on those of all."""
     for row in results.rows:
         if row.note:
             click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
     if form == "table":
-        click.echo(f"{results.environment['device']}: {rows[0].problem}")
-    click.echo(report.render(pages.rungs(rows), form))
+        click.echo(f"{results.environment['device']}: {rows[0].problem}", err=err)
+    click.echo(report.render(pages.rungs(rows), form), err=err)
 
 
 def _measure(
@@ -104,12 +112,22 @@ def _measure(
     budget: float,
     sweep: bool,
     sizes: dict[str, Any],
+    tell: Callable[[Results, int | None], object],
 ) -> Results:
-    """All rungs at one length, or at several; slow ones are left out of the longer ones."""
+    """All rungs at one length, or at several; slow ones are left out of the longer ones.
+
+    Tells of what was measured until then, if that ends before all is.
+    """
     if sweep and sizes["N"] is not None:
         raise ValueError("--plot goes through lengths with N = M; leave -N out")
     engine = backend_named(backend)
-    with progress_bar("measuring") as progress:
+    about = environment.describe(engine)
+
+    def told(rows: list[Measurement]) -> None:
+        M = sizes["M"]
+        tell(Results(about, rows), M if M in {row.problem.M for row in rows} else None)
+
+    with told_so_far(told) as keep, progress_bar("measuring") as progress:
         rows = benchmark.bench(
             [
                 x.name
@@ -120,9 +138,10 @@ def _measure(
             budget=budget,
             patience=_PATIENCE * budget if sweep else None,
             progress=progress,
+            so_far=keep,
             **{
                 **sizes,
                 "M": sorted({*LENGTHS, sizes["M"] or LENGTHS[-1]}) if sweep else sizes["M"],
             },
         )
-    return Results(environment.describe(engine), rows)
+    return Results(about, rows)
