@@ -47,9 +47,12 @@ def markdown(rows: Sequence[Row]) -> str:
     columns = list(rows[0]) if rows else []
     head = [column.replace("_", " ") for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines
-    )
+    return "\n".join("| " + " | ".join(map(_cell, x)) + " |" for x in lines)
+
+
+def _cell(words: str) -> str:
+    """What stands in a cell, whose end is a stroke or the end of the line."""
+    return "<br>".join(words.replace("|", "\\|").splitlines())
 
 
 def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:

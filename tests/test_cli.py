@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from problems import DTYPES
 
 import cupyfa
-from cupyfa import sources, trial
+from cupyfa import report, sources, trial
 from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
 
@@ -105,6 +105,11 @@ def test_list_as_csv():
     fa2 = next(row for row in rows if row["kernel"] == "fa2")
     assert json.loads(fa2["tile"]) == LADDER["forward"]["fa2"].tiles[0]
     assert json.loads(fa2["dtypes"]) == list(DTYPES)
+
+
+def test_a_cell_of_markdown_stays_in_its_row():
+    row = {"message": "mine.cu:3: error\n  a | b\n", "empty": ""}
+    assert report.markdown([row]).splitlines()[2:] == ["| mine.cu:3: error<br>  a \\| b |  |"]
 
 
 def test_list_as_markdown():
