@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import DeviceError, Problem, Unsupported, compiling, profiling, sources
+from cupyfa import DeviceError, Problem, Unsupported, compiling, profiling, report, sources
 from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
 
@@ -177,6 +177,16 @@ def test_print_gives_both_command_lines_without_any_tool(without_tools):
     for command in (ncu, nsys):
         assert shlex.join(command[-19:]) == f"{sizes} -c Br=16 --once"
     assert cli("fa2", "--print", "--tool", "nsys").stdout.startswith("nsys profile --stats=true")
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "md"])
+def test_commands_are_printed_for_programs_too(without_tools, form):
+    lines = cli("fa2", "--print").stdout.splitlines()
+    told = report.render(
+        [{"tool": x, "command": line} for x, line in zip(("ncu", "nsys"), lines)], form
+    )
+    assert cli("fa2", "--print", "--format", form).stdout == f"{told}\n"
+    assert cli("fa2", "--format", form, code=3).stdout == f"{told}\n"
 
 
 def test_a_softmax_is_profiled_by_its_rows():

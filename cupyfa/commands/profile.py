@@ -71,7 +71,9 @@ def profile(
         profiling.launch_twice(kernel, case, given)
         return
     if only_print or not shutil.which(tool or "ncu"):
-        click.echo("\n".join(shlex.join(x) for x in _commands(tool, kernel, case, given)))
+        told = _commands(tool, kernel, case, given)
+        lines = "\n".join(row["command"] for row in told)  # as a shell takes them
+        click.echo(lines if form == "table" else report.render(told, form))
     if only_print:
         return
     with progress_bar("profiling") as progress:
@@ -95,13 +97,13 @@ def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[st
 
 def _commands(
     tool: str | None, kernel: str, case: Case, given: Mapping[str, int]
-) -> list[list[str]]:
-    """The command lines of a tool, or of each."""
+) -> list[dict[str, str]]:
+    """The command lines of a tool, or of each, as rows."""
     made = {
         "ncu": profiling.ncu_command(kernel, case, given),
         "nsys": profiling.nsys_command(kernel, case, given),
     }
-    return [made[tool]] if tool else list(made.values())
+    return [{"tool": x, "command": shlex.join(made[x])} for x in made if tool in (None, x)]
 
 
 def _say_what_is_predicted(record: Kernel, case: Case) -> None:
