@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import product
+from functools import cache, cached_property, partial
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,9 @@ def bench(
 ) -> list[Measurement]:
     """Checks kernels and times them in turn, on one problem or on many.
 
-    ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is joined by the
-    operation's baseline and by the rung before it, unless ``alone``. ``sizes`` are those of
+    ``kernels`` are names, ``script.py:name``, "auto" or records; rows call them by their names, or
+    as they were given where two have the same name. A single one is joined by the operation's
+    baseline and by the rung before it, unless ``alone``. ``sizes`` are those of
     ``sweeps.problems`` (small ones in the simulator): each of them, and each of the kernels'
     ``constants``, may be a list, and every combination is measured. ``against`` are peers, out of
     ``peers.NAMES``.
@@ -72,14 +73,16 @@ def bench(
     engine = backend_named(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    chosen = [x if isinstance(x, Kernel) or x == "auto" else records.record_named(x) for x in names]
+    named = cache(records.record_named)  # the same script makes another record each time
+    chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     given = {
         name: value if isinstance(value, Sequence) else [value]
         for name, value in (constants or {}).items()
     }
     operations = list(dict.fromkeys(map(_operation, chosen)))
     _check(chosen, operations, given, sizes, against)
-    how = _How(engine, against, cold, graph, timing.checked_budget(budget), patience)
+    budget, labels = timing.checked_budget(budget), _labels(names, chosen, alone)
+    how = _How(engine, against, cold, graph, budget, patience, labels)
     cases = [
         Case(operation, problem, seed, values, layout)
         for operation in operations
@@ -126,7 +129,12 @@ class _How:
     graph: bool
     budget: float
     patience: float | None
+    labels: Sequence[tuple[Kernel, str]]
     told: set[str] = field(default_factory=set)
+
+    def label(self, kernel: Kernel) -> str:
+        """What rows call a kernel."""
+        return next((label for x, label in self.labels if x == kernel), kernel.name)
 
     def note(self, text: str, problem: Problem) -> None:
         """Warns of something, once whatever the problem."""
@@ -156,7 +164,8 @@ class _Entry:
         """Makes it a row that says why it has no time; without a device there is no going on."""
         if isinstance(error, DeviceLost):
             raise error
-        about = f"{self.row.kernel} cannot do {self.row.problem}: "
+        name = self.kernel.name if self.kernel else self.row.kernel
+        about = f"{name} cannot do {self.row.problem}: "
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None
         self.refusal = error.with_traceback(None)
@@ -223,6 +232,40 @@ def _check(
             )
 
 
+def _labels(
+    names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
+) -> list[tuple[Kernel, str]]:
+    """What rows call each kernel whose name another has, too: what it was given as.
+
+    Raises ValueError for records that were given themselves, which have no other name.
+    """
+    known = [(kernel, kernel.name) for kernel in _joining(chosen, alone)]
+    for name, kernel in zip(names, chosen):
+        if isinstance(kernel, Kernel):
+            known.append((kernel, name if isinstance(name, str) else kernel.name))
+    shared = [
+        (kernel, label)
+        for kernel, label in known
+        if any(x.name == kernel.name and x != kernel for x, _ in known)
+    ]
+    for (a, label), (b, other) in combinations(shared, 2):
+        if label == other and a.operation == b.operation and a != b:
+            raise ValueError(
+                f"two different kernels have the name {label!r}; give a record another name"
+            )
+    return shared
+
+
+def _joining(chosen: Sequence[str | Kernel], alone: bool) -> Iterator[Kernel]:
+    """The ladder's kernels that may be measured beside those that are named."""
+    if "auto" in chosen:
+        yield from LADDER["forward"].values()
+    for operation in LADDER:
+        mine = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
+        if len(mine) == 1 and not alone:
+            yield from _beside(mine[0])
+
+
 def _contenders(
     engine: Backend,
     kernels: Sequence[str | Kernel],
@@ -273,7 +316,7 @@ def _measured(
     shared = _Shared(case, how.engine)
     entries = []
     for kernel, constants in contenders:
-        row = Measurement(kernel.name, case.operation, case.problem, constants)
+        row = Measurement(how.label(kernel), case.operation, case.problem, constants)
         entries.append(_Entry(row, kernel))
         _check_kernel(how, shared, entries[-1], earlier)
     entries += _peers(how, shared, [entry for entry in entries if entry.call])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, hypot, log
@@ -79,13 +80,14 @@ def compare(
 ) -> list[Comparison]:
     """Compares what ``bench`` measured twice: files of ``bench --save``, their content, or rows.
 
-    Rows of the same kernel, problem and constants are compared by their medians. They are the SAME
+    Rows of the same kernel, problem and constants are compared by their medians, in order if there
+    are several. They are the SAME
     if they differ by less than two standard errors, which come from the spread of the rounds and
     are one percent at the least. Rows of one side alone are listed last.
 
     Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
-    olds, news = ({_key(row): row for row in _rows(x)} for x in (before, after))
+    olds, news = (_keyed(_rows(x)) for x in (before, after))
     both = [_compared(olds[key], news[key]) for key in olds if key in news]
     gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
     new = [Comparison(None, news[key], "only after") for key in news if key not in olds]
@@ -108,8 +110,15 @@ def _rows(source: str | Path | Results | Sequence[Measurement]) -> Sequence[Meas
     return found.rows if isinstance(found, Results) else found
 
 
-def _key(row: Measurement) -> tuple[Any, ...]:
-    return row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
+def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
+    """The rows by what they are of, and by their place among others of the same."""
+    found: dict[tuple[Any, ...], Measurement] = {}
+    places: Counter[tuple[Any, ...]] = Counter()
+    for row in rows:
+        key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
+        found[(*key, places[key])] = row
+        places[key] += 1
+    return found
 
 
 def _compared(old: Measurement, new: Measurement) -> Comparison:

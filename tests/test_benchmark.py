@@ -15,7 +15,18 @@ from problems import DTYPES, FORWARD, inputs_of, planned
 from test_cli import cli, refused, strict
 
 import cupyfa
-from cupyfa import DeviceError, Problem, Simulator, calls, peaks, peers, sampling, store, timing
+from cupyfa import (
+    DeviceError,
+    Problem,
+    Simulator,
+    calls,
+    peaks,
+    peers,
+    records,
+    sampling,
+    store,
+    timing,
+)
 from cupyfa.benchmark import bench
 from cupyfa.cases import LAYOUTS
 from cupyfa.ladder import LADDER
@@ -360,6 +371,39 @@ def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
     (row,) = bench("softmax_safe", backend="simulator", budget=0, M=5, N=5)
     assert row.peak == 5.0
     assert row.percent_of_peak == pytest.approx(100 * row.bandwidth / 5)
+
+
+@pytest.fixture
+def two_of_a_name(tmp_path):
+    """Two scripts, each with a kernel named mine."""
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        own_kernel.write(tmp_path / folder)
+    return [f"{tmp_path / folder}/script.py:mine" for folder in ("old", "new")]
+
+
+def test_kernels_of_one_name_are_called_what_they_were_given_as(two_of_a_name, tmp_path):
+    file = tmp_path / "a.json"
+    cli("bench", *two_of_a_name, *SMALL, "--save", file)
+    assert names(Results.load(file).rows) == two_of_a_name
+    compared = strict(cli("compare", file, file, "--format", "json").stdout)
+    assert [row["kernel"] for row in compared] == two_of_a_name
+    old = two_of_a_name[0]
+    assert names(bench([old, old], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
+
+
+def test_a_kernel_with_the_name_of_one_that_joins_it(tmp_path):
+    script = own_kernel.write(tmp_path, py=('name="mine"', 'name="baseline"'))
+    rows = bench(f"{script}:mine", backend="simulator", budget=0, **TINY)
+    assert names(rows) == ["baseline", f"{script}:mine"]
+    assert rows[1].factors["baseline"] > 0
+
+
+def test_records_of_one_name_cannot_be_told_apart(two_of_a_name):
+    one, other = map(records.record_named, two_of_a_name)
+    with pytest.raises(ValueError, match="two different kernels have the name 'mine'; give a rec"):
+        bench([one, other], backend="simulator", budget=0, **TINY)
+    assert names(bench([one, one], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
 
 
 def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():

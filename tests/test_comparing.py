@@ -95,6 +95,15 @@ def test_rows_are_matched_by_kernel_problem_and_constants():
     ]
 
 
+def test_rows_of_the_same_are_compared_in_order():
+    found = comparing.compare([row(1), row(2)], [row(1), row(4), row(5)])
+    assert [(x.verdict, x.measurement.time) for x in found] == [
+        ("SAME", 1),
+        ("SLOWER", 4),
+        ("only after", 5),
+    ]
+
+
 def test_what_is_written_comes_back(tmp_path):
     rows = [row(1.0, noise=0.1, registers=40, factors={"baseline": 2.0}), row(0, note="too large")]
     Results(WHERE, rows).save(tmp_path / "a.json")

@@ -97,9 +97,9 @@ def bench(
     """Measure kernels on one problem or many, each checked before it is timed.
 
     KERNEL is as for `cupyfa run`; one by itself is measured beside its baseline and the rung
-    before it. Sizes left out are batch 4, heads 16, M = N = 2048, d = 64, and small ones in the
-    simulator. Kernels alternate in rounds, and a factor x is the median over the rounds of how many
-    times faster a kernel is.
+    before it, and those of the same name are told as they are given. Sizes left out are batch 4,
+    heads 16, M = N = 2048, d = 64, and small ones in the simulator. Kernels alternate in rounds,
+    and a factor x is the median over the rounds of how many times faster a kernel is.
     """
     engine = backend_named(backend)
     check_target(save)
