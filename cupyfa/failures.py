@@ -230,5 +230,6 @@ def _plain_case(case: Case) -> dict[str, Any]:
 
 
 def _case_of(plain: dict[str, Any]) -> Case:
-    problem = Problem(**{**plain["problem"], "dtype": dtype_named(plain["problem"]["dtype"])})
+    sizes = {**plain["problem"], "is_softmax": plain["operation"] == "softmax"}
+    problem = Problem(**{**sizes, "dtype": dtype_named(sizes["dtype"])})
     return Case(**{**plain, "problem": problem})

@@ -102,7 +102,7 @@ class Measurement:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
         """The measurement of a record."""
-        sizes = dict(record["problem"])
+        sizes = {**record["problem"], "is_softmax": record["operation"] == "softmax"}
         problem = Problem(**{**sizes, "dtype": dtype_named(sizes["dtype"])})
         made = cls(**{**record, "problem": problem})
         made.row()

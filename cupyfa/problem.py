@@ -35,7 +35,8 @@ class Problem:
     ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to, and
     "float8_e4m3" also what 16-bit ones may; None leaves it to the kernel. ``shift`` is added to
     every query's position, so that a part of a problem has its rows and keys where they are in the
-    whole. A softmax over rows is a problem without d: its scores are [batch, heads, M, N].
+    whole. A softmax over rows is a problem without d, ``is_softmax``: its scores are
+    [batch, heads, M, N].
     """
 
     batch: int
@@ -51,6 +52,7 @@ class Problem:
     window: Window = NO_WINDOW
     precision: str | None = None
     shift: int = 0
+    is_softmax: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
@@ -162,7 +164,7 @@ class Problem:
     @classmethod
     def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
         """The softmax over M rows of N scores."""
-        return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype))
+        return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype), is_softmax=True)
 
     @property
     def group(self) -> int:
@@ -269,7 +271,7 @@ class Problem:
         return tuple(getattr(self, axis) for axis in axes.split())
 
     def __str__(self) -> str:
-        if (self.batch, self.heads, self.d, self.dv) == (1, 1, 0, 0):  # a softmax
+        if self.is_softmax:
             return f"M={self.M} N={self.N} {self.dtype.name}"
         heads = f"heads={self.heads}" + (
             f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

@@ -220,6 +220,13 @@ def test_run_as_csv_is_run_as_json():
     assert json.loads(row["launches"]) == expected["launches"]
 
 
+def test_attention_without_columns_is_no_softmax():
+    sizes = ("-B", 1, "-H", 1, "-M", 3, "-N", 2, "-d", 0)
+    told = cli("run", "fa2", *SIMULATOR, *sizes, "--causal=top-left").stdout
+    problem = "batch=1 heads=1 M=3 N=2 d=0 float32 causal=top-left scale=1 "
+    assert problem in " ".join(told.split())
+
+
 def test_run_as_markdown():
     shown = cli("run", "fa2", *SIMULATOR, *SIZES, "--format", "md").stdout.splitlines()
     head, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown)

@@ -111,6 +111,17 @@ def test_what_is_written_comes_back(tmp_path):
     strict((tmp_path / "a.json").read_text())
 
 
+def test_files_that_do_not_say_which_problems_are_softmaxes(tmp_path):
+    problem = Problem.of_row_sizes(5, 7, "float32")
+    rows, file = [Measurement("softmax_safe", "softmax", problem, {}, [1.0])], tmp_path / "a.json"
+    Results(WHERE, rows).save(file)
+    content = json.loads(file.read_text())
+    del content["rows"][0]["problem"]["is_softmax"]
+    file.write_text(json.dumps(content))
+    assert Results.load(file).rows == rows
+    assert str(rows[0].problem) == "M=5 N=7 float32"
+
+
 # The command
 
 

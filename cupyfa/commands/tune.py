@@ -82,7 +82,7 @@ def tune(kernel: str, budget: float, fresh: bool, backend: str, form: str, **siz
         if x.state == tuning.RIGHT:
             p, constants = x.measurement.problem, report.text(x.measurement.constants)
             fastest = constants or "there are no tiles to choose"
-            columns = f", d={p.d}" if p.d else ""  # softmax has none
+            columns = "" if p.is_softmax else f", d={p.d}"
             click.echo(f"note: fastest for {p.arithmetic}{columns}: {fastest}", err=True)
     sys.exit(0 if all(x.state == tuning.RIGHT for x in best.values()) else WRONG)
 
