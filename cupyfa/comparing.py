@@ -81,9 +81,8 @@ def compare(
     """Compares what ``bench`` measured twice: files of ``bench --save``, their content, or rows.
 
     Rows of the same kernel, problem and constants are compared by their medians, in order if there
-    are several. They are the SAME
-    if they differ by less than two standard errors, which come from the spread of the rounds and
-    are one percent at the least. Rows of one side alone are listed last.
+    are several. They are the SAME if they differ by less than two standard errors, which come from
+    the spread of the rounds and are one percent at the least. Rows of one side alone come last.
 
     Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
