@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     """The rungs of one length: M, or else the usual one, or, if nothing was timed there, the
     longest of those at which most rungs were.
 
-    Raises ValueError if none was measured, or other things than the length differ.
+    Raises ValueError if none was measured, or other things differ than the length and what
+    float32 is rounded to.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
@@ -37,7 +39,7 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     if M is None:
         M = USUAL_LENGTH if timed[USUAL_LENGTH] else max(lengths, key=lambda x: (timed[x], x))
     chosen = [row for row in rows if row.problem.M == M]
-    if len(problems := {row.problem for row in chosen}) > 1:
+    if len(problems := {replace(row.problem, precision=None) for row in chosen}) > 1:
         raise ValueError(f"a ladder is of one problem; here are {', '.join(map(str, problems))}")
     if not chosen:
         raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")

@@ -143,6 +143,11 @@ def test_rows_of_one_length():
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
     with pytest.raises(ValueError, match="a ladder is of one problem"):
         pages.at_length([*rows, other], 256)
+    single, *rounded = (
+        replace(x, problem=replace(other.problem, precision=precision))
+        for x, precision in zip(rows, (None, "tf32", "float16"))
+    )
+    assert pages.at_length([single, *rounded], 256) == [single, *rounded]
 
 
 def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):
