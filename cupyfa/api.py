@@ -322,9 +322,10 @@ def empty_pinned(
 
 
 def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
-    if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+    sizes = tuple(shape)
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
         raise ValueError(f"{what} is {shape}; give whole numbers from 0")
-    return tuple(shape)
+    return sizes
 
 
 def configure_transfer(**changes: Any) -> Transfer:

@@ -235,7 +235,7 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """What rows call each kernel whose name another has, too: what it was given as.
+    """What rows call each kernel whose name another one or a rung has, too: what it was given as.
 
     Raises ValueError for records that were given themselves, which have no other name.
     """
@@ -246,7 +246,8 @@ def _labels(
     shared = [
         (kernel, label)
         for kernel, label in known
-        if any(x.name == kernel.name and x != kernel for x, _ in known)
+        if LADDER[kernel.operation].get(kernel.name, kernel) != kernel
+        or any(x.name == kernel.name and x != kernel for x, _ in known)
     ]
     for (a, label), (b, other) in combinations(shared, 2):
         if label == other and a.operation == b.operation and a != b:
@@ -258,8 +259,6 @@ def _labels(
 
 def _joining(chosen: Sequence[str | Kernel], alone: bool) -> Iterator[Kernel]:
     """The ladder's kernels that may be measured beside those that are named."""
-    if "auto" in chosen:
-        yield from LADDER["forward"].values()
     for operation in LADDER:
         mine = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
         if len(mine) == 1 and not alone:

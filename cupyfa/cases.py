@@ -13,7 +13,7 @@ from cupyfa import calls, planning, reference
 from cupyfa.backends import Backend, DeviceError
 from cupyfa.operations import OPERATIONS
 from cupyfa.plans import Unsupported
-from cupyfa.problem import Problem, check_whole
+from cupyfa.problem import Problem, whole
 
 # What the numbers are: each kind breaks kernels in its own way.
 VALUES = {
@@ -62,7 +62,7 @@ class Case:
         ):
             if value not in known:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
-        check_whole("seed", self.seed, 0)
+        object.__setattr__(self, "seed", whole("seed", self.seed, 0))
 
     def inputs(self, engine: Backend | None = None) -> dict[str, np.ndarray]:
         """The arrays of the operation, each [batch, heads, rows, columns].

@@ -34,7 +34,7 @@ from cupyfa.failures import (
 )
 from cupyfa.kernel import Kernel
 from cupyfa.plans import Unsupported
-from cupyfa.problem import check_whole
+from cupyfa.problem import whole
 from cupyfa.records import record_named
 from cupyfa.shrinking import shrunk
 from cupyfa.tasks import Task, has_name, name_of, perform
@@ -162,9 +162,8 @@ def check(
             f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
         )
     if samples is not None:
-        check_whole("samples", samples, 1, MOST_SAMPLES)
-    for name, value in (("seed", seed), ("jobs", jobs), ("reruns", reruns)):
-        check_whole(name, value, 0)
+        samples = whole("samples", samples, 1, MOST_SAMPLES)
+    seed, jobs, reruns = whole("seed", seed, 0), whole("jobs", jobs, 0), whole("reruns", reruns, 0)
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     engine = backend_named(backend)
     if precision and not dtypes:
@@ -269,7 +268,7 @@ def _by_operation(
         if records.setdefault(name, record) is not record:
             raise ValueError(f"two kernels are named {name!r}; give one of them another name")
         by_operation.setdefault(record.operation, {})[name] = kernel
-    return {operation: tuple(named.values()) for operation, named in by_operation.items()}
+    return {operation: tuple(mine.values()) for operation, mine in by_operation.items()}
 
 
 class _Sheet:

@@ -230,6 +230,5 @@ def _plain_case(case: Case) -> dict[str, Any]:
 
 
 def _case_of(plain: dict[str, Any]) -> Case:
-    sizes = {**plain["problem"], "is_softmax": plain["operation"] == "softmax"}
-    problem = Problem(**{**sizes, "dtype": dtype_named(sizes["dtype"])})
+    problem = Problem(**{**plain["problem"], "dtype": dtype_named(plain["problem"]["dtype"])})
     return Case(**{**plain, "problem": problem})

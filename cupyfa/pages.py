@@ -24,8 +24,8 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     """The rungs of one length: M, or else the usual one, or, if nothing was timed there, the
     longest of those at which most rungs were.
 
-    Raises ValueError if none was measured, or other things differ than the length and what
-    float32 is rounded to.
+    Raises ValueError if none was measured, one twice, or other things differ than the length and
+    what float32 is rounded to, of which each rung has its own.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
@@ -39,11 +39,23 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     if M is None:
         M = USUAL_LENGTH if timed[USUAL_LENGTH] else max(lengths, key=lambda x: (timed[x], x))
     chosen = [row for row in rows if row.problem.M == M]
-    if len(problems := {replace(row.problem, precision=None) for row in chosen}) > 1:
+    problems = {row.problem for row in chosen}
+    is_twice = len(chosen) > len({row.kernel for row in chosen})
+    if len(problems) > 1 and (is_twice or len({_unrounded(x) for x in problems}) > 1):
         raise ValueError(f"a ladder is of one problem; here are {', '.join(map(str, problems))}")
     if not chosen:
         raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")
     return chosen
+
+
+def problem_of(rows: Sequence[Measurement]) -> Problem:
+    """The problem that rungs have in common."""
+    first = rows[0].problem
+    return first if all(row.problem == first for row in rows) else _unrounded(first)
+
+
+def _unrounded(problem: Problem) -> Problem:
+    return replace(problem, precision=None)
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -89,7 +101,7 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
     if not pages or pages[0].name != README:
         raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
     table = report.markdown(rungs(rows))
-    text = f"{table}\n\n{described(results, rows[0].problem)}\n"
+    text = f"{table}\n\n{described(results, problem_of(rows))}\n"
     changed = {page: _marked(page, rows[0].operation, text) for page in pages}
     for page, content in changed.items():
         store.write_whole(page, content.encode())

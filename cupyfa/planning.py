@@ -169,7 +169,8 @@ def _fastest(
         names = ", ".join(k.name for k in others)
         remedy = f"name one that can: {names}" if others else "no other kernel can"
         if not others and arithmetic != problem.dtype.name:
-            remedy += f"; leave precision={problem.precision!r} out, or give another"
+            another = ", or give another" if problem.dtype.name == "float32" else ""
+            remedy += f"; leave precision={problem.precision!r} out{another}"
         raise Unsupported(
             f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
         )

@@ -72,8 +72,8 @@ class Problem:
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
             raise ValueError(
-                f"scale is {self.scale}; give a finite number of {self.dtype.sums}, which log2(e) "
-                "times the scale has to be, too"
+                f"scale is {self.scale}; give a finite number of {self.dtype.sums} whose product "
+                "with log2(e) is finite, too"
             )
 
     @classmethod
@@ -314,12 +314,13 @@ def _window(window: Any) -> Window:
     return left, right
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Refuses what is no whole number of a range."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not (whole and value >= least and (most is None or value <= most)):
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Python's own whole number. Raises ValueError for what is none of a range."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
         raise ValueError(f"{name} is {value!r}; give a whole number from {least}{to}")
+    return int(value)
 
 
 def _side(side: Any) -> int | None:

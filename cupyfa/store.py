@@ -93,21 +93,25 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
 
 def can_write_to(path: Path) -> bool:
     """Whether ``write_whole`` could write a file now, without making a folder for it."""
-    if _is_stream(path):
-        return os.access(path, os.W_OK)
-    folder = Path(os.path.realpath(path)).parent
-    return folder.is_dir() and can_write(folder)
+    try:
+        if _is_stream(path):
+            return os.access(path, os.W_OK)
+        folder = Path(os.path.realpath(path)).parent
+        return folder.is_dir() and can_write(folder)
+    except OSError:  # a folder that may not be entered, or too long a name
+        return False
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file, the one that a link leads to, so that others see all of it or nothing.
 
-    What is no file but a pipe or a device is written into. Raises OSError, with the path, if it
-    cannot be.
+    What is no file but a pipe or a device, or what this process has open, is written on. Raises
+    OSError, with the path, if it cannot be.
     """
     try:
         if _is_stream(path):
-            path.write_bytes(content)
+            with path.open("ab") as stream:
+                stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
     except OSError as error:  # which may name a file that is not there any more, or none
@@ -115,8 +119,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether something stands there that is no file, in whose place no file may be put."""
-    return path.exists() and not path.is_file()
+    """Whether no file may be put in place of what stands there: it is none, or /dev/stdout and
+    the like lead to one that others go on to write.
+    """
+    is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
+    return path.exists() and (is_open or not path.is_file())
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import broken_kernels
+import numpy as np
 import own_kernel
 import pytest
 from click.testing import CliRunner
@@ -178,7 +179,7 @@ def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
 
 def test_a_failure_is_repeated_with_the_threads_in_the_same_order(tmp_path, monkeypatch):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
-    options = {**FUZZ, "backend": Simulator(schedule=0), "failures": tmp_path}
+    options = {**FUZZ, "backend": Simulator(schedule=np.int64(0)), "failures": tmp_path}
     failure = the_failure(cupyfa.check(kernel, **options))
     assert "--schedule=0" in shlex.split(failure.command)
     assert repeat(failure).returncode == 1

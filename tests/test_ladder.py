@@ -147,7 +147,11 @@ def test_rows_of_one_length():
         replace(x, problem=replace(other.problem, precision=precision))
         for x, precision in zip(rows, (None, "tf32", "float16"))
     )
-    assert pages.at_length([single, *rounded], 256) == [single, *rounded]
+    several = [single, replace(rounded[0], kernel="mma_tf32"), replace(rounded[1], kernel="v3")]
+    assert pages.at_length(several, 256) == several
+    assert pages.problem_of(several) == pages.problem_of([single]) == single.problem
+    with pytest.raises(ValueError, match="a ladder is of one problem"):
+        pages.at_length([single, *rounded], 256)
 
 
 def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):

@@ -404,6 +404,15 @@ def test_results_for_another_program_through_the_shell(warm):
     assert '"kernel": "fa2"' in done.stderr
 
 
+def test_results_do_not_take_the_place_of_a_file_that_is_open(warm, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("what was there\n")
+    args = (*GOOD, "--save", "/dev/fd/3")
+    done = process(args, begin=redirected(f"3>> {log}"), env={"CUPYFA_CACHE_DIR": warm})
+    assert done.returncode == 0
+    assert log.read_text().startswith("what was there\n{")
+
+
 # Compilers
 
 

@@ -35,7 +35,7 @@ from cupyfa.backends import Backend, Lane, Launcher, Mark, OutOfMemory, allocate
 from cupyfa.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.plans import Limits, Plan, aligned_width
-from cupyfa.problem import Problem, check_whole
+from cupyfa.problem import Problem, whole
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
@@ -70,7 +70,7 @@ class Transfer:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None or name != "device_bytes":
-                check_whole(name, value, 0 if name == "pinned_results" else 1)
+                whole(name, value, 0 if name == "pinned_results" else 1)
 
     @property
     def most_held(self) -> int:

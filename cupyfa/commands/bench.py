@@ -187,4 +187,5 @@ def split(
 def check_target(save: Path | None) -> None:
     """Refuses a file that cannot be written before the time is spent."""
     if save and not store.can_write_to(save):
-        raise ValueError(f"{save} cannot be written; is there a folder {save.parent}?")
+        target = save.resolve() if save.is_symlink() else save
+        raise ValueError(f"{save} cannot be written; is there a folder {target.parent}?")

@@ -89,7 +89,7 @@ def ladder(
         results = _measure(rungs, backend, budget, sweep, sizes, partial(tell, err=True))
     rows = tell(results, sizes["M"])
     if plot:
-        plotting.draw(results.rows, plot, pages.title(results, rows[0].problem))
+        plotting.draw(results.rows, plot, pages.title(results, pages.problem_of(rows)))
     if readme:
         for page in pages.publish(sources.ROOT, results, rows):
             click.echo(f"note: wrote {page}", err=True)
@@ -102,7 +102,7 @@ def _show(results: Results, rows: Sequence[Measurement], form: str, *, err: bool
         if row.note:
             click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
     if form == "table":
-        click.echo(f"{results.environment['device']}: {rows[0].problem}", err=err)
+        click.echo(f"{results.environment['device']}: {pages.problem_of(rows)}", err=err)
     click.echo(report.render(pages.rungs(rows), form), err=err)
 
 

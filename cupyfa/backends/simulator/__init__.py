@@ -42,7 +42,7 @@ from cupyfa import sources, tuned
 from cupyfa.backends import Backend, Mapped, blank_map, span
 from cupyfa.backends.simulator import dynamic_shared, machine
 from cupyfa.plans import Limits, PlannedLaunch
-from cupyfa.problem import check_whole
+from cupyfa.problem import whole
 
 _MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
@@ -68,11 +68,8 @@ class Simulator(Backend):
     compile_errors = (machine.CompileError,)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
-        for name, value, least in (("schedule", schedule, 0), ("workers", workers, 1)):
-            if value is not None:
-                check_whole(name, value, least)
-        self.schedule = schedule
-        self.workers = workers
+        self.schedule = None if schedule is None else whole("schedule", schedule, 0)
+        self.workers = None if workers is None else whole("workers", workers, 1)
         self.bound, self.spaces = {}, {}
 
     @property
