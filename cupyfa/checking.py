@@ -41,8 +41,8 @@ from cupyfa.tasks import Task, has_name, name_of, perform
 from cupyfa.workers import Here, Process, Worker, in_parallel
 
 EXAMINED = 5  # failures of a kernel, the first ones: they are shrunk and written
-_LONGEST = 1_000_000  # seconds, for a timeout
 MOST_SAMPLES = 100_000  # all are drawn before the first one runs
+_LONGEST = 1_000_000  # seconds, for a timeout
 _TO_BEGIN = 60.0  # seconds until a kernel that is repeated is compiled and runs
 _PATIENCE = 3  # times that a kernel may hang or end its process
 _WHILE_SHRINKING = 10.0  # seconds that a kernel may take
@@ -211,7 +211,8 @@ def replay(
 
     With the constants it had then, if they can be had here, and in the simulator with the threads
     in the order they had, unless ``backend`` has another. Raises OSError if the file cannot be
-    read, ValueError if it is damaged, and Unsupported if the kernel cannot do the case.
+    read, ValueError if it is damaged or of a record of one's own and no kernel is given, and
+    Unsupported if the kernel cannot do the case.
     """
     engine, stored = backend_named(backend), read(file)
     if isinstance(engine, Simulator) and engine.schedule is None:
