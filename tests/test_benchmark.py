@@ -19,6 +19,7 @@ from cupyfa import (
     DeviceError,
     Problem,
     Simulator,
+    benchmark,
     calls,
     peaks,
     peers,
@@ -567,7 +568,10 @@ def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
     assert not [w for w in recwarn if "torch" in str(w.message)]
 
 
-def test_a_peer_that_is_farther_from_the_reference_is_named(peer):
+@pytest.mark.parametrize("at_once", [7, 1 << 16])
+def test_a_peer_that_is_farther_from_the_reference_is_named(peer, monkeypatch, at_once):
+    monkeypatch.setattr(benchmark, "_AT_ONCE", at_once)
+
     def wrong(q, k, v):
         out = attention(q, k, v)
         out[0, 1, 7, 3] += 1
@@ -586,8 +590,6 @@ def test_a_peer_finds_what_the_sample_missed(monkeypatch, peer, by_sample):
     p = Problem.of_sizes(**sizes)
     seen = {(w.head, i) for w in sampling.excerpts(p, 0) for i in range(300)[w.rows]}
     head, unseen = next((h, i) for h in range(3) for i in range(300) if (h, i) not in seen)
-    from cupyfa import benchmark
-
     honest = benchmark.run_guarded
 
     def spoilt(engine, plan, *arrays):
