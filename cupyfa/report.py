@@ -372,31 +372,43 @@ def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ())
     if not rows:
         return ""
     shared = {c: x for c, x in rows[0].items() if len(rows) > 1 and all(r[c] == x for r in rows)}
+    columns = {c: [text(row[c]) for row in rows] for c in rows[0] if c not in shared}
+    headings = {c: _heading(c, cells) for c, cells in columns.items()}
+    room = Console(width=width).width
+    for column in spare:
+        if _width(headings, columns) > room:
+            columns.pop(column, None)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = [column for column in rows[0] if column not in shared]
-    for column in columns:
+    for column, cells in columns.items():
         values = [row[column] for row in rows]
         number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
-        roomy = len(column) <= max(len(text(value)) for value in values)
-        heading = column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
-        plain = all(len(text(value)) < _LONG for value in values)
+        plain = all(len(cell) < _LONG for cell in cells)
         table.add_column(
-            heading, justify="right" if number else "left", no_wrap=plain, overflow="fold"
+            headings[column],
+            justify="right" if number else "left",
+            no_wrap=plain,
+            overflow="fold",
         )
-    for row in rows:
-        table.add_row(*(text(row[column]) for column in columns))
-    if left := [column for column in spare if column in columns]:
-        console = Console(width=width)
-        unbounded = console.options.update(width=10_000)
-        if table.__rich_measure__(console, unbounded).maximum > console.width:
-            fewer = [{c: x for c, x in row.items() if c != left[0]} for row in rows]
-            return _table(fewer, width, spare=left[1:])
+    for row_of_cells in zip(*columns.values()):
+        table.add_row(*map(Text, row_of_cells))
     said = {c: x for c, x in shared.items() if x is not None}
     if not said:
         return _drawn(table, width)
     caption = Table.grid()
     caption.add_row(Text(text(said)))
     return f"{_drawn(caption, width)}\n{_drawn(table, width)}"
+
+
+def _heading(column: str, cells: Sequence[str]) -> str:
+    """A column's name, whose words stand one below the other where the cells are short."""
+    roomy = len(column) <= max(map(len, cells))
+    return column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
+
+
+def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) -> int:
+    """Characters in a row of the table, with two between columns."""
+    lines = ([*headings[c].split("\n"), *cells] for c, cells in columns.items())
+    return sum(max(map(len, x)) for x in lines) + 2 * (len(columns) - 1)
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:

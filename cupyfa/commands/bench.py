@@ -120,13 +120,13 @@ def bench(
     def tell(rows: list[Measurement], *, err: bool = False) -> None:
         found = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
         table = form == "table"
-        try:
-            told = report.measurements(rows, said) if table else report.render(found, form)
-            click.echo(told, err=err)
-        finally:  # that neither is lost where there is no room for the other
+        try:  # first, for it is quick, and there may be no time for more
             if save:
                 made_with = environment.describe(engine) | peers.versions(others) | about
                 Results(made_with, rows).save(save)
+        finally:  # that neither is lost where there is no room for the other
+            told = report.measurements(rows, said) if table else report.render(found, form)
+            click.echo(told, err=err)
 
     with told_so_far(partial(tell, err=True)) as keep, progress_bar("measuring") as progress:
         rows = benchmark.bench(

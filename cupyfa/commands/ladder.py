@@ -76,11 +76,11 @@ def ladder(
 
     def tell(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
         try:
-            rows = pages.at_length(results.rows, M)
-            _show(results, rows, form, err=err)
-        finally:  # that neither is lost where there is no room for the other
             if save:
                 results.save(save)
+        finally:  # that neither is lost where there is no room for the other
+            rows = pages.at_length(results.rows, M)
+            _show(results, rows, form, err=err)
         return rows
 
     if source:
