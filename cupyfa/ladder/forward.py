@@ -387,6 +387,7 @@ def wgmma_kernel(
     *,
     args: str = "",
     grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+    rows_of_Q: Formula = lambda p, c: c.Br,
     **fields: Any,
 ) -> Kernel:
     """Warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA; for sm_90a."""
@@ -397,7 +398,7 @@ def wgmma_kernel(
             Launch(
                 name,
                 args="Q.map K.map V.map Q K V O lse M N heads group diagonal lower scale" + args,
-                boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
+                boxes={"Q": rows_of_Q, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
                 grid=grid,
                 threads=lambda p, c: 128 + 2 * c.Br,
                 shared=wgmma_shared,
@@ -1032,6 +1033,7 @@ KERNELS = (
         },
         args=" batch",
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
+        rows_of_Q=lambda p, c: 64,
         tiles=tuple({**tile, "Q_stages": 1} for tile in WGMMA_TILES),
         tiles_up_to=WGMMA_PERSISTENT_TILES,
         tiles_short=WGMMA_PERSISTENT_TILES_SHORT,

@@ -30,9 +30,11 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
-// Named barriers.
+// Named barriers, each with one place where threads wait at it: warpgroups that wait for dS at two
+// places do so correctly, but later, and compute-sanitizer takes them for threads that diverge.
 constexpr int P_full = 1;   // the second warpgroup may read P, and write dS: the last dQ is done
-constexpr int dS_full = 2;  // both may read dS, and P was read
+constexpr int dS_full = 2;  // the first may read dS, and P was read
+constexpr int dS_kept = 8;  // the second may read dS
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }
@@ -222,7 +224,8 @@ struct Differentiator {
     pack_weights(dP, dS);
     store_dS(dS);
     publish_to_copies();
-    barrier_sync(dS_full, consuming_threads);
+    barrier_arrive(dS_full, consuming_threads);
+    barrier_sync(dS_kept, warpgroup_size);
     dQ.begin(shared);
     begin_sums(dK, dS, shared.Q[i]);
     arrive(shared.Q_empty[i]);  // row sums were read

@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
     Fragments<Bc> S;
     Weights P;
     wait(shared.K_full[i], turn.phase);
-    begin_scores(shared.Q, shared.K[i], S, warpgroup);
+    begin_scores(shared.Q, shared.K[i], S, warpgroup * warpgroup_rows);
     wait_for_products<0>(flat(S));
     if (leads) arrive(shared.K_empty[i]);
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
@@ -101,7 +101,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
   Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
   Fragments<width> sums = {};
   wait(shared.Q_full, 0);
-  if (scale <= 0) apply_sign(shared.Q, scale, warpgroup);
+  if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
   consume(shared, work, warpgroup, rows, sums, M);
   finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
   if (has_mask && is_strange(sums))

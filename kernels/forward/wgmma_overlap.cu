@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
   Turn<stages> keys, values;
   float factor[1][2];
   wait(shared.K_full[0], 0);
-  begin_scores(shared.Q, shared.K[0], S, warpgroup);
+  begin_scores(shared.Q, shared.K[0], S, warpgroup * warpgroup_rows);
   wait_for_products<0>(flat(S));
   if (leads) arrive(shared.K_empty[0]);
   if (warpgroup == 0) pass_turn(consumers - 1);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
     keys.advance();
     wait(shared.K_full[keys.stage], keys.phase);
     await_turn(warpgroup);
-    begin_scores(shared.Q, shared.K[keys.stage], S, warpgroup);
+    begin_scores(shared.Q, shared.K[keys.stage], S, warpgroup * warpgroup_rows);
     wait(shared.V_full[values.stage], values.phase);
     begin_output(shared.V[values.stage], P, O, true);
     pass_turn(warpgroup);
@@ -129,7 +129,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
   Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
   Fragments<width> sums = {};
   wait(shared.Q_full, 0);
-  if (scale <= 0) apply_sign(shared.Q, scale, warpgroup);
+  if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
   consume(shared, work, warpgroup, rows, sums, M);
   finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
   if (has_mask && is_strange(sums))

@@ -15,20 +15,24 @@
 #include <tensor.cuh>
 #include <turns.cuh>
 
+// Of one warpgroup: its rows come when it is done with the last ones, whatever the others do.
+using OwnQueries = Boxes<operand, warpgroup_rows, d>;
+
 struct Shared {
-  Queries Q[Q_stages];
+  OwnQueries Q[Q_stages][consumers];
   Keys K[stages];
   Values V[stages];
-  Barrier Q_full[Q_stages], Q_empty[Q_stages];
+  Barrier Q_full[Q_stages][consumers], Q_empty[Q_stages][consumers];
   Barrier K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  for (int i = 0; i < Q_stages; ++i) {
-    make_barrier(shared.Q_full[i], 1);
-    make_barrier(shared.Q_empty[i], consumers);
-  }
+  for (int i = 0; i < Q_stages; ++i)
+    for (int w = 0; w < consumers; ++w) {
+      make_barrier(shared.Q_full[i][w], 1);
+      make_barrier(shared.Q_empty[i][w], 1);
+    }
   for (int i = 0; i < stages; ++i) {
     make_barrier(shared.K_full[i], 1);
     make_barrier(shared.V_full[i], 1);
@@ -82,8 +86,12 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
   for (Task task; schedule.next(task); own.advance()) {
     const int kv_head = task.head / group;
     const auto load_queries = [&] {
-      wait(shared.Q_empty[own.stage], own.phase ^ 1);
-      load_boxes(shared.Q[own.stage], Q, shared.Q_full[own.stage], task.row, task.head, task.batch);
+#pragma unroll
+      for (int w = 0; w < consumers; ++w) {
+        wait(shared.Q_empty[own.stage][w], own.phase ^ 1);
+        load_boxes(shared.Q[own.stage][w], Q, shared.Q_full[own.stage][w],
+                   task.row + w * warpgroup_rows, task.head, task.batch);
+      }
     };
     if (Q_stages > 1) load_queries();
     for (int first_key = task.start; first_key < task.end; first_key += Bc, turn.advance()) {
@@ -142,8 +150,8 @@ struct Consumer {
     return max(max(visible, task.end - stages * Bc), task.start + 1);
   }
   __device__ __forceinline__ void await_queries(Turn<Q_stages> own) const {
-    wait(shared.Q_full[own.stage], own.phase);
-    if (scale <= 0) apply_sign(shared.Q[own.stage], scale, warpgroup);
+    wait(shared.Q_full[own.stage][warpgroup], own.phase);
+    if (scale <= 0) apply_sign(shared.Q[own.stage][warpgroup], 0, scale, warpgroup);
   }
 
   // S becomes P, an operand of O += P V. Returns whether O has to be multiplied by the factors.
@@ -172,7 +180,7 @@ struct Consumer {
   __device__ __forceinline__ void begin_scores() {
     await_keys();
     await_turn(warpgroup);
-    ::begin_scores(shared.Q[own.stage], shared.K[keys.stage], S, warpgroup);
+    ::begin_scores(shared.Q[own.stage][warpgroup], shared.K[keys.stage], S, 0);
   }
   __device__ __forceinline__ void begin_output() {
     await_values();
@@ -251,8 +259,8 @@ struct Consumer {
       const int end = own_end(task);
       int first_key = task.start + Bc, left = 0;
       for (; first_key < end; first_key += Bc) advance(task, first_key);
+      if (leads()) arrive(shared.Q_empty[own.stage][warpgroup]);
       for (; first_key < task.end; first_key += Bc, ++left) leave_keys();
-      if (leads()) arrive(shared.Q_empty[own.stage]);
       if (!schedule.next(next)) break;
       advance(task, next, left, finish);
       task = next;

@@ -28,24 +28,27 @@ __device__ __forceinline__ void take_from_producer() {
   take_registers<consumers == 3 ? 160 : 232>();
 }
 
-// Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q.
-__device__ void apply_sign(Queries& Q, float scale, int warpgroup) {
+// Takes the sign of the scale, or its being 0, into the warpgroup's rows of Q, from a row of the
+// tile on.
+template <int rows>
+__device__ void apply_sign(Boxes<operand, rows, d>& Q, int row, float scale, int warpgroup) {
   constexpr int chunks = Queries::count * box_columns / 8;
   for (int i = threadIdx.x % warpgroup_size; i < warpgroup_rows * chunks; i += warpgroup_size) {
-    operand* q = Q.at(warpgroup * warpgroup_rows + i / chunks, i % chunks);
+    operand* q = Q.at(row + i / chunks, i % chunks);
     for (int j = 0; j < 8; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
   }
   publish_to_copies();
   barrier_sync(1 + warpgroup, warpgroup_size);
 }
 
-// Begins S = Q K^T for the warpgroup's rows and a tile's keys.
-__device__ __forceinline__ void begin_scores(const Queries& Q, const Keys& K, Fragments<Bc>& S,
-                                             int warpgroup) {
+// Begins S = Q K^T for 64 rows, from a row of the tile on, and a tile's keys.
+template <int rows>
+__device__ __forceinline__ void begin_scores(const Boxes<operand, rows, d>& Q, const Keys& K,
+                                             Fragments<Bc>& S, int row) {
   begin_products();
 #pragma unroll
   for (int k = 0; k < cdiv(d, step); ++k) {
-    const Matrix queries = by_rows(Q.box[k / 4][warpgroup * warpgroup_rows]);
+    const Matrix queries = by_rows(Q.box[k / 4][row]);
     multiply<operand>(flat(S), queries + k % 4 * 32, by_rows(K.box[k / 4]) + k % 4 * 32, k > 0);
   }
   commit_products();
