@@ -231,7 +231,8 @@ def _launch(plan: Plan, position: int, step: PlannedLaunch) -> Step:
 def _passes(plan: Plan, step: PlannedLaunch) -> dict[str, int]:
     """The bytes of the arrays that pass by more than once, or for some tiles only."""
     p, c, arrays = plan.problem, step.constants, _arrays(plan)
-    Br, Bc = step.boxes.get("Q", c.get("Br", 1)), step.boxes.get("K", c["Bc"])
+    Br = max(step.boxes.get("Q", 1), c.get("Br", 1))  # a block's rows may come in several boxes
+    Bc = step.boxes.get("K", c["Bc"])
     packed = c.get("packed", 1)
     keeps = step.launch.keeps or ("keys" if "dK" in arrays_of(step) else "rows")
     forward = plan.kernel.operation == "forward"
