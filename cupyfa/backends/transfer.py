@@ -38,6 +38,7 @@ from cupyfa.plans import Limits, Plan, aligned_width
 from cupyfa.problem import Problem, whole
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
+_CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
 _ALIGNMENT = 512  # bytes, of what CuPy's memory pool hands out
 _SPARE = 0.9  # of the memory that is free, what a call may take
@@ -52,16 +53,17 @@ class Transfer:
     """How NumPy arrays are moved: each number, and so the memory that is held, can be chosen.
 
     threads: that copy to pinned memory, and as many more that copy out of it.
-    chunk_bytes: of one buffer. buffers: of each direction; made when they are first needed.
+    chunk_bytes: of one buffer, what a thread copies at a time at most. buffers: of each direction;
+    made when they are first needed.
     piece_bytes: of all arrays of a piece, as far as that can be chosen. pieces: on the device at a
     time. device_bytes: that a call may take on the device; None is most of what is free.
     pinned_results: bytes of results that may lie in pinned memory at a time, for the device to
     write by itself; it takes results of a size that was asked for before.
     """
 
-    threads: int = min(16, len(os.sched_getaffinity(0)))
-    chunk_bytes: int = 2 << 20
-    buffers: int = 48
+    threads: int = min(12, len(os.sched_getaffinity(0)))
+    chunk_bytes: int = 8 << 20
+    buffers: int = 12
     piece_bytes: int = 33 << 20
     pieces: int = 6
     device_bytes: int | None = None
@@ -451,8 +453,9 @@ class _Call:
         self.count = max(1, min(host.chosen.pieces, len(pieces), most // max(cost, 1)))
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
-        self.grain = max(min(host.chosen.chunk_bytes, moved // (4 * host.chosen.threads)), _INLINE)
-        self.grain = min(self.grain, host.chosen.chunk_bytes)
+        # The bus waits for the first chunk, and Python's one lock for all: the least of the sum
+        # grain + moved / grain * _CHUNK_COST.
+        self.grain = min(host.chosen.chunk_bytes, max(math.isqrt(moved * _CHUNK_COST), 1))
         self.started: list[_Copies] = []
 
     def order(self, name: str) -> tuple[int, ...]:
