@@ -82,11 +82,12 @@ class Launch:
     broadcast axis, an odd offset) is copied to memory where they do, or, if an output, from there.
 
     ``keeps`` and ``moves`` are for counting bytes (traffic.py). A launch on Q and K goes through
-    tiles of Br rows and Bc keys, or of as many as their boxes have: a block keeps its "rows" while
-    keys pass by, or its "keys" while rows do, or "neither", if Q passes by again with each tile of
-    keys; "nothing" says that there are no such tiles. Without it those that write dK keep keys, all
-    others rows. ``moves`` says how many times an array is read or written where that is otherwise,
-    as ``{"S": lambda p, c: 3}``; it finds ``c.multiprocessors`` as grids do.
+    tiles of Br rows, or of as many as a box of Q has if those are more, and of Bc keys, or of as
+    many as a box of K has: a block keeps its "rows" while keys pass by, or its "keys" while rows
+    do, or "neither", if Q passes by again with each tile of keys; "nothing" says that there are no
+    such tiles. Without it those that write dK keep keys, all others rows. ``moves`` says how many
+    times an array is read or written where that is otherwise, as ``{"S": lambda p, c: 3}``; it
+    finds ``c.multiprocessors`` as grids do.
     """
 
     entry: str

@@ -160,6 +160,30 @@ def test_blocks_share_tasks_whatever_their_number(backend, mask, Q_stages):
         assert all((result[key] == results[0][key]).all() for key in result)
 
 
+@pytest.mark.parametrize("Q_stages", [1, 2])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"Br": 128, "Bc": 32, "stages": 2},
+        {"Br": 128, "Bc": 16, "stages": 3},
+        {"Br": 192, "Bc": 64, "stages": 2},
+        {"Br": 192, "Bc": 32, "stages": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
+def test_warpgroups_leave_out_no_more_tiles_than_there_are_buffers(backend, mask, sizes, Q_stages):
+    """Of a task before another one, whose Q comes only when the V of all tiles has."""
+    plan = planned(
+        PERSISTENT,
+        backend,
+        **{"heads": 2, "M": 390, "N": 400, **mask},
+        multiprocessors=1,
+        tiles={**sizes, "Q_stages": Q_stages},
+    )
+    checked(backend, plan)
+
+
 def test_there_are_no_more_blocks_than_multiprocessors():
     for M, heads, blocks in ((64, 2, 2), (192, 132, 132), (193, 100, 132), (100_000, 16, 132)):
         problem = Problem.of_sizes(M=M, heads=heads, d=64, dtype="float16")

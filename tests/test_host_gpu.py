@@ -76,7 +76,8 @@ def test_a_problem_larger_than_the_memory_it_may_take(options):
 
 
 def test_uploads_and_downloads_overlap(monkeypatch):
-    """By the GPU's own clock, which tells so whatever else goes on on the bus."""
+    """Downloads do not wait for uploads, nor these for them: by the GPU's own clock, which tells so
+    whatever else goes on on the bus. Which copies share an engine there it does not tell."""
     import cupy
 
     from cupyfa.backends.cuda import _Lane

@@ -114,6 +114,23 @@ def test_a_problem_that_cannot_be_cut_says_what_it_needs():
 # Results
 
 
+@pytest.mark.parametrize("most", [4096, 1 << 20])
+def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
+    transfer.configure(chunk_bytes=most, piece_bytes=1 << 20)
+    monkeypatch.setattr(transfer, "_CHUNK_COST", 400)
+    for M in (40, 160):
+        far.copied.clear()
+        q, k, v = arrays(1, 1, M, 16)
+        same(far, q, k, v, return_lse=False)
+        largest = max(size for _, _, size in far.copied)
+        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # whole rows
+
+
+def test_the_smallest_chunks(far):
+    transfer.configure(chunk_bytes=16)
+    same(far, *arrays(1, 2, 5, 3, dtype=np.float64))
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_results_are_those_of_the_whole(far, layout):
     q, k, v = arrays(3, 4, 37, 16, kv_heads=2, N=29, dv=24)
@@ -418,6 +435,8 @@ def test_buffers_are_taken_again_before_there_are_more(far):
 def test_wrong_choices_are_refused():
     with pytest.raises(ValueError, match="threads is 0; give a whole number from 1"):
         transfer.configure(threads=0)
+    with pytest.raises(ValueError, match="chunk_bytes is 7; give a whole number from 16"):
+        transfer.configure(chunk_bytes=7)
     with pytest.raises(TypeError, match="chunks: unknown; there are threads, chunk_bytes"):
         transfer.configure(chunks=1)
 

@@ -40,6 +40,7 @@ from cupyfa.problem import Problem, whole
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
 _POOLED = 1 << 20  # bytes of results that are worth a place of their own in pinned memory
+_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # an element has a place in any chunk
 _ALIGNMENT = 512  # bytes, of what CuPy's memory pool hands out
 _SPARE = 0.9  # of the memory that is free, what a call may take
 _MOST_LAYOUTS = 64  # of pieces, that are kept for a plan
@@ -72,7 +73,7 @@ class Transfer:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None or name != "device_bytes":
-                whole(name, value, 0 if name == "pinned_results" else 1)
+                whole(name, value, _LEAST.get(name, 1))
 
     @property
     def most_held(self) -> int:
@@ -455,7 +456,7 @@ class _Call:
         self.threaded = moved > _INLINE
         # The bus waits for the first chunk, and Python's one lock for all: the least of the sum
         # grain + moved / grain * _CHUNK_COST.
-        self.grain = min(host.chosen.chunk_bytes, max(math.isqrt(moved * _CHUNK_COST), 1))
+        self.grain = min(host.chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[_Copies] = []
 
     def order(self, name: str) -> tuple[int, ...]:

@@ -612,8 +612,8 @@ KERNELS = (
         features=FEATURES,
         scratch=WGMMA_SCRATCH,
         tflops={
-            "float16": {64: 456, 128: 507, 256: 367},
-            "bfloat16": {64: 457, 128: 515, 192: 360, 256: 381},
+            "float16": {64: 456, 128: 507, 256: 383},
+            "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
         },
         arch="90a",
         largest_d=256,

@@ -30,8 +30,9 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
-// Named barriers, each with one place where threads wait at it: warpgroups that wait for dS at two
-// places do so correctly, but later, and compute-sanitizer takes them for threads that diverge.
+// Named barriers, each with one place where threads wait at it. If both warpgroups waited for dS at
+// the same one, each at its own place, that would be right, but slower, and compute-sanitizer would
+// report threads that diverge.
 constexpr int P_full = 1;   // the second warpgroup may read P, and write dS: the last dQ is done
 constexpr int dS_full = 2;  // the first may read dS, and P was read
 constexpr int dS_kept = 8;  // the second may read dS

@@ -15,7 +15,7 @@
 #include <tensor.cuh>
 #include <turns.cuh>
 
-// Of one warpgroup: its rows come when it is done with the last ones, whatever the others do.
+// Of one warpgroup, for which the next rows come while others still need their last ones.
 using OwnQueries = Boxes<operand, warpgroup_rows, d>;
 
 struct Shared {
@@ -142,12 +142,13 @@ struct Consumer {
            first_key < hidden_keys(min(task.row + Br, M) - 1, schedule.N, schedule.lower);
   }
   // Where the keys end that some row of the warpgroup sees; those of the others may go on. A tile
-  // is gone through in any case, and the last ones left out fit into the buffers.
+  // is gone through in any case. Those left out fit into the buffers but one: in that is the V of
+  // the warpgroup's last tile, which it gives back only when the next Q has come.
   __device__ __forceinline__ int own_end(const Task& task) const {
     if constexpr (!causal) return task.end;
     const int last_row = min(task.row + (warpgroup + 1) * warpgroup_rows, M) - 1;
     const int visible = visible_keys(last_row, schedule.N, schedule.diagonal);
-    return max(max(visible, task.end - stages * Bc), task.start + 1);
+    return max(max(visible, task.end - (stages - 1) * Bc), task.start + 1);
   }
   __device__ __forceinline__ void await_queries(Turn<Q_stages> own) const {
     wait(shared.Q_full[own.stage][warpgroup], own.phase);

@@ -32,7 +32,7 @@ __device__ __forceinline__ void take_from_producer() {
 // tile on.
 template <int rows>
 __device__ void apply_sign(Boxes<operand, rows, d>& Q, int row, float scale, int warpgroup) {
-  constexpr int chunks = Queries::count * box_columns / 8;
+  constexpr int chunks = Boxes<operand, rows, d>::count * box_columns / 8;
   for (int i = threadIdx.x % warpgroup_size; i < warpgroup_rows * chunks; i += warpgroup_size) {
     operand* q = Q.at(row + i / chunks, i % chunks);
     for (int j = 0; j < 8; ++j) q[j] = operand(float(q[j]) * (scale < 0 ? -1.0f : 0.0f));
