@@ -466,6 +466,17 @@ def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, scri
     still_works()
 
 
+def test_what_a_compiler_leaves_goes_with_its_folder(tmp_path):
+    """As what a linker leaves that is ended; the compiler and the cache are named from here."""
+    (tmp_path / "temporary").mkdir()
+    compiler(tmp_path, f'{TELLS}touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log; c++ "$@"')
+    env = {"CUPYFA_COMPILER": "./compiler", "CUPYFA_CACHE_DIR": "cache", "TMPDIR": "temporary"}
+    env |= {"CUPYFA_COMPILER_FLAGS": "-O0", "PYTHONPATH": str(sources.ROOT)}
+    subprocess.run([*CLI, *RUN], cwd=tmp_path, env={**os.environ, **env}, check=True)
+    assert len((tmp_path / "log").read_text().split()) == 4  # runtime and kernel, made and linked
+    assert not list(tmp_path.rglob("left.o"))
+
+
 def test_a_compiler_that_may_not_be_run(own_folders, fresh, monkeypatch, tmp_path):
     compiler(tmp_path, "exit 0").chmod(0o644)
     with monkeypatch.context() as patch:

@@ -485,15 +485,16 @@ def _compile_kernel(
 def _dynamic_memory(source: str, scratch: Path) -> Path:
     text, compiled = scratch / "memory.cpp", scratch / "memory.o"
     text.write_text(dynamic_shared.memory(source), encoding="utf-8")
-    _run([*compiler(), *_BASE_FLAGS, "-c", str(text), "-o", str(compiled)])
+    _run([*compiler(), *_BASE_FLAGS, "-c", str(text), "-o", str(compiled)], folder=scratch)
     return compiled
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
     # zig would first spend most of a minute on building a C++ library that nothing here needs.
     library = ["-nostdlib++"] if "clang" in _version() else []
-    names = map(str, objects)
-    _run([*compiler(), "-O2", "-shared", *library, *names, *options, "-o", str(path)])
+    names = [str(x.resolve()) for x in objects]
+    command = [*compiler(), "-O2", "-shared", *library, *names, *options]
+    _run([*command, "-o", str(path)], folder=path.parent)
 
 
 def _runtime_text() -> bytes:
@@ -509,7 +510,7 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
         # Kernels find the runtime by its soname, once it is loaded.
         compiled = scratch / "runtime.o"
         command = [*compiler(), *_BASE_FLAGS, "-fno-exceptions"]
-        _run([*command, "-c", str(_RUNTIME), "-o", str(compiled)])
+        _run([*command, "-c", str(_RUNTIME), "-o", str(compiled)], folder=scratch)
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
 
     with _lock:
@@ -557,11 +558,11 @@ def compiler() -> list[str]:
                 f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH;"
                 " name a C++ compiler, or 'zig' for the ziglang wheel, or unset it"
             )
-        return [found]
+        return [os.path.abspath(found)]  # it is started in other folders
     if not chosen:
         for name in ("c++", "g++", "clang++"):
             if found := shutil.which(name):
-                return [found]
+                return [os.path.abspath(found)]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise CompilerNotFound(
