@@ -562,7 +562,7 @@ def compiler() -> list[str]:
     if not chosen:
         for name in ("c++", "g++", "clang++"):
             if found := shutil.which(name):
-                return [os.path.abspath(found)]
+                return [found]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise CompilerNotFound(
