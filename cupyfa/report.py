@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -408,7 +409,7 @@ def _heading(column: str, cells: Sequence[str]) -> str:
 def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) -> int:
     """Characters in a row of the table, with two between columns."""
     lines = ([*headings[c].split("\n"), *cells] for c, cells in columns.items())
-    return sum(max(map(len, x)) for x in lines) + 2 * (len(columns) - 1)
+    return sum(max(map(cell_len, x)) for x in lines) + 2 * (len(columns) - 1)
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -469,7 +470,9 @@ def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, scri
 def test_what_a_compiler_leaves_goes_with_its_folder(tmp_path):
     """As what a linker leaves that is ended; the compiler and the cache are named from here."""
     (tmp_path / "temporary").mkdir()
-    compiler(tmp_path, f'{TELLS}touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log; c++ "$@"')
+    makes = f'touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log'
+    usual = shlex.join(machine.compiler())
+    compiler(tmp_path, f'[ "$1" = --version ] || {{ {makes}; }}; exec {usual} "$@"')
     env = {"CUPYFA_COMPILER": "./compiler", "CUPYFA_CACHE_DIR": "cache", "TMPDIR": "temporary"}
     env |= {"CUPYFA_COMPILER_FLAGS": "-O0", "PYTHONPATH": str(sources.ROOT)}
     subprocess.run([*CLI, *RUN], cwd=tmp_path, env={**os.environ, **env}, check=True)

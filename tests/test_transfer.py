@@ -114,7 +114,7 @@ def test_a_problem_that_cannot_be_cut_says_what_it_needs():
 # Results
 
 
-@pytest.mark.parametrize("most", [4096, 1 << 20])
+@pytest.mark.parametrize("most", [2048, 1 << 20])
 def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
     transfer.configure(chunk_bytes=most, piece_bytes=1 << 20)
     monkeypatch.setattr(transfer, "_CHUNK_COST", 400)
