@@ -16,28 +16,28 @@ from cupyfa.api import (
     plan,
     softmax,
 )
-from cupyfa.backends import DeviceError
-from cupyfa.backends.transfer import Transfer
-from cupyfa.binding import Bound
-from cupyfa.kernel import Kernel, Launch, Matmul, cdiv, padded
-from cupyfa.plans import Limits, Plan, Unsupported
+from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.numerics.tolerance import WrongResult
+from cupyfa.planner.plan import Limits, Plan, Unsupported
 from cupyfa.problem import Problem
-from cupyfa.tolerance import WrongResult
+from cupyfa.runtime.backend import DeviceError
+from cupyfa.runtime.prepared import Bound
+from cupyfa.runtime.transfer import Transfer
 
 if TYPE_CHECKING:
-    from cupyfa.accuracies import accuracy
-    from cupyfa.backends.simulator import Simulator
-    from cupyfa.backends.simulator.machine import CompilerNotFound, SimulatorFault
-    from cupyfa.benchmark import bench
-    from cupyfa.cases import Case
-    from cupyfa.checking import check, replay
-    from cupyfa.comparing import compare
-    from cupyfa.diagnosis import doctor
-    from cupyfa.footprint import memory
-    from cupyfa.measurement import Measurement
-    from cupyfa.profiling import profile
-    from cupyfa.roofs import roofline
-    from cupyfa.tuning import tune
+    from cupyfa.analysis.doctor import doctor
+    from cupyfa.analysis.memory import memory
+    from cupyfa.analysis.profile import profile
+    from cupyfa.analysis.roofline import roofline
+    from cupyfa.bench.accuracy import accuracy
+    from cupyfa.bench.bench import bench
+    from cupyfa.bench.compare import compare
+    from cupyfa.bench.results import Measurement
+    from cupyfa.bench.tune import tune
+    from cupyfa.runtime.simulator import Simulator
+    from cupyfa.runtime.simulator.machine import CompilerNotFound, SimulatorFault
+    from cupyfa.verify.case import Case
+    from cupyfa.verify.check import check, replay
 
 __version__ = "0.1.0"
 
@@ -86,21 +86,21 @@ __all__ = [
 # The tools around the kernels take as long to import as all the rest, and not every process has
 # use of the simulator: they are imported when used.
 _LATER = {
-    "Case": "cases",
-    "CompilerNotFound": "backends.simulator.machine",
-    "Measurement": "measurement",
-    "Simulator": "backends.simulator",
-    "SimulatorFault": "backends.simulator.machine",
-    "accuracy": "accuracies",
-    "bench": "benchmark",
-    "check": "checking",
-    "compare": "comparing",
-    "doctor": "diagnosis",
-    "memory": "footprint",
-    "profile": "profiling",
-    "replay": "checking",
-    "roofline": "roofs",
-    "tune": "tuning",
+    "Case": "verify.case",
+    "CompilerNotFound": "runtime.simulator.machine",
+    "Measurement": "bench.results",
+    "Simulator": "runtime.simulator",
+    "SimulatorFault": "runtime.simulator.machine",
+    "accuracy": "bench.accuracy",
+    "bench": "bench.bench",
+    "check": "verify.check",
+    "compare": "bench.compare",
+    "doctor": "analysis.doctor",
+    "memory": "analysis.memory",
+    "profile": "analysis.profile",
+    "replay": "verify.check",
+    "roofline": "analysis.roofline",
+    "tune": "bench.tune",
 }
 
 

@@ -2,7 +2,7 @@
 
 import runpy
 
-from cupyfa.sources import ROOT
+from cupyfa.planner.source import ROOT
 
 
 def main() -> None:

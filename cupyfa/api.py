@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa import calls, planning
-from cupyfa.backends import Backend, overlap, transfer
-from cupyfa.backends.select import adopt, backend_named, owner
-from cupyfa.backends.transfer import Transfer
-from cupyfa.binding import Bound, Form, Progress, form, rows_of
 from cupyfa.dtypes import dtype_named
-from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.plans import Limits, Plan, Unsupported
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits, Plan, Unsupported
 from cupyfa.problem import Problem, Window, four_axes
+from cupyfa.runtime import calls, transfer
+from cupyfa.runtime.backend import Backend, overlap
+from cupyfa.runtime.prepared import Bound, Form, Progress, form, rows_of
+from cupyfa.runtime.select import adopt, backend_named, owner
+from cupyfa.runtime.transfer import Transfer
 
 _MOST_BOUND = 256  # calls that are remembered, each by its arrays' forms and options
 

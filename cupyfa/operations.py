@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa import tolerance
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
 from cupyfa.problem import Problem
-from cupyfa.tolerance import Expected
 
 Arrays = Mapping[str, np.ndarray]
 

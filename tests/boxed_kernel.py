@@ -6,11 +6,11 @@ from cupyfa import Kernel, Launch, cdiv
 
 BOXED = """\
 // by_boxes: tiles are copied by boxes, a thread computes a row, blocks stay for all tiles.
-#include <boxes.cuh>
-#include <math.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <wgmma.cuh>
+#include <tile/tma_tile.cuh>
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <ptx/wgmma.cuh>
 
 struct Shared {
   Boxes<scalar, Br, columns> Q;  // then O

@@ -1,6 +1,6 @@
 """softmax_safe with a fault that shows on some sizes only: (right, wrong) pieces of its text."""
 
-from cupyfa import sources
+from cupyfa.planner import source as sources
 
 SCRIPT = """\
 from dataclasses import replace

@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
-from cupyfa import DeviceError, tuned
-from cupyfa.backends.select import backend_named
+from cupyfa import DeviceError
+from cupyfa.planner import tuned
+from cupyfa.runtime.select import backend_named
 
 # Tests compile much, and run little of it.
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
@@ -62,7 +63,8 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def no_device(monkeypatch):
     """A machine without a CUDA device, whatever this one has."""
-    from cupyfa.backends import cuda, select
+    from cupyfa.runtime import select
+    from cupyfa.runtime.cuda import device as cuda
 
     monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
     for choice in (select._cuda, select._automatic):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from cupyfa import Simulator
-from cupyfa.backends import execute, extent
+from cupyfa.runtime.backend import execute, extent
 
 
 class Far(np.ndarray):

@@ -28,10 +28,12 @@ import click
 import numpy as np
 
 import cupyfa
-from cupyfa import environment, peers, report, timing
-from cupyfa.backends.select import backend_named
+from cupyfa.bench import peers, timing
 from cupyfa.commands.options import backend_option, dtype_choice, format_option
 from cupyfa.dtypes import dtype_named
+from cupyfa.report import tables as report
+from cupyfa.runtime import environment
+from cupyfa.runtime.select import backend_named
 
 ROOT = Path(cupyfa.__file__).parents[1]
 WARM_UP = 2  # rounds: kernels are compiled, and from the third call on results lie in pinned memory

@@ -11,10 +11,12 @@ import sys
 import cupy
 from problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-from cupyfa import Problem, calls, planning
-from cupyfa.backends import allocated, run
-from cupyfa.backends.select import backend_named
+from cupyfa import Problem
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import allocated, run
+from cupyfa.runtime.select import backend_named
 
 # Long enough for every ring of tiles to go round, and of head dimensions that differ in how.
 LONG = tuple(

@@ -2,8 +2,8 @@
 
 MINE = """\
 // mine: one thread for every query row, which walks over all keys with an online softmax.
-#include <math.cuh>
-#include <tensor.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
 
 extern "C" __global__ void mine(Tensor<const scalar> Q, Tensor<const scalar> K,
                                 Tensor<const scalar> V, Tensor<scalar> O, int M, int N,

@@ -1,9 +1,11 @@
 """Problems that tests share: sizes that divide nothing, and inputs for them."""
 
-from cupyfa import Problem, calls, planning
-from cupyfa.cases import Case
+from cupyfa import Problem
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.sweeps import usual_dtype
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.verify.case import Case
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]

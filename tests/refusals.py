@@ -9,7 +9,8 @@ import numpy as np
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import sources, store
+from cupyfa import store
+from cupyfa.planner import source as sources
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 SIMULATOR = ("--backend", "simulator")

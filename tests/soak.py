@@ -34,8 +34,8 @@ import numpy as np
 import own_kernel
 
 import cupyfa
-from cupyfa.backends.select import backend_named
-from cupyfa.records import record_named
+from cupyfa.ladder.lookup import record_named
+from cupyfa.runtime.select import backend_named
 
 SWITCH_INTERVAL = 2e-4  # seconds until another thread may go on: at 5 ms few calls meet
 MMAP_THRESHOLD = -3  # of glibc's mallopt

@@ -9,9 +9,9 @@ import pytest
 from problems import FORWARD, name
 
 import cupyfa
-from cupyfa import reference
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.dtypes import DTYPES
-from cupyfa.sweeps import usual_dtype
+from cupyfa.numerics import reference
 
 NEG = -np.inf
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)

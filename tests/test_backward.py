@@ -5,14 +5,17 @@ import pytest
 from problems import RAGGED, WINDOWED, in_turn, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import Problem, calls, planning, reference
-from cupyfa.backends.simulator import Simulator
-from cupyfa.compiling import limits_of
+from cupyfa import Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.bench.trial import difference, trial
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
-from cupyfa.sources import ROOT
-from cupyfa.sweeps import usual_dtype
-from cupyfa.trial import difference, trial
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.planner.source import ROOT
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)

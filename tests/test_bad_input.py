@@ -21,9 +21,10 @@ from problems import FORWARD
 from refusals import SIMULATOR, SMALL, command, files, line_of, says, still_works
 
 import cupyfa
-from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported, failures
-from cupyfa.cases import Case
+from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported
 from cupyfa.problem import MOST
+from cupyfa.verify import failures
+from cupyfa.verify.case import Case
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -479,7 +480,7 @@ CALLS = {
         *(V, "a Matmul names S", "arrays are Q, K, V, O, lse"),
     ),
     "unknown operation": (
-        lambda: cupyfa.planning.plan(own(operation="pool"), problem(), Simulator().limits),
+        lambda: cupyfa.planner.select.plan(own(operation="pool"), problem(), Simulator().limits),
         *(V, "own computes 'pool'", "operations are softmax, forward"),
     ),
     "grid raises": (
@@ -564,7 +565,7 @@ def test_numbers_of_other_kinds_are_scales(scale):
 
 def test_sizes_may_be_numpys():
     large = problem(**{name: np.int16(181) for name in ("M", "N", "heads", "batch")})
-    assert cupyfa.planning.plan(FORWARD["fa2_coalesced"], large, Simulator().limits).launches[
+    assert cupyfa.planner.select.plan(FORWARD["fa2_coalesced"], large, Simulator().limits).launches[
         0
     ].grid[0] == 181 * 181 * math.ceil(181 / 128)
 

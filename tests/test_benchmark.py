@@ -15,25 +15,18 @@ from problems import DTYPES, FORWARD, inputs_of, planned
 from test_cli import cli, refused, strict
 
 import cupyfa
-from cupyfa import (
-    DeviceError,
-    Problem,
-    Simulator,
-    benchmark,
-    calls,
-    peaks,
-    peers,
-    records,
-    sampling,
-    store,
-    timing,
-)
-from cupyfa.benchmark import bench
-from cupyfa.cases import LAYOUTS
+from cupyfa import DeviceError, Problem, Simulator, store
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench import peaks, peers, timing
+from cupyfa.bench.bench import bench
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
-from cupyfa.measurement import Measurement, Results
+from cupyfa.ladder import lookup as records
 from cupyfa.operations import OPERATIONS, Excerpt
-from cupyfa.plans import Plan, Unsupported
+from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.runtime import calls
+from cupyfa.verify import sampling
+from cupyfa.verify.case import LAYOUTS
 
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 OF_ANY_M = ("-B", 1, "-H", 2, "-d", 8, "--backend", "simulator", "--budget", 0)

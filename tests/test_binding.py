@@ -17,10 +17,14 @@ import pytest
 from problems import FORWARD, name, planned
 
 import cupyfa
-from cupyfa import Simulator, Unsupported, binding, planning, sources
-from cupyfa.backends import arguments, execute, extent, select
+from cupyfa import Simulator, Unsupported
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.sweeps import usual_dtype
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.runtime import prepared as binding
+from cupyfa.runtime import select
+from cupyfa.runtime.backend import arguments, execute, extent
 
 
 class Near(np.ndarray):
@@ -465,7 +469,7 @@ def test_threads_share_a_bound_call(near):
 @pytest.fixture
 def driver(monkeypatch):
     """CuPy's arrays over host memory, and launches that are only written down."""
-    from cupyfa.backends import cuda
+    from cupyfa.runtime.cuda import device as cuda
 
     launched = []
 
@@ -492,7 +496,7 @@ class Driven:
     """CUDA without a device."""
 
     def __new__(cls):
-        from cupyfa.backends.cuda import Cuda
+        from cupyfa.runtime.cuda.device import Cuda
 
         class Engine(Cuda):
             def prepare(self, launch):
@@ -556,7 +560,7 @@ def test_each_thread_has_arguments_of_its_own(driver):
 
 def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, monkeypatch):
     """Of two threads in one stream, which share the temporaries that the second launch reads."""
-    from cupyfa.backends import cuda
+    from cupyfa.runtime.cuda import device as cuda
 
     engine = Driven()
     sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
@@ -617,7 +621,7 @@ class Tensor:
 
 @pytest.fixture
 def torch(driver, monkeypatch):
-    from cupyfa.backends import cuda
+    from cupyfa.runtime.cuda import device as cuda
 
     names = ("float16", "bfloat16", "float32", "float64")
     stream = SimpleNamespace(cuda_stream=5)

@@ -10,24 +10,15 @@ import pytest
 from problems import inputs_of, planned
 
 import cupyfa
-from cupyfa import (
-    Case,
-    DeviceError,
-    Kernel,
-    Launch,
-    Limits,
-    Problem,
-    Unsupported,
-    backends,
-    calls,
-    compiling,
-    planning,
-    report,
-    timing,
-    trial,
-)
-from cupyfa.backends.select import backend_named
+from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.analysis import resources as compiling
+from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.report import tables as report
+from cupyfa.runtime import backend as backends
+from cupyfa.runtime import calls
+from cupyfa.runtime.select import backend_named
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
 ODD = {"heads": 2, "M": 19, "N": 11, "d": 33, "dv": 9}
@@ -143,7 +134,7 @@ def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
 
 
 def test_it_is_compiled_for_its_own_architecture(kernel):
-    pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
+    pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
     arches, dtypes = ["80", "90", "90a", "100"], ["bfloat16", "bfloat16"]
     ((plan, arch),) = compiling.plans([kernel], arches, dtypes, 40)
     compiled = compiling.compile_launch(plan.launches[0], arch)
@@ -153,7 +144,7 @@ def test_it_is_compiled_for_its_own_architecture(kernel):
 
 
 def test_cupy_is_told_the_architecture(kernel, monkeypatch):
-    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
     asked = []
 
     class Module:
@@ -173,7 +164,7 @@ def test_cupy_is_told_the_architecture(kernel, monkeypatch):
 
 
 def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, tmp_path):
-    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
     made = {}
 
     class Module:
@@ -198,7 +189,7 @@ def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, t
 
 
 def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
-    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
     launched, stops = [], []
 
     class Memory(list):
@@ -224,7 +215,7 @@ def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
 
 # Products whose registers are written between them: ptxas makes them wait for each other.
 SLOW = """
-#include <wgmma.cuh>
+#include <ptx/wgmma.cuh>
 extern "C" __global__ __launch_bounds__(128) void own(Tensor<const scalar> Q, float* lse) {
   __shared__ alignas(1024) scalar tile[2][64][64];
   float sums[8] = {};
@@ -241,8 +232,8 @@ extern "C" __global__ __launch_bounds__(128) void own(Tensor<const scalar> Q, fl
 
 
 def test_the_compiler_warns_of_products_in_turn(tmp_path):
-    pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
-    (tmp_path / "own.cu").write_text(f"#include <tensor.cuh>\n{SLOW}")
+    pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
+    (tmp_path / "own.cu").write_text(f"#include <tile/tensor.cuh>\n{SLOW}")
     step = launch(args="Q lse.data", boxes={})
     own = Kernel("own", "", (step,), dtypes=("float16",), arch="90a", folder=tmp_path)
     ((plan, arch),) = compiling.plans([own], ["90"], ["float16"], 64)
@@ -314,7 +305,7 @@ ENCODE = ctypes.CFUNCTYPE(
 
 
 def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
-    cuda = pytest.importorskip("cupyfa.backends.cuda", reason="CuPy is not installed")
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
     asked = []
 
     def numbers(address, kind, count):

@@ -17,9 +17,13 @@ from click.testing import CliRunner
 from test_cli import MAIN
 
 import cupyfa
-from cupyfa import Kernel, Launch, Problem, caches, compiling, planning, sources, store
-from cupyfa.backends.select import backend_named
-from cupyfa.plans import Tuned
+from cupyfa import Kernel, Launch, Problem, store
+from cupyfa.analysis import caches
+from cupyfa.analysis import resources as compiling
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import Tuned
+from cupyfa.runtime.select import backend_named
 
 HEX = "0123456789abcdef"
 OBJECT = f"fa2-{HEX * 2}.so"

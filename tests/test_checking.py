@@ -20,9 +20,15 @@ import pytest
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import Problem, Simulator, checking, grids, sampling, sources, tasks
-from cupyfa.cases import Case
-from cupyfa.failures import (
+from cupyfa import Problem, Simulator
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.lookup import record_named
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner import source as sources
+from cupyfa.verify import check as checking
+from cupyfa.verify import grids, sampling, tasks
+from cupyfa.verify.case import Case
+from cupyfa.verify.failures import (
     COMPILE_ERROR,
     DEVICE_LOST,
     DIED,
@@ -36,10 +42,7 @@ from cupyfa.failures import (
     WROTE_OUTSIDE,
     Outcome,
 )
-from cupyfa.ladder import LADDER
-from cupyfa.operations import OPERATIONS
-from cupyfa.records import record_named
-from cupyfa.tasks import Task, perform
+from cupyfa.verify.tasks import Task, perform
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]

@@ -17,9 +17,11 @@ from click.testing import CliRunner
 from problems import DTYPES
 
 import cupyfa
-from cupyfa import report, sources, trial
-from cupyfa.cases import Case
+from cupyfa.bench import trial
 from cupyfa.ladder import LADDER
+from cupyfa.planner import source as sources
+from cupyfa.report import tables as report
+from cupyfa.verify.case import Case
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]

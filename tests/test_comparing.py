@@ -8,8 +8,9 @@ import pytest
 from test_cli import cli, refused, strict
 
 import cupyfa
-from cupyfa import Problem, comparing
-from cupyfa.measurement import Measurement, Results
+from cupyfa import Problem
+from cupyfa.bench import compare as comparing
+from cupyfa.bench.results import Measurement, Results
 
 PROBLEM = Problem.of_sizes(M=64, d=16, batch=2, heads=3, dtype="float16", causal=True)
 WHERE = {"device": "a card", "cuda": "12.9", "time": "now", "command": "cupyfa bench fa2"}

@@ -17,15 +17,18 @@ import own_kernel
 import pytest
 from problems import DTYPES
 
-from cupyfa import Launch, Problem, compiling, planning, sources
-from cupyfa.compiling import Compiled, compile_launch, limits_of
-from cupyfa.kernel import ARCHES
+from cupyfa import Launch, Problem
+from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import ARCHES
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
 
-pytest.importorskip("cupyfa.backends.cuda", reason="CuPy and its NVRTC are not installed")
+pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
 
 PARTS = 3
-TENSOR_CORES = re.compile(r"#include <\w*mma\.cuh>")
+TENSOR_CORES = re.compile(r"#include <[\w/]*mma\w*\.cuh>")
 
 
 def plans(arch, d):

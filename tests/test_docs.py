@@ -28,7 +28,7 @@ import click
 import pytest
 
 import cupyfa
-from cupyfa.sources import ROOT
+from cupyfa.planner.source import ROOT
 
 MAIN = runpy.run_path(str(ROOT / "cli.py"))["main"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from test_cli import MAIN
 
 import cupyfa
-from cupyfa import diagnosis, environment, store
-from cupyfa.diagnosis import FAULT, MISSING, OK, Finding, Probe, runs_on
+from cupyfa import store
+from cupyfa.analysis import doctor as diagnosis
+from cupyfa.analysis.doctor import FAULT, MISSING, OK, Finding, Probe, runs_on
+from cupyfa.runtime import environment
 
 THINGS = [probe.thing for probe in diagnosis.PROBES]
 DEVICE = {
@@ -296,7 +298,7 @@ def cupy_raises(monkeypatch):
 def test_a_broken_cupy_leaves_the_rest_to_be_looked_at(monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] in ("cupy", "cupy_backends")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "cupyfa.backends.cuda", raising=False)
+    monkeypatch.delitem(sys.modules, "cupyfa.runtime.cuda.device", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     findings = by_thing(cupyfa.doctor())
     assert findings["CuPy"].state != OK and "cupy" in findings["CuPy"].found
@@ -479,7 +481,7 @@ def test_optional_packages_hinder_nothing(monkeypatch):
     def lost(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("cupyfa.environment.version", lost)
+    monkeypatch.setattr("cupyfa.runtime.environment.version", lost)
     for thing in ("torch", "jax", "nvidia-cudnn-frontend"):
         assert look(thing).state == MISSING and look(thing).remedy.startswith("pip install")
 

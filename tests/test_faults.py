@@ -8,9 +8,11 @@ import pytest
 from left_out import VARIABLE, optional
 from problems import FORWARD, inputs_of, name, planned
 
-from cupyfa import WrongResult, calls, sources
-from cupyfa.backends.simulator import Simulator
-from cupyfa.backends.simulator.machine import SimulatorFault
+from cupyfa import WrongResult
+from cupyfa.planner import source as sources
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
 
 SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
 

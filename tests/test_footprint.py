@@ -9,7 +9,10 @@ import pytest
 from test_cli import cli, refused, strict
 
 import cupyfa
-from cupyfa import Simulator, footprint, profiling, traffic
+from cupyfa import Simulator
+from cupyfa.analysis import memory as footprint
+from cupyfa.analysis import profile as profiling
+from cupyfa.analysis import traffic
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
 

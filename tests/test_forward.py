@@ -7,8 +7,8 @@ import pytest
 from problems import FORWARD, RAGGED, in_turn, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import calls
-from cupyfa.backends.simulator import Simulator
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)

@@ -7,9 +7,12 @@ from problems import FORWARD, inputs_of
 from test_hopper_headers import FILL, WRITE, launch
 
 import cupyfa
-from cupyfa import Problem, calls, planning, reference, tolerance
-from cupyfa.backends.simulator import Simulator
-from cupyfa.plans import Limits
+from cupyfa import Problem
+from cupyfa.numerics import reference, tolerance
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 FP8 = FORWARD["wgmma_fp8"]
 E4M3 = ml_dtypes.float8_e4m3fn

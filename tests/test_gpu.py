@@ -10,8 +10,8 @@ import pytest
 from problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import calls
-from cupyfa.cases import Case
+from cupyfa.runtime import calls
+from cupyfa.verify.case import Case
 
 pytestmark = pytest.mark.gpu
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -91,10 +91,10 @@ def test_a_second_process_finds_the_kernel_on_disk(process, tmp_path):
 def test_named_barriers_order_the_warps_that_meet(cuda):
     import cupy
 
-    from cupyfa.sources import INCLUDE
+    from cupyfa.planner.source import INCLUDE
 
     code = """
-    #include <named_barrier.cuh>
+    #include <ptx/named_barrier.cuh>
     extern "C" __global__ void halves(int* out) {
       __shared__ int value[2];
       const int half = threadIdx.x / 64;

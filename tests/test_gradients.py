@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from cupyfa import Problem, Simulator, cases, reference, sampling, tolerance
-from cupyfa.cases import Case
+from cupyfa import Problem, Simulator
+from cupyfa.numerics import reference, tolerance
 from cupyfa.operations import OPERATIONS, Excerpt
+from cupyfa.verify import case as cases
+from cupyfa.verify import sampling
+from cupyfa.verify.case import Case
 
 BACKWARD = OPERATIONS["backward"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")

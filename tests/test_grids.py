@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from problems import DTYPES
 
-from cupyfa import Problem, grids
-from cupyfa.cases import LAYOUTS, VALUES, Case
+from cupyfa import Problem
+from cupyfa.verify import grids
+from cupyfa.verify.case import LAYOUTS, VALUES, Case
 
 EVERY_GRID = pytest.mark.parametrize("grid", grids.GRIDS)
 OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax", "backward"])

@@ -7,10 +7,13 @@ import pytest
 from left_out import VARIABLE, optional
 from problems import inputs_of
 
-from cupyfa import Problem, WrongResult, calls, planning, sources
-from cupyfa.backends.simulator import Simulator
-from cupyfa.backends.simulator.machine import SimulatorFault
+from cupyfa import Problem, WrongResult
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
 
 ORDERS = re.compile(
     r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expecting|barrier_sync|barrier_arrive"
@@ -27,8 +30,8 @@ TILES = {
 # Headers that order things, each with a rung that needs all that it says.
 HEADERS = {
     "consumers.cuh": "wgmma",
-    "boxes.cuh": "wgmma",
-    "turns.cuh": "wgmma_overlap",
+    "tma_tile.cuh": "wgmma",
+    "ping_pong.cuh": "wgmma_overlap",
     "gradient_warpgroups.cuh": "wgmma_two_pass",
     "last_block.cuh": "wgmma_columns",
 }
@@ -71,7 +74,7 @@ def places():
             announces = text[: found.end()].endswith(ANNOUNCES_REGISTERS)
             if found[0] != AWAITS_TURN and not announces:
                 line = text[: found.start()].count("\n") + 1
-                about_turns = file == "turns.cuh" or "pass_turn" in found[0]
+                about_turns = file == "ping_pong.cuh" or "pass_turn" in found[0]
                 place = (kernel, file, number, about_turns)
                 yield pytest.param(*place, id=f"{file}:{line}-{found[0]}")
 

@@ -1,4 +1,4 @@
-"""The headers of Hopper, barrier.cuh, tma.cuh, wgmma.cuh and warpgroup.cuh, in the simulator."""
+"""The headers of Hopper, mbarrier.cuh, tma.cuh, wgmma.cuh and setmaxnreg.cuh, in the simulator."""
 
 import re
 import textwrap
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from test_simulator import INCLUDE
 
-from cupyfa.backends.simulator import machine
+from cupyfa.runtime.simulator import machine
 
 HEAD = """
-#include <barrier.cuh>
-#include <boxes.cuh>
+#include <ptx/mbarrier.cuh>
+#include <tile/tma_tile.cuh>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <named_barrier.cuh>
-#include <shared.cuh>
-#include <tma.cuh>
-#include <warpgroup.cuh>
-#include <wgmma.cuh>
+#include <ptx/named_barrier.cuh>
+#include <tile/shared.cuh>
+#include <ptx/tma.cuh>
+#include <ptx/setmaxnreg.cuh>
+#include <ptx/wgmma.cuh>
 """
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
@@ -94,7 +94,7 @@ def numbers(shape, dtype=np.uint16, seed=0):
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
 
 
-# tma.cuh and barrier.cuh
+# tma.cuh and mbarrier.cuh
 
 BOX = """
 struct Shared {
@@ -719,7 +719,7 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
 
-# warpgroup.cuh
+# setmaxnreg.cuh
 
 
 @pytest.mark.parametrize("schedule", SEEDS)

@@ -7,9 +7,11 @@ import pytest
 from problems import FORWARD, inputs_of, name
 
 import cupyfa
-from cupyfa import Problem, calls, planning
-from cupyfa.backends.simulator import Simulator
-from cupyfa.compiling import limits_of
+from cupyfa import Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 RUNGS = [kernel for kernel in FORWARD.values() if kernel.name.startswith("wgmma")]
 EACH = pytest.mark.parametrize("kernel", RUNGS, ids=name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa.backends import transfer
+from cupyfa.runtime import transfer
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def test_registered_memory_is_pinned_too():
     import cupy
 
     x = arrays(4, 8, 300, 64)[0]
-    cuda = cupyfa.backends.select.backend_named("cuda")
+    cuda = cupyfa.runtime.select.backend_named("cuda")
     assert not cuda.is_pinned(x)
     cupy.cuda.runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
     try:
@@ -80,7 +80,7 @@ def test_uploads_and_downloads_overlap(monkeypatch):
     whatever else goes on on the bus. Which copies share an engine there it does not tell."""
     import cupy
 
-    from cupyfa.backends.cuda import _Lane
+    from cupyfa.runtime.cuda.device import _Lane
 
     q, k, v = (cupyfa.empty_pinned((8, 16, 2048, 128), np.float16) for _ in range(3))
     for x in (q, k, v):
@@ -210,7 +210,7 @@ def test_tensors_of_torch_go_in_by_their_addresses():
     host = arrays(1, 2, 100, 64)
     right = cupyfa.attention(*on_device(*host))
     tensors = [torch.from_numpy(x).cuda() for x in host]
-    assert cupyfa.backends.select.backend_named("cuda").adopt_tensors(tensors) is not None
+    assert cupyfa.runtime.select.backend_named("cuda").adopt_tensors(tensors) is not None
     assert (cupyfa.attention(*tensors) == right).all()
     turned = [x.swapaxes(1, 2).contiguous().swapaxes(1, 2) for x in tensors]
     assert (cupyfa.attention(*turned) == right).all()

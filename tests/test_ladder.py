@@ -8,9 +8,13 @@ from dataclasses import replace
 import pytest
 from test_cli import cli, refused, strict
 
-from cupyfa import Problem, benchmark, pages, plotting, sources
+from cupyfa import Problem
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
-from cupyfa.measurement import Measurement, Results
+from cupyfa.planner import source as sources
+from cupyfa.report import plots as plotting
+from cupyfa.report import publish as pages
 
 RUNGS = list(LADDER["forward"])
 OF_16_BITS = [x for x in RUNGS if x not in ("mma_tf32", "wgmma_fp8")]

@@ -89,7 +89,7 @@ def test_the_wheel_holds_all_and_nothing_else(built):
     info = {file for file in files if file.startswith(f"cupyfa-{VERSION}.dist-info/")}
     assert files - info == expected
     assert "cupyfa/py.typed" in files
-    assert "cupyfa/backends/simulator/runtime.cpp" in files
+    assert "cupyfa/runtime/simulator/runtime.cpp" in files
     assert "cupyfa/backends/simulator/include/simulator.h" in files
     assert any(file.endswith("licenses/LICENSE") for file in info)
 
@@ -166,7 +166,9 @@ def works(command, folder):
 
 def root(python, cwd):
     """Where a Python finds kernels/ and cli.py."""
-    return Path(call(python, "-c", "from cupyfa.sources import ROOT; print(ROOT)", cwd=cwd).strip())
+    return Path(
+        call(python, "-c", "from cupyfa.planner.source import ROOT; print(ROOT)", cwd=cwd).strip()
+    )
 
 
 def test_the_installed_wheel(built, environment, tmp_path):

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from problems import usual_dtype
 
-from cupyfa import calls, planning
-from cupyfa.backends.simulator import Simulator
-from cupyfa.cases import Case
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import Case
 
 FORWARD = LADDER["forward"]
 PACKING = ["mma_async", "mma_tf32"]

@@ -9,10 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from cupyfa import Problem, Simulator, Unsupported, peers, tolerance
-from cupyfa.cases import Case
+from cupyfa import Problem, Simulator, Unsupported
+from cupyfa.bench import peers
+from cupyfa.bench.timing import placed
+from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
-from cupyfa.timing import placed
+from cupyfa.verify.case import Case
 
 SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
 MASKS = [

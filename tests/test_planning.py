@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import Kernel, Launch, Limits, Problem, Unsupported, planning
+from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.sweeps import usual_dtype
+from cupyfa.planner import select as planning
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")

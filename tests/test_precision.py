@@ -11,23 +11,16 @@ from problems import FORWARD, RAGGED, name
 from test_cli import SIMULATOR, SIZES, cli, strict
 
 import cupyfa
-from cupyfa import (
-    Kernel,
-    Launch,
-    Limits,
-    Problem,
-    Unsupported,
-    calls,
-    failures,
-    peers,
-    planning,
-    reference,
-    sources,
-    sweeps,
-)
-from cupyfa.backends.simulator import Simulator
-from cupyfa.cases import Case
-from cupyfa.plans import Tuned
+from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.bench import peers, sweeps
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import Tuned
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify import failures
+from cupyfa.verify.case import Case
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")

@@ -14,9 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import DeviceError, Problem, Unsupported, compiling, profiling, report, sources
-from cupyfa.cases import Case
+from cupyfa import DeviceError, Problem, Unsupported
+from cupyfa.analysis import profile as profiling
+from cupyfa.analysis import resources as compiling
 from cupyfa.ladder import LADDER
+from cupyfa.planner import source as sources
+from cupyfa.report import tables as report
+from cupyfa.verify.case import Case
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 SMALL = Case("forward", Problem.of_sizes(batch=1, heads=2, M=70, N=45, d=33, causal=True), seed=7)

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from cupyfa.ladder import LADDER
-from cupyfa.sources import ROOT
+from cupyfa.planner.source import ROOT
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, CHINESE, *sorted((ROOT / "docs").rglob("*.md"))]

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyfa import reference
+from cupyfa.numerics import reference
 
 NAN, INF = np.nan, np.inf
 

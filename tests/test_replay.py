@@ -12,11 +12,13 @@ from click.testing import CliRunner
 from problems import DTYPES
 
 import cupyfa
-from cupyfa import Problem, Simulator, failures, sources
-from cupyfa.cases import LAYOUTS, Case
-from cupyfa.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Failure
-from cupyfa.records import record_named
-from cupyfa.tasks import Task, perform
+from cupyfa import Problem, Simulator
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner import source as sources
+from cupyfa.verify import failures
+from cupyfa.verify.case import LAYOUTS, Case
+from cupyfa.verify.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Failure
+from cupyfa.verify.tasks import Task, perform
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 CASE = Case("softmax", Problem.of_row_sizes(5, 19, "float32"), seed=4, layout="gaps")
@@ -182,6 +184,6 @@ def test_what_the_kernel_cannot_do_is_said(tmp_path):
 
 
 def test_too_large_failures_are_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("cupyfa.tasks.LARGEST_FILE", 1000)
+    monkeypatch.setattr("cupyfa.verify.tasks.LARGEST_FILE", 1000)
     assert stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED) is None
     assert not (tmp_path / "files").exists()

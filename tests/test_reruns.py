@@ -6,9 +6,10 @@ Results are compared where they are: `check --reruns` copies each to the host.
 import pytest
 from problems import RAGGED, in_turn, inputs_of, name, planned
 
-from cupyfa import Unsupported, calls
-from cupyfa.backends import allocated, execute
+from cupyfa import Unsupported
 from cupyfa.ladder import LADDER
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import allocated, execute
 
 LAUNCHES = 1000
 # For most kernels more blocks than a GPU holds at a time, which therefore begin and end in ever

@@ -25,12 +25,14 @@ import pytest
 from refusals import SIMULATOR, SMALL, command, files, line_of, says, still_works
 
 import cupyfa
-from cupyfa import Problem, grids, sources, store
-from cupyfa.backends import DeviceLost
-from cupyfa.backends.simulator import machine
-from cupyfa.cases import Case
+from cupyfa import Problem, store
 from cupyfa.commands import signals
+from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
+from cupyfa.runtime.backend import DeviceLost
+from cupyfa.runtime.simulator import machine
+from cupyfa.verify import grids
+from cupyfa.verify.case import Case
 
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
@@ -618,7 +620,7 @@ def threads():
 
 def test_a_call_that_is_interrupted_leaves_nothing_running(own_folders, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{ENDLESS['reading']}\n  {BODY}"))
-    endless = cupyfa.records.record_named(f"{script}:mine")
+    endless = cupyfa.ladder.lookup.record_named(f"{script}:mine")
     still_works()
     before = threads()
     for _ in range(3):
@@ -662,7 +664,7 @@ main(sys.argv[3:])
 # The same, once a check is about to have its cases run.
 WHEN_CHECKING = """
 import pathlib, runpy, sys
-from cupyfa import checking
+from cupyfa.verify import check as checking
 run = checking._run
 def begin(*args):
     pathlib.Path(sys.argv[2]).touch()
@@ -747,7 +749,7 @@ def failures(folder):
     for name, change in texts.items():
         (folder / name).mkdir()
         own_kernel.write(folder / name, cu=change)
-        record = cupyfa.records.record_named(f"{folder / name}/script.py:mine")
+        record = cupyfa.ladder.lookup.record_named(f"{folder / name}/script.py:mine")
         yield lambda record=record: cupyfa.attention(
             *INPUTS, kernel=record, backend="simulator", check=True
         )
@@ -823,7 +825,7 @@ def stub(status=None, **attributes):
 @pytest.fixture
 def compiled(monkeypatch):
     """Has a launch compiled by a stub, on a machine that need not have a device."""
-    from cupyfa.backends import cuda
+    from cupyfa.runtime.cuda import device as cuda
 
     def prepare(module):
         monkeypatch.setattr(cuda.cupy, "RawModule", module)
@@ -850,7 +852,7 @@ def test_errors_of_cuda_are_one_line(monkeypatch):
     from cupy.cuda.memory import OutOfMemoryError
     from cupy_backends.cuda.api import runtime
 
-    from cupyfa.backends import cuda
+    from cupyfa.runtime.cuda import device as cuda
 
     def lost():
         raise runtime.CUDARuntimeError(700)
@@ -914,7 +916,7 @@ AFTER_A_TRAP = """
 import sys
 import numpy as np
 import cupyfa
-from cupyfa.records import record_named
+from cupyfa.ladder.lookup import record_named
 
 mine = record_named(sys.argv[1])
 x = np.ones((4, 3), np.float32)

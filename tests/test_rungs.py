@@ -5,10 +5,13 @@ import re
 
 import pytest
 
-from cupyfa import compiling, planning, profiling, sweeps
+from cupyfa.analysis import profile as profiling
+from cupyfa.analysis import resources as compiling
+from cupyfa.bench import sweeps
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner.source import ROOT
 from cupyfa.problem import Problem
-from cupyfa.sources import ROOT
 
 PAGES = ROOT / "docs" / "rungs"
 RUNGS = [kernel for kernels in LADDER.values() for kernel in kernels.values()]

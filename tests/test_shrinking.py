@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from cupyfa import Problem
-from cupyfa.cases import Case
-from cupyfa.shrinking import shrunk
+from cupyfa.verify.case import Case
+from cupyfa.verify.shrink import shrunk
 
 LARGE = Case(
     "forward",

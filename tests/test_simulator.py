@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyfa import sources
-from cupyfa.backends.simulator import dynamic_shared, machine
+from cupyfa.planner import source as sources
+from cupyfa.runtime.simulator import dynamic_shared, machine
 
 INCLUDE = [sources.INCLUDE]
 # Without it, a fault of a plain access names no line.
@@ -117,7 +117,7 @@ def test_shared_memory_starts_as_nan_and_belongs_to_the_block():
         A[blockIdx.x * 32 + threadIdx.x] = shared.x[31 - threadIdx.x];
     """
     A = np.zeros((50, 32), np.float32)
-    launch(body, A, grid=(50, 1, 1), shared_bytes=128, head="#include <shared.cuh>")
+    launch(body, A, grid=(50, 1, 1), shared_bytes=128, head="#include <tile/shared.cuh>")
     assert (A == np.arange(50)[:, None]).all()
 
 
@@ -244,10 +244,10 @@ def test_named_barriers_pass_data_between_warps():
         }
     """
     for schedule in (None, 5, 6):
-        launch(body, A, threads=64, schedule=schedule, head="#include <named_barrier.cuh>")
+        launch(body, A, threads=64, schedule=schedule, head="#include <ptx/named_barrier.cuh>")
         assert (A.reshape(10, 32) == 100 * np.arange(10)[:, None] + np.arange(32)[::-1]).all()
     late = body.replace("barrier_sync(2, 64);", "").replace("barrier_arrive(2, 64);", "")
-    caught = fault(late, A, threads=64, schedule=5, head="#include <named_barrier.cuh>")
+    caught = fault(late, A, threads=64, schedule=5, head="#include <ptx/named_barrier.cuh>")
     assert "race" in caught.what
 
 
@@ -491,14 +491,14 @@ def test_tensor_core_tiles(load, transposed):
         store(B + s1, 20, d);
     """
     scalars = (np.int32(start), np.int32(skip))
-    launch(body, memory, out, scalars=scalars, head="#include <wmma.cuh>")
+    launch(body, memory, out, scalars=scalars, head="#include <ptx/wmma.cuh>")
     a, b = A[:, :16].astype(float), B[:, :16].astype(float)
     want = 2 * a @ (b.T if transposed else b)
     got = out[skip : skip + 320].reshape(16, 20)
     np.testing.assert_allclose(got[:, :16], want, rtol=1e-5, atol=1e-5)
     assert (got[:, 16:] == 0).all()
     shifted = (np.int32(start + 8), np.int32(skip))
-    caught = fault(body, memory, out, scalars=shifted, head="#include <wmma.cuh>")
+    caught = fault(body, memory, out, scalars=shifted, head="#include <ptx/wmma.cuh>")
     assert "multiple of 32 bytes" in caught.what
 
 
@@ -507,10 +507,10 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
     pathfinder = pytest.importorskip("cuda.pathfinder", reason="needs the CUDA headers' wheel")
     nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy").nvrtc
     text = """
-        #include <wmma.cuh>
-        #include <named_barrier.cuh>
-        #include <mma.cuh>
-        #include <cp_async.cuh>
+        #include <ptx/wmma.cuh>
+        #include <ptx/named_barrier.cuh>
+        #include <ptx/mma.cuh>
+        #include <ptx/cp_async.cuh>
         extern "C" __global__ void test(const __half* a, float* out) {
           __shared__ __align__(16) __half tile[32][8];
           copy_async(tile[threadIdx.x], a, threadIdx.x % 17);
@@ -639,7 +639,7 @@ def test_bytes_of_one_granule_may_belong_to_two_threads():
 
 
 def test_an_index_one_past_a_row_inside_a_struct():
-    head = "#include <shared.cuh>\nstruct Shared { float K[8][4]; float V[8][4]; };"
+    head = "#include <tile/shared.cuh>\nstruct Shared { float K[8][4]; float V[8][4]; };"
     body = """
         Shared& shared = shared_memory<Shared>();
         shared.K[threadIdx.x][0] = 1;
@@ -704,7 +704,7 @@ def test_the_local_memory_of_another_thread():
 
 
 def test_dynamic_shared_memory_ends_where_the_launch_says():
-    head = "#include <shared.cuh>\nstruct Shared { float x[64]; };"
+    head = "#include <tile/shared.cuh>\nstruct Shared { float x[64]; };"
     body = "shared_memory<Shared>().x[threadIdx.x] = 1;"
     launch(body, threads=32, shared_bytes=128, head=head)
     caught = fault(body, threads=33, shared_bytes=128, head=head)
@@ -821,7 +821,7 @@ def test_extern_shared_arrays_beside_shared_variables():
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
 def test_a_read_of_shared_memory_nobody_wrote(name):
-    head = "#include <shared.cuh>\nstruct Shared { float x[64]; };"
+    head = "#include <tile/shared.cuh>\nstruct Shared { float x[64]; };"
     declare = "__shared__ Shared shared;" if name == "static" else (
         "Shared& shared = shared_memory<Shared>();"
     )  # fmt: skip
@@ -885,12 +885,12 @@ def test_a_shuffle_with_a_lane_that_never_comes():
     ],
 )
 def test_wrong_collectives(body, text):
-    assert text in fault(body, head="#include <named_barrier.cuh>").what
+    assert text in fault(body, head="#include <ptx/named_barrier.cuh>").what
 
 
 def test_a_named_barrier_too_few_reach():
     body = "if (threadIdx.x < 32) barrier_sync(3, 64);"
-    caught = fault(body, threads=64, head="#include <named_barrier.cuh>")
+    caught = fault(body, threads=64, head="#include <ptx/named_barrier.cuh>")
     assert "on barrier 3" in caught.what and "32 of 64 arrived" in caught.what
 
 
@@ -1012,7 +1012,7 @@ def test_a_frame_too_large_for_a_fiber_does_not_compile():
 
 def test_the_headers_compile_without_warnings(tmp_path):
     names = ["cuda_fp16.h", "cuda_bf16.h", "shared.cuh", "wmma.cuh", "named_barrier.cuh"]
-    names += ["mma.cuh", "cp_async.cuh", "barrier.cuh", "tma.cuh", "wgmma.cuh", "warpgroup.cuh"]
+    names += ["mma.cuh", "cp_async.cuh", "mbarrier.cuh", "tma.cuh", "wgmma.cuh", "setmaxnreg.cuh"]
     text = "".join(f"#include <{name}>\n" for name in ["simulator.h", *names])
     text += "void f(int* a) {\n#pragma unroll\nfor (int i = 0; i < 4; ++i) a[i] = i;\n}\n"
     file = tmp_path / "all.cpp"

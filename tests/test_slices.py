@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from problems import FORWARD, inputs_of, name, planned
 
-from cupyfa import Kernel, Launch, Problem, calls, planning
-from cupyfa.compiling import limits_of
+from cupyfa import Kernel, Launch, Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
 
 SLICES = FORWARD["mma_slices"]
 SIZES = (

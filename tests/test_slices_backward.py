@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from problems import inputs_of, name, planned
 
-from cupyfa import Problem, calls, planning
-from cupyfa.backends.simulator import Simulator
-from cupyfa.compiling import compile_launch, limits_of
+from cupyfa import Problem
+from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.bench.trial import difference
 from cupyfa.ladder import LADDER
-from cupyfa.trial import difference
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 SLICES = LADDER["backward"]["mma_slices_backward"]
 TILE = {"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16, "stages": 2, "room": 3}

@@ -7,7 +7,7 @@ from problems import DTYPES
 
 import cupyfa
 from cupyfa.ladder import LADDER
-from cupyfa.records import record_named
+from cupyfa.ladder.lookup import record_named
 
 JOBS = min(16, os.cpu_count() or 1)
 

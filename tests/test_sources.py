@@ -1,11 +1,15 @@
 """Source texts are strings: constants above an unchanged file."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from cupyfa import Limits, Problem, includes, planning, sources
+from cupyfa import Limits, Problem
 from cupyfa.ladder import LADDER
+from cupyfa.planner import includes
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
 
 LIMITS = Limits("a device", shared_bytes=65536)
 HOPPER = Limits("another", shared_bytes=227 * 1024, arch="90")
@@ -84,18 +88,20 @@ def test_what_is_compiled_in_changes_the_text(change):
 
 def test_a_changed_header_changes_the_text(tmp_path, monkeypatch):
     before = text()
-    for file in sources.INCLUDE.glob("*.cuh"):
-        (tmp_path / file.name).write_text(file.read_text())
+    shutil.copytree(sources.INCLUDE, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(sources, "INCLUDE", tmp_path)
     assert text() == before
-    for name, matters in [("math.cuh", True), ("wmma.cuh", False)]:  # fa2 uses no tensor cores
+    for name, matters in [
+        ("tile/math.cuh", True),
+        ("ptx/wmma.cuh", False),
+    ]:  # fa2 uses no tensor cores
         (tmp_path / name).write_text("// another\n" + (tmp_path / name).read_text())
         assert (text() != before) == matters
         before = text()
 
 
 OWN = {
-    "own.cu": '#include <tensor.cuh>\n  # include "helper.h"\n#include <missing.h>\n',
+    "own.cu": '#include <tile/tensor.cuh>\n  # include "helper.h"\n#include <missing.h>\n',
     "helper.h": "#pragma once\n#include <sub/x.cuh>\n",
     "sub/x.cuh": '#include "y.inc"\n#include "../helper.h"\n',
     "sub/y.inc": "constexpr int beside_x = 1;\n",

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from problems import FORWARD, inputs_of, name, planned
 
-from cupyfa import Kernel, Launch, Problem, calls, planning
-from cupyfa.backends.simulator import Simulator
-from cupyfa.compiling import limits_of
+from cupyfa import Kernel, Launch, Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
 
 SPLIT = FORWARD["mma_split_k"]
 H100 = limits_of("90")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cupyfa import sweeps
-from cupyfa.sweeps import parsed, problems
+from cupyfa.bench import sweeps
+from cupyfa.bench.sweeps import parsed, problems
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_simulator import INCLUDE, fault, launch, source
 
-from cupyfa import reference
+from cupyfa.numerics import reference
 
-MMA = "#include <mma.cuh>\n#include <cuda_bf16.h>"
-COPIES = "#include <cp_async.cuh>"
+MMA = "#include <ptx/mma.cuh>\n#include <cuda_bf16.h>"
+COPIES = "#include <ptx/cp_async.cuh>"
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
 )
@@ -300,7 +300,7 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
           A[i] = row * {chunks} + swizzled<{chunks}>(row, i % {chunks});
         }}
     """
-    launch(body, places, head="#include <swizzle.cuh>")
+    launch(body, places, head="#include <tile/swizzle.cuh>")
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
     groups = places % 8  # of 4 banks
     for first in (0, 8):

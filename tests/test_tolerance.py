@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyfa import reference, tolerance
-from cupyfa.tolerance import WrongResult, require
+from cupyfa.numerics import reference, tolerance
+from cupyfa.numerics.tolerance import WrongResult, require
 
 
 def attention_verdicts(results, q, k, v, **options):

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 from problems import name
 
-from cupyfa import Problem, compiling, planning, traffic
-from cupyfa.kernel import cdiv
+from cupyfa import Problem
+from cupyfa.analysis import resources as compiling
+from cupyfa.analysis import traffic
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import cdiv
 from cupyfa.operations import OPERATIONS
-from cupyfa.sweeps import usual_dtype
+from cupyfa.planner import select as planning
 
 H100 = compiling.limits_of("90")
 MASKS = (

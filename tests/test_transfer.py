@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyfa
-from cupyfa import planning
-from cupyfa.backends import transfer
 from cupyfa.ladder import LADDER
-from cupyfa.plans import Limits
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
+from cupyfa.runtime import transfer
 
 LIMITS = Limits("a device", shared_bytes=232448)
 

@@ -8,7 +8,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from cupyfa.sources import ROOT
+from cupyfa.planner.source import ROOT
 
 EXAMPLE = ROOT / "examples" / "train_transformer.py"
 EPSILON = 1e-5

@@ -13,14 +13,19 @@ from click.testing import CliRunner
 from test_cli import MAIN
 
 import cupyfa
-from cupyfa import Kernel, Launch, Limits, Problem, planning, records, store, timing, tuned, tuning
-from cupyfa.backends import DeviceLost
-from cupyfa.backends.select import backend_named
+from cupyfa import Kernel, Launch, Limits, Problem, store
+from cupyfa.bench import timing
+from cupyfa.bench import tune as tuning
+from cupyfa.bench.results import Measurement
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.bench.tune import Candidate
 from cupyfa.ladder import LADDER
-from cupyfa.measurement import Measurement
-from cupyfa.plans import Tuned
-from cupyfa.sweeps import usual_dtype
-from cupyfa.tuning import Candidate
+from cupyfa.ladder import lookup as records
+from cupyfa.planner import select as planning
+from cupyfa.planner import tuned
+from cupyfa.planner.plan import Tuned
+from cupyfa.runtime.backend import DeviceLost
+from cupyfa.runtime.select import backend_named
 
 FORWARD = LADDER["forward"]
 H100 = Limits("an H100", shared_bytes=232448, arch="90")

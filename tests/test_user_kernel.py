@@ -10,7 +10,9 @@ from click.testing import CliRunner
 from problems import DTYPES
 
 import cupyfa
-from cupyfa import Kernel, Launch, reference, sources
+from cupyfa import Kernel, Launch
+from cupyfa.numerics import reference
+from cupyfa.planner import source as sources
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 BARE = """\
@@ -40,7 +42,7 @@ extern "C" __global__ void mine(const scalar* Q, const scalar* K, const scalar* 
 BARE_ARGS = ("Q K V O M N scale", "Q.data K.data V.data O.data M N heads scale")
 HELPER = """\
 #pragma once
-#include <math.cuh>
+#include <tile/math.cuh>
 
 __device__ real dot(const scalar* a, const scalar* b) {
   real sum = 0;
@@ -209,9 +211,9 @@ def test_an_unknown_argument_is_a_bad_argument(tmp_path):
 
 TWO = """\
 // Two entry points in a file, and shared memory whose size the text does not have.
-#include <math.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
 
 extern "C" __global__ void weigh(Tensor<const scalar> S, Tensor<scalar> P, int M, int N,
                                  int heads) {

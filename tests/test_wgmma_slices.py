@@ -7,8 +7,11 @@ import pytest
 from problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import Problem, calls, compiling, planning
-from cupyfa.compiling import limits_of
+from cupyfa import Problem
+from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
 
 SLICES = FORWARD["wgmma_slices"]
 SIZES = (

@@ -11,14 +11,21 @@ from click.testing import CliRunner
 from problems import FORWARD, inputs_of, name
 
 import cupyfa
-from cupyfa import Case, Problem, calls, failures, peers, planning, reference, shrinking, sources
-from cupyfa.backends.simulator import Simulator
-from cupyfa.backends.simulator.machine import SimulatorFault
-from cupyfa.compiling import compile_launch, limits_of
-from cupyfa.measurement import Measurement
+from cupyfa import Case, Problem
+from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.bench import peers
+from cupyfa.bench.results import Measurement
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.numerics import reference
 from cupyfa.operations import visible_scores
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
-from cupyfa.sweeps import usual_dtype
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
+from cupyfa.verify import failures
+from cupyfa.verify import shrink as shrinking
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 ABLE = [kernel for kernel in FORWARD.values() if "window" in kernel.features]

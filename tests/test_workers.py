@@ -8,11 +8,12 @@ from dataclasses import replace
 import broken_kernels
 import pytest
 
-from cupyfa import Problem, Simulator, workers
-from cupyfa.cases import Case
-from cupyfa.failures import DEVICE_LOST, DIED, NO_ANSWER, RIGHT, UNSUPPORTED, Outcome
-from cupyfa.tasks import Task
-from cupyfa.workers import Here, Process, Stopped, in_parallel
+from cupyfa import Problem, Simulator
+from cupyfa.verify import workers
+from cupyfa.verify.case import Case
+from cupyfa.verify.failures import DEVICE_LOST, DIED, NO_ANSWER, RIGHT, UNSUPPORTED, Outcome
+from cupyfa.verify.tasks import Task
+from cupyfa.verify.workers import Here, Process, Stopped, in_parallel
 
 FAULTY = Case("softmax", Problem.of_row_sizes(2, 7, "float32"))  # N % 4 is 3
 FINE = Case("softmax", Problem.of_row_sizes(2, 8, "float32"))

@@ -11,8 +11,10 @@ from typing import Any
 
 import click
 
-from cupyfa import benchmark, environment, peers, report, store, sweeps
-from cupyfa.backends.select import backend_named
+from cupyfa import store
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench import peers, sweeps
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
     backend_option,
@@ -25,8 +27,10 @@ from cupyfa.commands.options import (
     progress_bar,
 )
 from cupyfa.commands.signals import take_time
-from cupyfa.measurement import Measurement, Results
-from cupyfa.plans import Unsupported
+from cupyfa.planner.plan import Unsupported
+from cupyfa.report import tables as report
+from cupyfa.runtime import environment
+from cupyfa.runtime.select import backend_named
 
 USUAL = {  # what goes without saying
     "values": "normal",

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from cupyfa import caches, records, report, sweeps
-from cupyfa.backends.select import backend_named
+from cupyfa.analysis import caches
+from cupyfa.bench import sweeps
 from cupyfa.commands import UNSUPPORTED
 from cupyfa.commands.options import (
     backend_option,
@@ -22,7 +22,10 @@ from cupyfa.commands.options import (
     refuse_foreign,
     window_option,
 )
+from cupyfa.ladder import lookup as records
 from cupyfa.problem import Window
+from cupyfa.report import tables as report
+from cupyfa.runtime.select import backend_named
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from cupyfa import checking, records, report
 from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG
 from cupyfa.commands.options import (
     backend_option,
@@ -25,8 +24,11 @@ from cupyfa.commands.options import (
     schedule_option,
 )
 from cupyfa.commands.signals import take_time
-from cupyfa.failures import WRONG_RESULT, Failure
-from cupyfa.grids import FUZZ_SAMPLES, GRIDS
+from cupyfa.ladder import lookup as records
+from cupyfa.report import tables as report
+from cupyfa.verify import check as checking
+from cupyfa.verify.failures import WRONG_RESULT, Failure
+from cupyfa.verify.grids import FUZZ_SAMPLES, GRIDS
 
 _MOST_JOBS = 16
 _MESSAGE_LINES = 8

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from cupyfa import comparing, report
+from cupyfa.bench import compare as comparing
+from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import format_option
-from cupyfa.measurement import Results
+from cupyfa.report import tables as report
 
 
 class Percent(click.ParamType):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cupyfa import compiling, records, report
+from cupyfa.analysis import resources as compiling
 from cupyfa.commands.options import (
     dtype_choice,
     every_option,
@@ -17,8 +17,10 @@ from cupyfa.commands.options import (
     window_option,
 )
 from cupyfa.dtypes import DTYPES
-from cupyfa.kernel import ARCHES
+from cupyfa.ladder import lookup as records
+from cupyfa.ladder.kernel import ARCHES
 from cupyfa.problem import Window
+from cupyfa.report import tables as report
 
 
 @click.command("compile")

@@ -6,9 +6,10 @@ import sys
 
 import click
 
-from cupyfa import diagnosis, report
+from cupyfa.analysis import doctor as diagnosis
 from cupyfa.commands import UNSUPPORTED
 from cupyfa.commands.options import progress_bar
+from cupyfa.report import tables as report
 
 _COLOURS = {diagnosis.OK: "green", diagnosis.MISSING: "yellow", diagnosis.FAULT: "red"}
 

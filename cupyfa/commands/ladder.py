@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from cupyfa import benchmark, environment, pages, plotting, report, sources
-from cupyfa.backends.select import backend_named
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.bench import budget_option, check_target, save_option, told_so_far
 from cupyfa.commands.options import (
@@ -21,9 +21,14 @@ from cupyfa.commands.options import (
     problem_options,
     progress_bar,
 )
-from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
-from cupyfa.measurement import Measurement, Results
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner import source as sources
+from cupyfa.report import plots as plotting
+from cupyfa.report import publish as pages
+from cupyfa.report import tables as report
+from cupyfa.runtime import environment
+from cupyfa.runtime.select import backend_named
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 _PATIENCE = 5  # budgets

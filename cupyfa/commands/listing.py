@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from cupyfa import planning, report
-from cupyfa.backends.select import backend_named
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.commands.options import DTYPE, backend_option, dtype_choice, format_option
 from cupyfa.ladder import LADDER
-from cupyfa.sweeps import usual_dtype
+from cupyfa.planner import select as planning
+from cupyfa.report import tables as report
+from cupyfa.runtime.select import backend_named
 
 
 @click.command("list")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from cupyfa import footprint, report
+from cupyfa.analysis import memory as footprint
 from cupyfa.commands.options import (
     backend_option,
     format_option,
@@ -14,6 +14,7 @@ from cupyfa.commands.options import (
     problem_options,
     progress_bar,
 )
+from cupyfa.report import tables as report
 
 
 @click.command()

@@ -12,15 +12,16 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cupyfa import report, sweeps, trial
-from cupyfa.backends import Backend
-from cupyfa.backends.select import NAMES, backend_named
-from cupyfa.backends.simulator import Simulator
-from cupyfa.cases import LAYOUTS, VALUES
+from cupyfa.bench import sweeps, trial
 from cupyfa.dtypes import DTYPES
-from cupyfa.kernel import Kernel
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel
 from cupyfa.problem import PRECISIONS, Problem, Window, window_of_text
+from cupyfa.report import tables as report
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.select import NAMES, backend_named
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import LAYOUTS, VALUES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from cupyfa import profiling, records, report, sweeps
-from cupyfa.cases import Case
+from cupyfa.analysis import profile as profiling
+from cupyfa.bench import sweeps
 from cupyfa.commands.options import (
     backend_option,
     format_option,
@@ -21,8 +21,11 @@ from cupyfa.commands.options import (
     tile_options,
     tile_sizes,
 )
-from cupyfa.kernel import Kernel
-from cupyfa.plans import Unsupported
+from cupyfa.ladder import lookup as records
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner.plan import Unsupported
+from cupyfa.report import tables as report
+from cupyfa.verify.case import Case
 
 
 @click.command()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from cupyfa import checking
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import backend_option, engine_named, schedule_option
-from cupyfa.failures import RIGHT, Outcome
+from cupyfa.verify import check as checking
+from cupyfa.verify.failures import RIGHT, Outcome
 
 
 @click.command()

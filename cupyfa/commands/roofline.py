@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
-from cupyfa import plotting, report, roofs
+from cupyfa.analysis import roofline as roofs
+from cupyfa.bench.devices import DEVICES
 from cupyfa.commands import WRONG
 from cupyfa.commands.bench import check_target, split
 from cupyfa.commands.options import format_option, problem_options, progress_bar
-from cupyfa.devices import DEVICES
+from cupyfa.report import plots as plotting
+from cupyfa.report import tables as report
 
 
 @click.command()

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from cupyfa import planning, records, report, trial
-from cupyfa.cases import Case
+from cupyfa.bench import trial
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
     backend_option,
@@ -23,6 +22,10 @@ from cupyfa.commands.options import (
     tile_options,
     tile_sizes,
 )
+from cupyfa.ladder import lookup as records
+from cupyfa.planner import select as planning
+from cupyfa.report import tables as report
+from cupyfa.verify.case import Case
 
 
 @click.command()

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from cupyfa import compiling, planning, records, report, sources, sweeps
+from cupyfa.analysis import resources as compiling
+from cupyfa.bench import sweeps
 from cupyfa.commands.options import (
     DTYPE,
     Command,
@@ -18,7 +19,11 @@ from cupyfa.commands.options import (
     tile_sizes,
     window_option,
 )
+from cupyfa.ladder import lookup as records
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
 from cupyfa.problem import Problem
+from cupyfa.report import tables as report
 
 VIEWS = {
     "source": "The exact text that is compiled.",

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from cupyfa import report, tuning
+from cupyfa.bench import tune as tuning
+from cupyfa.bench.tune import Candidate
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
     backend_option,
@@ -20,7 +21,7 @@ from cupyfa.commands.options import (
     window_option,
 )
 from cupyfa.problem import Problem
-from cupyfa.tuning import Candidate
+from cupyfa.report import tables as report
 
 
 @click.command()

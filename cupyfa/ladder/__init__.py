@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cupyfa.kernel import Kernel
 from cupyfa.ladder import backward, forward, softmax
+from cupyfa.ladder.kernel import Kernel
 
 LADDER: dict[str, dict[str, Kernel]] = {}
 for _kernel in softmax.KERNELS + forward.KERNELS + backward.KERNELS:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder import rounds
+from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 

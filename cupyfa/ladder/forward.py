@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.problem import FLOAT8, MOST, Problem
 

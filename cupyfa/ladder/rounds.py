@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from cupyfa.kernel import Formula, Launch, cdiv
+from cupyfa.ladder.kernel import Formula, Launch, cdiv
 from cupyfa.ladder.softmax import WARP
 from cupyfa.problem import Problem
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyfa.kernel import Kernel, Launch
+from cupyfa.ladder.kernel import Kernel, Launch
 
 WARP = 32
 

@@ -8,7 +8,7 @@
 //   counts [batch, kv_heads]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
-#include <sum_tile.cuh>
+#include <backward/parts/sum_tile.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

@@ -3,7 +3,7 @@
 //   sums [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)
 //   the host sets: real, width, threads, shared_bytes
-#include <tensor.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

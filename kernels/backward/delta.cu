@@ -7,9 +7,9 @@
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
 //   the host sets: scalar, real, dv, threads, shared_bytes
-#include <math.cuh>
-#include <tensor.cuh>
-#include <warp.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "a warp sums a row");

@@ -5,7 +5,7 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <finish_dQ.cuh>
+#include <backward/parts/finish_dQ.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == Piece::in_part * warp_size, "a warp has a piece");

@@ -8,8 +8,8 @@
 //   values [batch, heads, M, width]    lse [batch, heads, M]
 //   grid (max(cdiv(N * width, threads), 1) * kv_heads * batch)    block (threads)
 //   the host sets: scalar, real, width, scaled, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

@@ -8,8 +8,8 @@
 //   lse [batch, heads, M]
 //   grid (max(cdiv(M * d, threads), 1) * heads * batch)    block (threads)
 //   the host sets: scalar, real, d, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

@@ -6,11 +6,11 @@
 // the order of the registers, four at once on sm_90.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
-//   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as sums.cuh has them
+//   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; Wr and packed for fragments.cuh
-#include <gradient_columns.cuh>
+//   shared_bytes; Wr and packed for row_state.cuh
+#include <backward/parts/gradient_columns.cuh>
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,

@@ -3,7 +3,7 @@
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes
-#include <row_product.cuh>
+#include <backward/parts/row_product.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "lanes of a warp sum a row");

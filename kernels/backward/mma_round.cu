@@ -1,12 +1,12 @@
 // mma_round: dQ from its finished sums, which lie in the order of mma_columns's registers.
 //
-//   dQ_sum: the tiles of rows, as sums.cuh has them    lse [batch, heads, M]
+//   dQ_sum: the tiles of rows, as red.cuh has them    lse [batch, heads, M]
 //   dQ [batch, heads, M, d]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, threads, shared_bytes; Wr
-//   and packed for fragments.cuh
-#include <gradient_products.cuh>
-#include <sums.cuh>
+//   and packed for row_state.cuh
+#include <backward/parts/gradient_products.cuh>
+#include <ptx/red.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

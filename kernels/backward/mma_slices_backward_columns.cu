@@ -8,8 +8,8 @@
 //   grid (max(cdiv(keys of the round, Br), 1) * (tiles of dv + tiles of d) * kv_heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for fragments.cuh
-#include <weight_slices.cuh>
+//   windowed, threads, shared_bytes; packed for row_state.cuh
+#include <backward/parts/weight_slices.cuh>
 
 struct Shared {
   Stage ring[stages];

@@ -8,8 +8,8 @@
 //   dQ_sum: scratch, of each block as many floats as its tile has, if there are rounds of keys
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for fragments.cuh
-#include <weight_slices.cuh>
+//   windowed, threads, shared_bytes; packed for row_state.cuh
+#include <backward/parts/weight_slices.cuh>
 
 constexpr int own_cols = own_width<d>;
 constexpr int tile_cols = tile_width<d>;

@@ -8,8 +8,8 @@
 //   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for fragments.cuh
-#include <weight_slices.cuh>
+//   windowed, threads, shared_bytes; packed for row_state.cuh
+#include <backward/parts/weight_slices.cuh>
 
 constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
 constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow

@@ -4,8 +4,8 @@
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; Wr and packed for fragments.cuh
-#include <gradient_columns.cuh>
+//   shared_bytes; Wr and packed for row_state.cuh
+#include <backward/parts/gradient_columns.cuh>
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,

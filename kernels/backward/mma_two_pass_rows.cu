@@ -8,10 +8,10 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; packed for fragments.cuh
-#include <cp_async.cuh>
-#include <gradient_products.cuh>
-#include <shared.cuh>
+//   shared_bytes; packed for row_state.cuh
+#include <ptx/cp_async.cuh>
+#include <backward/parts/gradient_products.cuh>
+#include <tile/shared.cuh>
 
 struct Shared {
   operand Q[Br][depth];

@@ -4,7 +4,7 @@
 //   sums, gradient [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)
 //   the host sets: scalar, real, width, scaled, threads, shared_bytes
-#include <tensor.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

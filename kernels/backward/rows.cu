@@ -8,8 +8,8 @@
 //   lse, delta [batch, heads, M]    dK_sum, dV_sum [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <gradients.cuh>
-#include <shared.cuh>
+#include <backward/parts/gradients.cuh>
+#include <tile/shared.cuh>
 
 struct Shared {
   real dQ[Br][d];

@@ -4,7 +4,7 @@
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
-#include <sum_tile.cuh>
+#include <backward/parts/sum_tile.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

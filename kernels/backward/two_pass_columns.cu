@@ -7,8 +7,8 @@
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <gradients.cuh>
-#include <shared.cuh>
+#include <backward/parts/gradients.cuh>
+#include <tile/shared.cuh>
 
 struct Shared {
   real dK[Bc][d];

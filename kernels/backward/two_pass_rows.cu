@@ -7,8 +7,8 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <gradients.cuh>
-#include <shared.cuh>
+#include <backward/parts/gradients.cuh>
+#include <tile/shared.cuh>
 
 struct Shared {
   real dQ[Br][d];

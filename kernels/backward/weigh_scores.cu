@@ -8,8 +8,8 @@
 //   S, dP, P, dS [batch, heads, M, N]    lse, delta [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

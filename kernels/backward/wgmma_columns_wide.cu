@@ -10,10 +10,10 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <last_block.cuh>
-#include <named_barrier.cuh>
-#include <shared.cuh>
-#include <shared_keys.cuh>
+#include <backward/parts/last_block.cuh>
+#include <ptx/named_barrier.cuh>
+#include <tile/shared.cuh>
+#include <backward/parts/shared_keys.cuh>
 
 struct Shared {
   Boxes<scalar, Bc, d> K;

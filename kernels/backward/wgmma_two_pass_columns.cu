@@ -7,8 +7,8 @@
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
-#include <own_keys.cuh>
-#include <shared.cuh>
+#include <backward/parts/own_keys.cuh>
+#include <tile/shared.cuh>
 
 struct Shared {
   Boxes<scalar, Bc, d> K;

@@ -7,8 +7,8 @@
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
-#include <shared.cuh>
-#include <shared_keys.cuh>
+#include <tile/shared.cuh>
+#include <backward/parts/shared_keys.cuh>
 
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 

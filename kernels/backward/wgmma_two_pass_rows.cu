@@ -7,11 +7,11 @@
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bk, stages, d, dv, causal, windowed, threads, shared_bytes
-#include <fresh.cuh>
-#include <gradient_warpgroups.cuh>
-#include <mask.cuh>
-#include <recompute_gradients.cuh>
-#include <shared.cuh>
+#include <ptx/opaque.cuh>
+#include <backward/parts/gradient_warpgroups.cuh>
+#include <attention/mask.cuh>
+#include <backward/parts/recompute_gradients.cuh>
+#include <tile/shared.cuh>
 
 constexpr int own_rows = consumers * warpgroup_rows;
 

@@ -9,10 +9,10 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
 
 struct Shared {
   real O[Br][dv];

@@ -8,12 +8,12 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <padding.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
+#include <attention/mask.cuh>
+#include <tile/padding.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
 
 constexpr int KV_width = padded<scalar>(d > dv ? d : dv);
 

@@ -7,8 +7,8 @@
 //   P [batch, heads, M, N]    V [batch, kv_heads, N, dv]    O [batch, heads, M, dv]
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, dv, causal, windowed, threads, shared_bytes
-#include <mask.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 

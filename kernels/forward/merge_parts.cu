@@ -9,11 +9,11 @@
 //   grid (M * heads * batch; 1 if there is one part)    block (threads): a warp takes every fourth
 //   part, a lane four columns of each 128
 //   the host sets: scalar, real, dv, threads, shared_bytes
-#include <block.cuh>
-#include <math.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <warp.cuh>
+#include <tile/block.cuh>
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
 
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int turns = cdiv(width, 4 * warp_size);

@@ -8,10 +8,10 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch): one block per head, so most of the GPU stands idle    block (Bc)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
-#include <mask.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
+#include <attention/mask.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
 
 struct Shared {
   real S[Br][Bc];

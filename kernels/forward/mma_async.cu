@@ -9,17 +9,17 @@
 //   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <async_products.cuh>
-#include <async_tile.cuh>
-#include <cp_async.cuh>
-#include <fragments.cuh>
-#include <fresh.cuh>
-#include <mask.cuh>
-#include <mma.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
-#include <warp.cuh>
+#include <forward/parts/mma_products.cuh>
+#include <tile/async_copy.cuh>
+#include <ptx/cp_async.cuh>
+#include <attention/row_state.cuh>
+#include <ptx/opaque.cuh>
+#include <attention/mask.cuh>
+#include <ptx/mma.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 

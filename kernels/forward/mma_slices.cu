@@ -11,17 +11,17 @@
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, packed, d, dv, causal,
 //   windowed, threads, shared_bytes
-#include <async_tile.cuh>
-#include <cp_async.cuh>
-#include <fragments.cuh>
-#include <fresh.cuh>
-#include <mask.cuh>
-#include <mma.cuh>
-#include <quads.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
-#include <warp.cuh>
+#include <tile/async_copy.cuh>
+#include <ptx/cp_async.cuh>
+#include <attention/row_state.cuh>
+#include <ptx/opaque.cuh>
+#include <attention/mask.cuh>
+#include <ptx/mma.cuh>
+#include <tile/store.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/warp.cuh>
 
 constexpr int col_warps = Bc / Wc;   // that share a row
 constexpr int slices = cdiv(d, Bd);  // of Q and K

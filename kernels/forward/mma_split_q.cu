@@ -8,13 +8,13 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
 //   the host sets: scalar, real, Br, Bc, Wr, packed, d, dv, causal, windowed, threads, shared_bytes
-#include <fragments.cuh>
-#include <mask.cuh>
-#include <mma.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
-#include <warp.cuh>
+#include <attention/row_state.cuh>
+#include <attention/mask.cuh>
+#include <ptx/mma.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 constexpr int in_chunk = 8;                  // elements in 16 bytes

@@ -15,11 +15,11 @@
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K, and for V)
 //   block (threads): a tile
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes
-#include <block.cuh>
-#include <e4m3.cuh>
-#include <math.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
+#include <tile/block.cuh>
+#include <ptx/e4m3.cuh>
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
 
 struct Shared {
   float partial[warps];

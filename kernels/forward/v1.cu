@@ -8,12 +8,12 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (threads)
 //   the host sets: scalar, real, Bc, d, dv, causal, threads, shared_bytes
-#include <mask.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
-#include <warp.cuh>
+#include <attention/mask.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/warp.cuh>
 
 constexpr int warps = threads / warp_size;
 

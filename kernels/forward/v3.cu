@@ -9,13 +9,13 @@
 //   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, causal, threads, shared_bytes
 #include <cuda_fp16.h>
-#include <mask.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
-#include <tile.cuh>
-#include <warp.cuh>
-#include <wmma.cuh>
+#include <attention/mask.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/warp.cuh>
+#include <ptx/wmma.cuh>
 
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction

@@ -11,13 +11,13 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <consumers.cuh>
-#include <e4m3.cuh>
-#include <mask.cuh>
-#include <own_rows.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <turns.cuh>
+#include <forward/parts/consumers.cuh>
+#include <ptx/e4m3.cuh>
+#include <attention/mask.cuh>
+#include <forward/parts/row_tile.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <forward/parts/ping_pong.cuh>
 
 constexpr int offset = 6;
 constexpr int tolerated = 8 - offset;  // as slack: no weight is above 2^8, and e4m3 ends at 448

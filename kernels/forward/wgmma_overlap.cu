@@ -9,13 +9,13 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <consumers.cuh>
-#include <mask.cuh>
-#include <own_rows.cuh>
-#include <recompute.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <turns.cuh>
+#include <forward/parts/consumers.cuh>
+#include <attention/mask.cuh>
+#include <forward/parts/row_tile.cuh>
+#include <attention/nonfinite.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <forward/parts/ping_pong.cuh>
 
 struct Shared {
   Queries Q;

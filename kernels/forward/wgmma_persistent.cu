@@ -8,12 +8,12 @@
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, packed, d, dv, causal,
 //   windowed, threads, shared_bytes
-#include <consumers.cuh>
-#include <mask.cuh>
-#include <recompute.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <turns.cuh>
+#include <forward/parts/consumers.cuh>
+#include <attention/mask.cuh>
+#include <attention/nonfinite.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <forward/parts/ping_pong.cuh>
 
 // Of one warpgroup, for which the next rows come while others still need their last ones.
 using OwnQueries = Boxes<operand, warpgroup_rows, d>;

@@ -11,14 +11,14 @@
 //   block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, packed, d, dv, causal,
 //   windowed, threads, shared_bytes
-#include <consumers.cuh>
-#include <fresh.cuh>
-#include <mask.cuh>
-#include <own_rows.cuh>
-#include <recompute.cuh>
-#include <shared.cuh>
-#include <tensor.cuh>
-#include <turns.cuh>
+#include <forward/parts/consumers.cuh>
+#include <ptx/opaque.cuh>
+#include <attention/mask.cuh>
+#include <forward/parts/row_tile.cuh>
+#include <attention/nonfinite.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <forward/parts/ping_pong.cuh>
 
 constexpr int slices = cdiv(d, box_columns);  // of Q and K
 constexpr int output_tiles = cdiv(dv, 256);   // equally wide

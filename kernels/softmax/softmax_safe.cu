@@ -7,11 +7,11 @@
 //   S, P [batch, heads, M, N]    lse [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, causal, windowed, threads, shared_bytes
-#include <block.cuh>
-#include <mask.cuh>
-#include <shared.cuh>
-#include <softmax.cuh>
-#include <tensor.cuh>
+#include <tile/block.cuh>
+#include <attention/mask.cuh>
+#include <tile/shared.cuh>
+#include <attention/online_softmax.cuh>
+#include <tile/tensor.cuh>
 
 struct Shared {
   real partial[warps];

@@ -1,0 +1,1 @@
+"""What kernels cost: memory, roofline, resources, profiles; and whether the installation works."""

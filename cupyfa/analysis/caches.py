@@ -1,0 +1,254 @@
+"""What the library and CuPy keep on disk: how much there is, removed, and made beforehand."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cupyfa import store
+from cupyfa.analysis.resources import problem_to_compile
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import operation_of
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import PlannedLaunch, Unsupported
+from cupyfa.problem import Window
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
+
+FACTS = ("peaks", "tuned", "tuning")
+KINDS = {
+    "compiled": "kernels compiled for the simulator",
+    "peaks": "the speed of devices at their best",
+    "tuned": "the constants that were fastest on each device",
+    "tuning": "what `cupyfa tune` has measured",
+    "zig": "what zig keeps, the compiler of the ziglang wheel",
+    "leftovers": "what processes that were killed left half-written, an hour ago or more",
+    "cupy": "kernels compiled for GPUs, which CuPy keeps for all programs",
+}
+# Key heads, queries and keys: the tiles and kernels that are chosen for these serve most others.
+_SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
+_HOUR = 3600
+_RANDOM = "[a-z0-9_]{8}"  # what tempfile puts into names
+_NAMES = {
+    "compiled": r"\w[\w-]*-[0-9a-f]{32}\.so",
+    **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
+    "zig": r"zig",
+    "leftovers": rf"build-{_RANDOM}|\..+-{_RANDOM}",
+    "cupy": r"[0-9a-f]{32,64}(_2)?\.(cubin|ltoir)(\.cu)?",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The files of a kind: how many, their bytes, when the newest was written, and where."""
+
+    kind: str
+    files: int
+    bytes: int
+    newest: datetime.datetime | None
+    path: Path | None
+
+    def row(self) -> dict[str, Any]:
+        newest = self.newest.isoformat(sep=" ", timespec="seconds") if self.newest else None
+        path = str(self.path) if self.path else None
+        return {**vars(self), "newest": newest, "path": path}
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed of a kind, and how many files could not be."""
+
+    kind: str
+    files: int
+    bytes: int
+    left: int
+
+    def row(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """How many kernels there are to a deployment, how many had to be compiled, and the seconds."""
+
+    kernels: int
+    new: int
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def kept(kind: str) -> Kept:
+    """What there is of one of KINDS."""
+    stats = [stat for item in _items(kind) for stat in _files(item).values()]
+    newest = max((stat.st_mtime for stat in stats), default=None)
+    return Kept(
+        kind=kind,
+        files=len(stats),
+        bytes=sum(stat.st_size for stat in stats),
+        newest=datetime.datetime.fromtimestamp(newest) if newest is not None else None,
+        path=folder_of(kind),
+    )
+
+
+def clear(kind: str, *, dry_run: bool = False) -> Removed:
+    """Removes what there is of one of KINDS: files that are known, and no links.
+
+    With ``dry_run`` it only tells what that would be. What cannot be removed stays, with a warning.
+    """
+    files = size = left = 0
+    refused: OSError | None = None
+    for item in _items(kind):
+        before = _files(item)
+        try:
+            if not dry_run:
+                _remove(item)
+        except OSError as error:
+            refused = error
+        after = {} if dry_run else _files(item)
+        files += len(before) - len(after)
+        size += sum(stat.st_size for path, stat in before.items() if path not in after)
+        left += len(after)
+    if refused is not None:
+        warnings.warn(f"{refused.filename} cannot be removed ({refused.strerror})", stacklevel=2)
+    return Removed(kind, files, size, left)
+
+
+def warm(
+    engine: Backend,
+    kernels: Sequence[Kernel | str],
+    dtypes: Sequence[str],
+    ds: Sequence[int],
+    *,
+    dv: int | None = None,
+    masks: Sequence[bool] = (False,),
+    window: Window | None = None,
+    precision: str | None = None,
+    group: int = 1,
+    progress: Progress = no_progress,
+) -> Warmed:
+    """Compiles kernels for all these dtypes, head dimensions and masks, for processes to come.
+
+    A mask is whether it is causal; any window stands for all that have limits on the same sides;
+    precision is that of float32 inputs; group is how many heads share a key head.
+    A kernel is a record, a name of the ladder, or "auto": then it is what "auto" takes on this
+    device. Lengths are not compiled in, but tiles are: those for long sequences, for short ones,
+    for few queries and for few heads. Raises Unsupported if nothing of it can be.
+    """
+    wanted = list(product(dtypes, ds, masks, _SIZES))
+    launches = _launches(engine, kernels, wanted, dv, window, precision, group)
+    start, new = time.perf_counter(), 0
+    for done, launch in enumerate(launches):
+        progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
+        before = _compiled()
+        engine.prepare(launch)
+        new += bool(_compiled() - before)
+    return Warmed(len(launches), new, time.perf_counter() - start)
+
+
+def _launches(
+    engine: Backend,
+    kernels: Sequence[Kernel | str],
+    wanted: Sequence[tuple[str, int, bool, tuple[int, int, int]]],
+    dv: int | None,
+    window: Window | None,
+    precision: str | None,
+    group: int,
+) -> list[PlannedLaunch]:
+    """Those that differ in what is compiled, of all combinations that kernel and device can do."""
+    found: dict[tuple[str, str], PlannedLaunch] = {}
+    refused: Exception = ValueError("there is nothing to compile")
+    for kernel, (dtype, d, causal, sizes) in product(kernels, wanted):
+        operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
+        problem = problem_to_compile(
+            *(operation, dtype, d, dv, causal, window, precision, sizes, group)
+        )
+        try:
+            record = planning.select(kernel, operation, problem, engine.limits)
+            plan = planning.plan(record, problem, engine.limits)
+        except Unsupported as error:
+            refused = error
+        else:
+            found |= {(sources.text(launch), launch.entry): launch for launch in plan.programs}
+    if not found:
+        raise refused
+    return list(found.values())
+
+
+def _compiled() -> set[Path]:
+    return {*_items("compiled"), *_items("cupy")}
+
+
+def folder_of(kind: str) -> Path | None:
+    """Where things of a kind lie; None for a user without a home."""
+    if kind == "cupy":
+        return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    base = store.chosen_folder()
+    return base / kind if base and kind in FACTS else base
+
+
+def _items(kind: str) -> Iterator[Path]:
+    """The files and folders of a kind, told by their names."""
+    folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
+    if kind == "cupy" and (base := store.chosen_folder()):
+        folders.append(base / "cupy")  # where the library has CuPy keep it if it must
+    for entry in (x for folder in dict.fromkeys(folders) if folder for x in _entries(folder)):
+        is_folder = entry.name == "zig" or entry.name.startswith("build-")
+        plain = entry.is_dir if is_folder else entry.is_file
+        if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
+            path = Path(entry.path)
+            if kind != "leftovers" or _age(path) > _HOUR:  # else some process may be at it
+                yield path
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file or folder was changed; 0 if it is gone."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing, with a warning, if that cannot be read."""
+    leads_out = folder.name in FACTS and folder.is_symlink()
+    if leads_out or not os.path.lexists(folder):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be read and is passed over ({error})", stacklevel=2)
+        return []
+
+
+def _files(item: Path) -> dict[Path, os.stat_result]:
+    """A file, or all files of a folder, with what is known of each; links are not followed."""
+    if not item.is_dir():
+        paths = [item]
+    else:
+        paths = [Path(place) / name for place, _, names in os.walk(item) for name in names]
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            found[path] = path.lstat()
+    return found
+
+
+def _remove(item: Path) -> None:
+    if item.is_dir():
+        shutil.rmtree(item)
+    else:
+        item.unlink(missing_ok=True)

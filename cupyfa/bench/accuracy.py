@@ -1,0 +1,78 @@
+"""How far kernels are from float64 on average, beside the bounds that each element has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyfa.bench import sweeps
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.problem import Problem
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.select import backend_named
+from cupyfa.verify.case import Case
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The root of the mean square of what O of a kernel errs by, and of O itself."""
+
+    kernel: str
+    case: Case
+    rmse: float
+    rms: float
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a table."""
+        return {"kernel": self.kernel, "values": self.case.values, "rmse": self.rmse}
+
+
+def accuracy(
+    kernels: str | Kernel | Sequence[str | Kernel],
+    *,
+    values: Sequence[str] = ("normal", "outliers"),
+    seed: int = 0,
+    backend: str | Backend = "auto",
+    **sizes: Any,
+) -> list[Accuracy]:
+    """The accuracy of forward kernels on random inputs of several kinds, against float64.
+
+    values: of ``cases.VALUES``. sizes: those of a problem, as ``M=256, d=128, dtype="float16"``.
+    Each kernel gets the same inputs. Raises ValueError for the arguments, and Unsupported if a
+    kernel cannot do the problem.
+    """
+    engine = backend_named(backend)
+    named = [kernels] if isinstance(kernels, str | Kernel) else kernels
+    chosen = [x if isinstance(x, Kernel) else record_named(x) for x in named]
+    for record in chosen:
+        if record.operation != "forward":
+            raise ValueError(
+                f"accuracy is of forward kernels, and {record.name} computes {record.operation}"
+            )
+    if foreign := ", ".join(sweeps.foreign("forward", sizes)):
+        raise ValueError(f"forward has no {foreign}; leave it out")
+    problem, found = Problem.of_sizes(**sizes), []
+    for kind in values:
+        case = Case("forward", problem, seed, kind)
+        inputs = case.inputs()
+        exact, _ = reference.attention(
+            *(inputs[name] for name in "QKV"),
+            scale=problem.scale,
+            diagonal=None if problem.right is None else problem.diagonal,
+            lower=None if problem.left is None else problem.lower,
+        )
+        for record in chosen:
+            plan = planning.plan(record, problem, engine.limits)
+            out = run_guarded(engine, plan, calls.readable(plan, inputs), {})["O"]
+            rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))
+            rms = np.sqrt(np.mean(exact**2))
+            found.append(Accuracy(record.name, case, float(rmse), float(rms)))
+    return found

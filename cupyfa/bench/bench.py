@@ -1,0 +1,530 @@
+"""Benchmarks: kernels are checked, then timed in turn with others on the same problem."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from cupyfa.bench import peaks, peers, sweeps, timing
+from cupyfa.bench.peers import Peer
+from cupyfa.bench.results import BASELINE, BEFORE, Measurement
+from cupyfa.ladder import LADDER
+from cupyfa.ladder import lookup as records
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.numerics.tolerance import WrongResult
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.problem import Problem
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import Backend, DeviceError, DeviceLost, execute
+from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.runtime.simulator.machine import SimulatorFault
+from cupyfa.verify import sampling
+from cupyfa.verify.case import FINITE, Case
+from cupyfa.verify.sampling import Sample
+
+_NOT_HERE = (Unsupported, DeviceError, MemoryError)
+_AT_ONCE = 1 << 16  # elements that are compared at once: few enough for a core's cache
+
+
+def bench(
+    kernels: str | Kernel | Sequence[str | Kernel],
+    *,
+    backend: str | Backend = "auto",
+    against: str | Sequence[str] = (),
+    constants: Mapping[str, int | Sequence[int]] | None = None,
+    values: str = "normal",
+    layout: str = "bhsd",
+    seed: int = 0,
+    cold: bool = True,
+    graph: bool = False,
+    budget: float = 1.0,
+    alone: bool = False,
+    patience: float | None = None,
+    progress: Progress = no_progress,
+    so_far: Callable[[list[Measurement]], None] | None = None,
+    **sizes: Any,
+) -> list[Measurement]:
+    """Checks kernels and times them in turn, on one problem or on many.
+
+    ``kernels`` are names, ``script.py:name``, "auto" or records; rows call them by their names, or
+    as they were given where two have the same name. A single one is joined by the operation's
+    baseline and by the rung before it, unless ``alone``. ``sizes`` are those of
+    ``sweeps.problems`` (small ones in the simulator): each of them, and each of the kernels'
+    ``constants``, may be a list, and every combination is measured. ``against`` are peers, out of
+    ``peers.NAMES``.
+
+    Every kernel is first compared with the float64 reference on these very inputs (``values``,
+    ``layout`` and ``seed`` as in ``Case``), among canaries; where that would take long, a sample of
+    rows is. A wrong kernel is not timed. Kernels and peers then alternate in rounds, each for
+    ``budget`` seconds or until its median is known to half a percent. The caches are overwritten
+    before each launch if ``cold``; with ``graph`` the launches of a call are replayed as a CUDA
+    graph. A kernel that would take longer than ``patience`` seconds, as a problem before it lets
+    expect, is left out. ``so_far`` is called after each problem, with all rows until then.
+
+    Returns a row for each kernel, peer and problem; those that the device cannot do say why.
+    Peers that cannot take part are named in warnings. Raises ValueError or TypeError for
+    arguments, and what the first kernel met if none that was named could be run at all.
+    """
+    engine = backend_named(backend)
+    names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
+    against = (against,) if isinstance(against, str) else tuple(against)
+    named = cache(records.record_named)  # the same script makes another record each time
+    chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
+    given = {
+        name: value if isinstance(value, Sequence) else [value]
+        for name, value in (constants or {}).items()
+    }
+    operations = list(dict.fromkeys(map(_operation, chosen)))
+    _check(chosen, operations, given, sizes, against)
+    budget, labels = timing.checked_budget(budget), _labels(names, chosen, alone)
+    how = _How(engine, against, cold, graph, budget, patience, labels)
+    cases = [
+        Case(operation, problem, seed, values, layout)
+        for operation in operations
+        for problem in sweeps.problems(
+            operation, _with_dtype(sizes, operation, chosen), small=engine.name == "simulator"
+        )
+    ]
+    rows: list[Measurement] = []
+    refusals: list[Exception | None] = []
+    for done, case in enumerate(cases):
+        progress(done, len(cases), str(case.problem))
+        mine = [kernel for kernel in chosen if _operation(kernel) == case.operation]
+        try:
+            contenders = _contenders(engine, mine, case, given, alone)
+        except Unsupported as error:  # no kernel for "auto" to choose
+            refusals.append(error)
+            rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
+            continue
+        entries = _measured(how, case, contenders, rows)
+        rows += [entry.row for entry in entries]
+        asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
+        refusals += [entry.refusal for entry in asked]
+        if so_far and not all(refusals):  # something is measured that was asked for
+            so_far(_with_all_factors(rows))
+    if refusals and all(refusals):
+        raise next(error for error in refusals if error)
+    return _with_all_factors(rows)
+
+
+def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
+    """The rows with the same factors each, None where one has none: columns of a table."""
+    rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
+    known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
+    return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
+
+
+@dataclass(frozen=True)
+class _How:
+    """How everything is measured: the arguments of ``bench`` by their names there."""
+
+    engine: Backend
+    against: tuple[str, ...]
+    cold: bool
+    graph: bool
+    budget: float
+    patience: float | None
+    labels: Sequence[tuple[Kernel, str]]
+    told: set[str] = field(default_factory=set)
+
+    def label(self, kernel: Kernel) -> str:
+        """What rows call a kernel."""
+        return next((label for x, label in self.labels if x == kernel), kernel.name)
+
+    def note(self, text: str, problem: Problem) -> None:
+        """Warns of something, once whatever the problem."""
+        what = text.replace(str(problem), "")
+        if what not in self.told:
+            self.told.add(what)
+            warnings.warn(text, **AT_THE_CALLER)
+
+
+@dataclass
+class _Entry:
+    """A row as it comes into being: the call to time, what it computed, what that should be."""
+
+    row: Measurement
+    kernel: Kernel | None = None  # of a peer there is none
+    call: timing.Call | None = None
+    capture: timing.Call | None = None
+    plan: Plan | None = None
+    results: Mapping[str, np.ndarray] = field(default_factory=dict)
+    refusal: Exception | None = None
+
+    def reject(self, why: str) -> None:
+        """Makes it the row of a wrong kernel, which is not timed."""
+        self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
+
+    def refuse(self, error: Exception) -> None:
+        """Makes it a row that says why it has no time; without a device there is no going on."""
+        if isinstance(error, DeviceLost):
+            raise error
+        name = self.kernel.name if self.kernel else self.row.kernel
+        about = f"{name} cannot do {self.row.problem}: "
+        note = str(error).partition("; kernels that can")[0].removeprefix(about)
+        self.row, self.call = replace(self.row, note=note), None
+        self.refusal = error.with_traceback(None)
+        error.__context__ = None  # its frames hold on to memory
+
+
+@dataclass
+class _Shared:
+    """What the kernels of one problem share: inputs, memory, and what the reference says."""
+
+    case: Case
+    engine: Backend
+    memory: dict[Any, Any] = field(default_factory=dict)
+    samples: dict[str | None, Sample] = field(default_factory=dict)
+
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        return self.case.inputs(self.engine)
+
+    def expected(self, plan: Plan, rounding: str | None) -> Sample:
+        """What to compare a kernel with that rounds so."""
+        if rounding not in self.samples:
+            inputs = calls.readable(plan, self.inputs)
+            excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
+            self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
+        return self.samples[rounding]
+
+
+def _operation(kernel: str | Kernel) -> str:
+    return kernel.operation if isinstance(kernel, Kernel) else "forward"
+
+
+def _with_dtype(
+    sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
+) -> Mapping[str, Any]:
+    """The sizes, and a dtype that all kernels of an operation can do if none is given."""
+    able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
+    usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
+    return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
+
+
+def _check(
+    kernels: Sequence[str | Kernel],
+    operations: Sequence[str],
+    constants: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, Any],
+    against: Sequence[str],
+) -> None:
+    """Refuses names that no kernel, no operation or no peer has."""
+    if not kernels:
+        raise ValueError("there is nothing to measure; name kernels")
+    for name in against:
+        if name not in peers.NAMES:
+            raise ValueError(f"peer {name!r} is unknown; there are {', '.join(peers.NAMES)}")
+    foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
+    if unused := ", ".join(sorted(set.intersection(*foreign))):
+        raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
+    known = {name for x in kernels if isinstance(x, Kernel) for name in x.tiles[0]}
+    for name in constants:
+        if "auto" not in kernels and name not in known:
+            raise ValueError(
+                f"{name!r} is no size, and no constant of these kernels; sizes are "
+                f"{', '.join(sweeps.AXES)}, constants {', '.join(sorted(known)) or 'none'}"
+            )
+
+
+def _labels(
+    names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
+) -> list[tuple[Kernel, str]]:
+    """What rows call each kernel whose name another one or a rung has, too: what it was given as.
+
+    Raises ValueError for records that were given themselves, which have no other name.
+    """
+    known = [(kernel, kernel.name) for kernel in _joining(chosen, alone)]
+    for name, kernel in zip(names, chosen):
+        if isinstance(kernel, Kernel):
+            known.append((kernel, name if isinstance(name, str) else kernel.name))
+    shared = [
+        (kernel, label)
+        for kernel, label in known
+        if LADDER[kernel.operation].get(kernel.name, kernel) != kernel
+        or any(x.name == kernel.name and x != kernel for x, _ in known)
+    ]
+    for (a, label), (b, other) in combinations(shared, 2):
+        if label == other and a.operation == b.operation and a != b:
+            raise ValueError(
+                f"two different kernels have the name {label!r}; give a record another name"
+            )
+    return shared
+
+
+def _joining(chosen: Sequence[str | Kernel], alone: bool) -> Iterator[Kernel]:
+    """The ladder's kernels that may be measured beside those that are named."""
+    for operation in LADDER:
+        mine = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
+        if len(mine) == 1 and not alone:
+            yield from _beside(mine[0])
+
+
+def _contenders(
+    engine: Backend,
+    kernels: Sequence[str | Kernel],
+    case: Case,
+    constants: Mapping[str, Sequence[int]],
+    alone: bool,
+) -> list[tuple[Kernel, dict[str, int]]]:
+    """The kernels of one problem, each with every combination of the constants that it has."""
+    chosen = [planning.select(x, case.operation, case.problem, engine.limits) for x in kernels]
+    contenders: list[tuple[Kernel, dict[str, int]]] = []
+    if len(chosen) == 1 and not alone:
+        contenders = [(x, {}) for x in _beside(chosen[0])]
+    for kernel in chosen:
+        own = [name for name in constants if name in kernel.tiles[0]]
+        combined = product(*(constants[name] for name in own))
+        contenders += [(kernel, dict(zip(own, values))) for values in combined]
+    return contenders
+
+
+def baseline(operation: str) -> Kernel:
+    """The kernel that others of an operation are compared with: its first."""
+    return next(iter(LADDER[operation].values()))
+
+
+def before(kernel: Kernel) -> Kernel | None:
+    """The rung before a kernel of the ladder, of those that have a dtype with it in common."""
+    rungs = list(LADDER[kernel.operation].values())
+    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
+    return next((x for x in reversed(earlier) if set(x.dtypes) & set(kernel.dtypes)), None)
+
+
+def _beside(kernel: Kernel) -> list[Kernel]:
+    """What a kernel is measured beside: its baseline and the rung before it."""
+    first, previous = baseline(kernel.operation), before(kernel)
+    both = [first] if previous in (None, first) else [first, previous]
+    return [x for x in both if x is not None and x is not kernel]
+
+
+def _measured(
+    how: _How,
+    case: Case,
+    contenders: Sequence[tuple[Kernel, dict[str, int]]],
+    earlier: Sequence[Measurement],
+) -> list[_Entry]:
+    """The rows of one problem."""
+    how.engine.trim()
+    peers.trim()
+    shared = _Shared(case, how.engine)
+    entries = []
+    for kernel, constants in contenders:
+        row = Measurement(how.label(kernel), case.operation, case.problem, constants)
+        entries.append(_Entry(row, kernel))
+        _check_kernel(how, shared, entries[-1], earlier)
+    entries += _peers(how, shared, [entry for entry in entries if entry.call])
+    if how.graph:
+        _capture(how, entries)
+    _time(how, [entry for entry in entries if entry.call])
+    _compare(case.operation, entries)
+    return entries
+
+
+def _check_kernel(
+    how: _How, shared: _Shared, entry: _Entry, earlier: Sequence[Measurement]
+) -> None:
+    """Runs the kernel of an entry; one that is right gets a call to time."""
+    engine, case, kernel = how.engine, shared.case, entry.kernel
+    assert kernel is not None
+    try:
+        plan = planning.plan(kernel, case.problem, engine.limits, **entry.row.constants)
+        problem = replace(case.problem, precision=plan.problem.precision)
+        entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
+        _check_patience(how, entry.row, earlier)
+    except (Unsupported, ValueError) as error:
+        return entry.refuse(error)
+    try:
+        with engine.working_on(None):
+            prepared = [engine.prepare(launch) for launch in plan.launches]
+            readable = calls.readable(plan, shared.inputs)
+            results = run_guarded(engine, plan, readable, {})
+            arrays = timing.arrays_of(engine, plan, readable, shared.memory)
+    except _NOT_HERE as error:
+        return entry.refuse(error)
+    except (WrongResult, SimulatorFault) as error:
+        return entry.reject(str(error))
+    expected = shared.expected(plan, plan.rounding)
+    verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
+    resources = [engine.resources(x) for x in prepared]
+    entry.row = replace(
+        entry.row,
+        checked=expected.share,
+        passed=True,
+        registers=max((x["registers"] for x in resources if x), default=None),
+        spilled_bytes=max((x["spilled bytes"] for x in resources if x), default=None),
+        peak=_peak(engine, plan),
+    )
+    if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
+        return entry.reject("; ".join(wrong))
+    entry.plan, entry.results = plan, results
+    entry.call = partial(execute, engine, plan, prepared, arrays)
+    entry.capture = partial(_captured, engine, plan, entry.call, arrays, results)
+
+
+def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement]) -> None:
+    """Refuses what would take too long, by the last problem that this kernel was timed on."""
+    like = (row.kernel, row.constants, row.problem.arithmetic)
+    alike = [x for x in earlier if (x.kernel, x.constants, x.problem.arithmetic) == like and x.time]
+    if how.patience is None or not alike:
+        return
+    seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
+    if seconds > how.patience:
+        raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
+
+
+def _peak(engine: Backend, plan: Plan) -> float | None:
+    """What the device can do at the most of what bounds the kernel."""
+    if plan.kernel.operation == "softmax":
+        return peaks.copy_rate(engine)
+    return peaks.product_rate(engine, plan.rounding or plan.problem.dtype.name)
+
+
+def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
+    """The peers that can do the problem, after each had its say on our results."""
+    case, found = shared.case, []
+    if case.operation == "softmax" or not entries:
+        return []
+    for name in how.against:
+        try:
+            with how.engine.working_on(None):
+                arrays = timing.placed(how.engine, shared.inputs, shared.memory)
+                other = peers.peer(name, how.engine, case.problem, arrays, case.operation)
+        except _NOT_HERE as error:
+            how.note(str(error), case.problem)
+            continue
+        for entry in entries:
+            _ask(how, other, shared, entry)
+        row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
+        found.append(_Entry(row, call=other.call, capture=other.capture))
+    return found
+
+
+def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
+    """Compares every element with the peer's; where they differ too much, the reference decides.
+
+    They may differ by what both may err, for elements outside the sample by as much as within it.
+    A peer may round float32 to tf32.
+    """
+    plan, p = entry.plan, shared.case.problem
+    assert plan is not None and entry.kernel is not None
+    operation = OPERATIONS[plan.kernel.operation]
+    roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
+    for name, theirs in other.outputs.items():
+        if not entry.call:
+            return
+        mine = entry.results[name]
+        allowed = sum(shared.expected(plan, x).largest_bound(name) for x in roundings)
+        difference, index = _largest_difference(mine, theirs)
+        if difference <= allowed:
+            continue
+        excerpt = operation.excerpt_at(name, index, p)
+        inputs = calls.readable(plan, shared.inputs)
+        ours, its = (
+            sampling.judge({name: output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
+            for output, rounding in zip((mine, theirs), roundings)
+        )
+        farther = other.label if its.error > ours.error else entry.row.kernel
+        how.note(
+            f"{other.label} and {entry.row.kernel} differ by {difference:.3g} at {list(index)} of "
+            f"{f'{name} of ' if name != 'O' else ''}{p}: {farther} is farther from the reference "
+            f"(errors {its.error:.3g}, {ours.error:.3g})",
+            p,
+        )
+        if not ours.passed:
+            entry.reject(str(ours))
+
+
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The largest |a - b| and where it is; NaN beside a number is infinitely far from it."""
+    largest, place = 0.0, 0
+    wide = np.float64 if a.dtype == np.float64 else np.float32
+    a_flat, b_flat = a.ravel(), b.ravel()
+    for start in range(0, a.size, _AT_ONCE):
+        x, y = (flat[start : start + _AT_ONCE].astype(wide) for flat in (a_flat, b_flat))
+        with np.errstate(invalid="ignore"):
+            apart: np.ndarray = np.abs(np.subtract(x, y))
+        if not np.isfinite(apart.max()):
+            apart[np.isnan(apart)] = np.inf
+            apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+        index = int(apart.argmax())
+        if apart[index] > largest:
+            largest, place = float(apart[index]), start + index
+    where = np.unravel_index(place, a.shape) if a.size else [0] * a.ndim
+    return largest, tuple(int(i) for i in where)
+
+
+def _captured(
+    engine: Backend,
+    plan: Plan,
+    call: timing.Call,
+    arrays: Mapping[str, Any],
+    results: Mapping[str, np.ndarray],
+) -> timing.Call:
+    """A call as a CUDA graph, after one replay has shown that the graph writes all outputs."""
+    replay = engine.capture(call)
+    for name in plan.outputs:
+        arrays[name][...] = engine.upload(np.full_like(results[name], np.nan))
+    replay()
+    for name in plan.outputs:
+        if (np.isnan(engine.download(arrays[name])) != np.isnan(results[name])).any():
+            raise WrongResult(f"{plan.kernel.name}: its CUDA graph does not write all of {name}")
+    return replay
+
+
+def _capture(how: _How, entries: Sequence[_Entry]) -> None:
+    """Replaces calls by their CUDA graphs; what has none is not timed."""
+    for entry in entries:
+        try:
+            if entry.call and entry.capture is None:
+                raise Unsupported("it cannot be captured as a CUDA graph")
+            if entry.call and entry.capture:
+                with how.engine.working_on(None):
+                    entry.call = entry.capture()
+        except _NOT_HERE as error:
+            entry.refuse(error)
+        except WrongResult as error:
+            entry.reject(str(error))
+
+
+def _time(how: _How, entries: Sequence[_Entry]) -> None:
+    """Times the calls in turn."""
+    pending = [entry.call for entry in entries if entry.call]
+    try:
+        with how.engine.working_on(None):
+            times = timing.measure(how.engine, pending, budget=how.budget, cold=how.cold)
+    except DeviceError as error:
+        for entry in entries:
+            entry.refuse(error)
+        return
+    for entry, milliseconds in zip(entries, times):
+        entry.row = replace(entry.row, milliseconds=milliseconds)
+
+
+def _compare(operation: str, entries: Sequence[_Entry]) -> None:
+    """Adds to each row how much faster it was than the baseline, the rung before and the peers."""
+    times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
+    others = [entry.row.kernel for entry in entries if entry.kernel is None]
+    for entry in entries:
+        previous = before(entry.kernel) if entry.kernel else None
+        rivals = {
+            BASELINE: baseline(operation).name,
+            BEFORE: previous.name if previous else "",
+            **{name: name for name in others},
+        }
+        factors = {
+            rival: timing.ratio(times[name], entry.row.milliseconds)
+            for rival, name in rivals.items()
+            if times.get(name) and entry.row.milliseconds and name != entry.row.kernel
+        }
+        entry.row = replace(entry.row, factors=factors)

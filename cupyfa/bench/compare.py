@@ -1,0 +1,141 @@
+"""Two files of measurements: what became faster, what slower, and what is only noise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, hypot, log
+from pathlib import Path
+from typing import Any
+
+from cupyfa.bench import timing
+from cupyfa.bench.results import Measurement, Results
+
+FLOOR = 0.01  # by which two runs of the same differ, whatever each says of its own noise
+_CERTAIN = 2  # standard errors
+_UNKNOWN = 0.05  # the standard error of a median of one
+_FEW = 5  # launches, whose spread says too little of their noise
+_PASSING = ("time", "command", "python", "system")  # what two results may differ in without a note
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kernel on one problem, measured before and after.
+
+    ``factor`` is how many times faster it has become, ``uncertainty`` the standard error of that.
+    ``verdict`` is SAME, FASTER or SLOWER, or says why there is none.
+    """
+
+    before: Measurement | None
+    after: Measurement | None
+    verdict: str
+    factor: float | None = None
+    uncertainty: float | None = None
+
+    @property
+    def measurement(self) -> Measurement:
+        """The later of the two, or the only one."""
+        found = self.after or self.before
+        assert found is not None, "a comparison has one side at least"
+        return found
+
+    @property
+    def change(self) -> str:
+        """The factor in words."""
+        if self.factor is None or self.uncertainty is None:
+            return ""
+        if self.verdict == "SLOWER":
+            slower = 1 / self.factor
+            return f"{slower:.2f} ± {self.uncertainty * slower**2:.2f} × slower"
+        faster = " faster" if self.verdict == "FASTER" else ""
+        return f"{self.factor:.2f} ± {self.uncertainty:.2f} ×{faster}"
+
+    @property
+    def certain_slowdown(self) -> float:
+        """The fraction by which it is slower at the least, beyond the noise; 0 if it may not be."""
+        if self.factor is None or self.uncertainty is None:
+            return 0.0
+        noise = self.uncertainty / self.factor
+        return max(0.0, exp(-log(self.factor) - _CERTAIN * noise) - 1)
+
+    def row(self) -> dict[str, Any]:
+        """The comparison as one row of a table."""
+        sizes = self.measurement.row()
+        columns = list(sizes)[: list(sizes).index("ms")]
+        return {
+            **{column: sizes[column] for column in columns},
+            "ms_before": self.before.time if self.before else None,
+            "ms_after": self.after.time if self.after else None,
+            "verdict": self.verdict,
+            "change": self.change,
+            "factor": self.factor,
+            "uncertainty": self.uncertainty,
+        }
+
+
+def compare(
+    before: str | Path | Results | Sequence[Measurement],
+    after: str | Path | Results | Sequence[Measurement],
+) -> list[Comparison]:
+    """Compares what ``bench`` measured twice: files of ``bench --save``, their content, or rows.
+
+    Rows of the same kernel, problem and constants are compared by their medians, in order if there
+    are several. They are the SAME if they differ by less than two standard errors, which come from
+    the spread of the rounds and are one percent at the least. Rows of one side alone come last.
+
+    Raises OSError if a file cannot be read, ValueError if it holds something else.
+    """
+    olds, news = (_keyed(_rows(x)) for x in (before, after))
+    both = [_compared(olds[key], news[key]) for key in olds if key in news]
+    gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
+    new = [Comparison(None, news[key], "only after") for key in news if key not in olds]
+    return both + gone + new
+
+
+def differences(before: Results, after: Results) -> list[str]:
+    """What the two were measured with, where it is not the same and may matter."""
+    a, b = before.environment, after.environment
+    return [
+        f"{name}: {a.get(name, 'none')} before, {b.get(name, 'none')} after"
+        for name in dict.fromkeys([*a, *b])
+        if name not in _PASSING and a.get(name) != b.get(name)
+    ]
+
+
+def _rows(source: str | Path | Results | Sequence[Measurement]) -> Sequence[Measurement]:
+    """Rows, read from a file if they are given by its name."""
+    found = Results.load(source) if isinstance(source, str | Path) else source
+    return found.rows if isinstance(found, Results) else found
+
+
+def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
+    """The rows by what they are of, and by their place among others of the same."""
+    found: dict[tuple[Any, ...], Measurement] = {}
+    places: Counter[tuple[Any, ...]] = Counter()
+    for row in rows:
+        key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
+        found[(*key, places[key])] = row
+        places[key] += 1
+    return found
+
+
+def _compared(old: Measurement, new: Measurement) -> Comparison:
+    if not old.time or not new.time:
+        wrong = new.passed is False
+        untimed = "before" if new.time else "after" if old.time else "either time"
+        return Comparison(old, new, "WRONG" if wrong else f"not timed {untimed}")
+    factor = old.time / new.time
+    noise = hypot(_error(old), _error(new), FLOOR)
+    if abs(log(factor)) <= _CERTAIN * noise:
+        verdict = "SAME"
+    else:
+        verdict = "FASTER" if factor > 1 else "SLOWER"
+    return Comparison(old, new, verdict, factor, noise * factor)
+
+
+def _error(row: Measurement) -> float:
+    """The standard error of the median, as a fraction of it."""
+    count = len(row.milliseconds)
+    error = timing.standard_error(row.milliseconds)
+    return max(error, _UNKNOWN / count) if count < _FEW else error

@@ -1,0 +1,96 @@
+"""What a device can do at the most, measured once: matrix products and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from cupyfa import store
+from cupyfa.bench import timing
+from cupyfa.dtypes import DTYPES
+from cupyfa.runtime.backend import Backend, DeviceError
+
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
+_BYTES = tuple(2**n for n in (22, 24, 26, 28, 30))
+_LONGEST = 100.0  # milliseconds; what is expected to take longer is not tried
+_BUDGET = 0.2  # seconds for each size
+
+
+def product_rate(engine: Backend, precision: str) -> float | None:
+    """TFLOP/s of a large product of random matrices, inputs in a precision: a dtype, or "tf32".
+
+    None where there is no library for it.
+    """
+    if engine.limits.no_matmul or precision not in (*DTYPES, "tf32"):
+        return None
+    return _known(engine, precision, partial(_products, engine, precision))
+
+
+def copy_rate(engine: Backend) -> float | None:
+    """GB/s of a large copy within the device's memory, bytes read and bytes written."""
+    return _known(engine, "copy", partial(_copies, engine))
+
+
+def _known(engine: Backend, what: str, rate: Callable[[], float | None]) -> float | None:
+    """What is remembered of this device, or else measured and remembered."""
+    file = store.facts_file("peaks", engine.limits.device)
+    fact = store.recall(file).get(what)
+    if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
+        return float(fact)
+    measured = rate()
+    if measured is not None:
+        store.remember(file, {**store.recall(file), what: measured})
+    return measured
+
+
+def _products(engine: Backend, precision: str) -> float | None:
+    tf32 = precision == "tf32"
+    dtype = DTYPES["float32" if tf32 else precision].numpy
+
+    def call(size: int) -> Callable[[], Any]:
+        a, b = (_random(engine, (1, 1, size, size), dtype, seed) for seed in (1, 2))
+        out = engine.empty((1, 1, size, size), dtype)
+        return partial(engine.matmul, a, b, out, 1.0, tf32=tf32)
+
+    return _best(engine, _SIZES, call, lambda size: 2 * size**3 / 1e9)
+
+
+def _copies(engine: Backend) -> float | None:
+    def call(size: int) -> Callable[[], Any]:
+        source = _random(engine, (size // 4,), np.dtype(np.float32), 1)
+        target = engine.empty((size // 4,), np.dtype(np.float32))
+        return partial(target.__setitem__, slice(None), source)
+
+    return _best(engine, _BYTES, call, lambda size: 2 * size / 1e6)
+
+
+def _best(
+    engine: Backend,
+    sizes: Sequence[int],
+    call: Callable[[int], Callable[[], Any]],
+    work: Callable[[int], float],
+) -> float | None:
+    """The best rate, work per millisecond, of sizes that grow as long as memory and time last."""
+    best = took = 0.0
+    for i, size in enumerate(sizes):
+        if i and took * work(size) / work(sizes[i - 1]) > _LONGEST:
+            break
+        try:
+            with engine.working_on(None):
+                (times,) = timing.measure(engine, [call(size)], budget=_BUDGET, cold=False)
+        except (DeviceError, MemoryError):
+            break
+        took = median(times)
+        best = max(best, work(size) / took)
+    return best or None
+
+
+def _random(engine: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
+    """Random numbers, which cost more power than zeros; a million of them, repeated."""
+    numbers = np.random.default_rng(seed).standard_normal(2**20, np.float32)
+    return engine.upload(np.resize(numbers.astype(dtype), shape))

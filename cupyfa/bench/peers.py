@@ -1,0 +1,298 @@
+"""Other libraries' attention, to be timed beside ours and asked for a second opinion.
+
+None of them is needed: one that is not installed, or cannot do a problem, is refused with the
+reason. Arrays go over through DLPack without a copy, and masks mean what they mean here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from cupyfa.planner.plan import Unsupported
+from cupyfa.problem import NO_WINDOW, Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import version_of
+
+# What torch calls the kernels behind scaled_dot_product_attention.
+_TORCH = {
+    "fa2": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+PACKAGES = dict.fromkeys(_TORCH, "torch") | {
+    "cudnn-frontend": "nvidia-cudnn-frontend",
+    "jax": "jax",
+}
+NAMES = tuple(PACKAGES)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library's attention, or its gradients, on some arrays.
+
+    ``call`` computes it again on the engine's stream; ``outputs`` are what came of the first time,
+    by their names in operations.py; ``capture`` makes a CUDA graph of it and returns what replays
+    that. Of gradients the forward pass is no part of a call.
+    """
+
+    label: str
+    call: Callable[[], Any]
+    outputs: Mapping[str, np.ndarray]
+    capture: Callable[[], Callable[[], Any]] | None = None
+
+
+def peer(
+    name: str,
+    engine: Backend,
+    p: Problem,
+    arrays: Mapping[str, Any],
+    operation: str = "forward",
+) -> Peer:
+    """The peer of a name on the arrays Q, K and V, and dO for gradients, which lie with the engine.
+
+    Raises Unsupported if it is not installed or cannot do the problem.
+    """
+    if name not in NAMES:
+        raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
+    prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
+    with _reasons(label(name), p):
+        if p.window != NO_WINDOW:
+            raise Unsupported(
+                "scaled_dot_product_attention has no windows"
+                if name in _TORCH
+                else "its windows are not used here"
+            )
+        if p.precision not in (None, "float32"):
+            raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
+        if operation == "backward":
+            if name not in _TORCH:
+                raise Unsupported("its gradients are not timed here")
+            return _torch(name, engine, p, [arrays[x] for x in "QKV"], arrays["dO"])
+        return prepare(name, engine, p, [arrays[x] for x in "QKV"])
+
+
+def label(name: str) -> str:
+    """What a peer is called among kernels, some of which bear the same name."""
+    return f"torch {name}" if name in _TORCH else name
+
+
+def versions(names: Sequence[str]) -> dict[str, str]:
+    """The versions of the packages behind these peers, as far as they are installed."""
+    found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
+    return {package: version for package, version in found.items() if version}
+
+
+def trim() -> None:
+    """Gives back the device memory that other libraries keep for later."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _reasons(label: str, p: Problem) -> Iterator[None]:
+    """Turns whatever a library raises into Unsupported, with the reasons that it warned of."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except ImportError as error:
+            raise Unsupported(f"{label} is not installed ({error})") from None
+        except Exception as error:
+            reason = f"{error}".partition("\n")[0]
+            if reason.startswith("No available kernel"):  # torch has warned of the reasons
+                said = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
+                telling = [x for x in said if not x.endswith(("because:", "runtime disabled."))]
+                reason = "; ".join(dict.fromkeys(telling)) or reason
+            raise Unsupported(f"{label} cannot do {p}: {reason}") from None
+
+
+def _torch(
+    name: str, engine: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
+) -> Peer:
+    """torch's attention, or its gradients: those of a forward pass that was made before.
+
+    Automatic differentiation runs a step on the stream that its forward step ran on, and hands
+    inputs their gradients on the stream that they came into use on. So a graph of gradients is
+    captured on a stream on which the forward pass was made once more, of tensors of its own.
+    """
+    torch = import_module("torch")
+    attention = import_module("torch.nn.attention")
+    q, k, v = (_tensor(torch, array) for array in arrays)
+    kernel = getattr(attention.SDPBackend, _TORCH[name])
+    options = _torch_options(name, p)
+
+    def attend(*inputs: Any) -> Any:
+        with attention.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+
+    def on_stream(function: Callable[[], Any]) -> Any:
+        with _torch_stream(torch, engine):
+            return function()
+
+    def differentiable() -> Callable[[], Any]:
+        """Makes the forward pass, and returns what takes the gradients of it."""
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    names: tuple[str, ...] = ("O",)
+    compute: Callable[[], Any] = partial(attend, q, k, v)
+    if gradient is not None:
+        dout = _tensor(torch, gradient)
+        names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
+
+    def capture() -> Callable[[], Any]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with _reasons(label(name), p):
+            call = compute
+            if gradient is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    call = differentiable()
+                    call()
+                stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+        return partial(on_stream, graph.replay)
+
+    results = on_stream(compute)
+    results = (results,) if gradient is None else results
+    outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
+    return Peer(label(name), partial(on_stream, compute), outputs, capture)
+
+
+def _torch_options(name: str, p: Problem) -> dict[str, Any]:
+    """The mask, heads and scale as scaled_dot_product_attention takes them."""
+    options: dict[str, Any] = {"scale": p.scale}
+    if p.heads != p.kv_heads:
+        options["enable_gqa"] = True
+    if p.causal and p.diagonal == 0:
+        options["is_causal"] = True
+    elif p.causal:
+        if name == "cudnn":
+            raise Unsupported("its causal mask is aligned to the top left")
+        if p.M > p.N:
+            raise Unsupported("its rows without a key are NaN")
+        bias = import_module("torch.nn.attention.bias")
+        options["attn_mask"] = bias.causal_lower_right(p.M, p.N)
+    return options
+
+
+def _tensor(torch: Any, array: Any) -> Any:
+    """The array as a torch tensor; NumPy has no word for bfloat16 in DLPack, so bits go over."""
+    if str(array.dtype) == "bfloat16":
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _numpy(torch: Any, tensor: Any, p: Problem) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.detach().cpu().numpy().view(p.dtype.numpy)
+
+
+def _torch_stream(torch: Any, engine: Backend) -> Any:
+    if engine.stream is None:
+        return nullcontext()
+    stream = torch.cuda.ExternalStream(engine.stream) if engine.stream else None
+    return torch.cuda.stream(stream or torch.cuda.default_stream())
+
+
+def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+    """JAX takes [batch, rows, heads, columns], and copies of arrays that lie otherwise.
+
+    It has a stream of its own, so its calls are waited for, and their time includes the host's.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # it would take most memory
+    jax = import_module("jax")
+    if p.dtype.name == "float64":
+        raise Unsupported("its arrays have no float64 unless a program asks for it from the start")
+    if p.causal and p.diagonal != 0:
+        raise Unsupported("its causal mask is aligned to the top left")
+    inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
+    for implementation in ("cudnn", "xla"):
+        attention = partial(
+            jax.nn.dot_product_attention,
+            scale=p.scale,
+            is_causal=p.causal is not None,
+            implementation=implementation,
+        )
+        function = jax.jit(attention)
+
+        def call(function: Callable[..., Any] = function) -> Any:
+            engine.synchronize()
+            return function(*inputs).block_until_ready()
+
+        try:
+            output = np.asarray(call()).swapaxes(1, 2)
+        except Exception:
+            if implementation == "xla":
+                raise
+        else:
+            break
+    return Peer(f"jax {implementation}", call, {"O": output})
+
+
+def _jax_array(jax: Any, array: Any) -> Any:
+    array = array if array.flags.c_contiguous else array.copy()
+    if str(array.dtype) != "bfloat16":
+        return jax.dlpack.from_dlpack(array)
+    bits = jax.dlpack.from_dlpack(array.view(np.int16))
+    return jax.lax.bitcast_convert_type(bits, jax.numpy.bfloat16)
+
+
+def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+    """cuDNN's attention graph, built from its Python interface and run on plain pointers."""
+    cudnn = import_module("cudnn")
+    if engine.stream is None:
+        raise Unsupported("it needs a GPU")
+    kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
+    if p.dtype.name not in kinds:
+        raise Unsupported(f"its dtypes are {', '.join(kinds)}")
+    kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
+    out = engine.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
+
+    def layout(array: Any) -> dict[str, list[int]]:
+        strides = [stride // p.itemsize for stride in array.strides]
+        return {"dim": list(array.shape), "stride": strides}
+
+    mask = {}
+    if p.causal:
+        corner = "TOP_LEFT" if p.diagonal == 0 else "BOTTOM_RIGHT"
+        mask["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, corner)
+        mask["diagonal_band_right_bound"] = 0
+    handle = cudnn.create_handle()
+    graph = cudnn.pygraph(
+        io_data_type=kind,
+        intermediate_data_type=single,
+        compute_data_type=single,
+        handle=handle,
+    )
+    q, k, v = (
+        graph.tensor(name=x, data_type=kind, **layout(array)) for x, array in zip("qkv", arrays)
+    )
+    o, _ = graph.sdpa(q=q, k=k, v=v, generate_stats=False, attn_scale=p.scale, **mask)
+    placed = layout(out)
+    o.set_output(True).set_dim(placed["dim"]).set_stride(placed["stride"])
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = engine.empty((max(graph.get_workspace_size(), 1),), np.dtype(np.uint8))
+
+    def call() -> None:
+        cudnn.set_stream(handle=handle, stream=engine.stream)
+        buffers = zip((q, k, v, o), map(engine.address, (*arrays, out)))
+        graph.execute(dict(buffers), engine.address(workspace), handle=handle)
+
+    call()
+    return Peer(label(name), call, {"O": engine.download(out)}, partial(engine.capture, call))

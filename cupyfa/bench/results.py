@@ -1,0 +1,142 @@
+"""What a benchmark found: a kernel's times on one problem, and what they mean; and files of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cupyfa import store
+from cupyfa.bench import timing
+from cupyfa.dtypes import dtype_named
+from cupyfa.operations import OPERATIONS
+from cupyfa.problem import Problem
+
+BASELINE, BEFORE = "baseline", "rung before"  # what factors are told against, beside peers
+_SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A kernel, or a peer, on one problem.
+
+    ``milliseconds`` are those of every launch that was timed, in rounds with the other rows of the
+    problem; none if it was not timed, and ``note`` says why. ``passed`` is False if a result was
+    wrong, None if there was none. ``checked`` is the fraction of rows that were compared with the
+    reference. ``peak`` is what the device can do at the most: TFLOP/s, or GB/s for a softmax.
+    ``factors`` say how many times faster it was than others, by the median ratio over the rounds.
+    """
+
+    kernel: str
+    operation: str
+    problem: Problem
+    constants: Mapping[str, int] = field(default_factory=dict)
+    milliseconds: Sequence[float] = ()
+    passed: bool | None = None
+    checked: float | None = None
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    peak: float | None = None
+    factors: Mapping[str, float | None] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def time(self) -> float | None:
+        """The median, in milliseconds."""
+        return median(self.milliseconds) if self.milliseconds else None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return OPERATIONS[self.operation].flops(self.problem)
+
+    @property
+    def tflops(self) -> float | None:
+        """10¹² floating-point operations a second."""
+        return self.flops / self.time / 1e9 if self.time else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """GB/s, every input read once and every output written once."""
+        moved = OPERATIONS[self.operation].bytes(self.problem)
+        return moved / self.time / 1e6 if self.time else None
+
+    @property
+    def percent_of_peak(self) -> float | None:
+        """How much of what the device can do at the most."""
+        rate = self.bandwidth if self.operation == "softmax" else self.tflops
+        return 100 * rate / self.peak if rate and self.peak else None
+
+    def row(self) -> dict[str, Any]:
+        """The measurement as one row of a table."""
+        p, softmax = self.problem, self.operation == "softmax"
+        return {
+            "kernel": self.kernel,
+            **{x: None if softmax and x not in "MN" else getattr(p, x) for x in _SIZES},
+            "dtype": p.dtype.name,
+            "precision": p.precision,
+            "causal": p.causal,
+            "window": p.window_text,
+            "scale": None if softmax else p.scale,
+            "constants": dict(self.constants),
+            "ms": self.time,
+            "spread_%": 100 * timing.spread(self.milliseconds) if self.milliseconds else None,
+            "launches": len(self.milliseconds),
+            "TFLOP/s": self.tflops,
+            "GB/s": self.bandwidth,
+            "%_of_peak": self.percent_of_peak,
+            "registers": self.registers,
+            "spilled_bytes": self.spilled_bytes,
+            **{f"x_{name.replace(' ', '_')}": factor for name, factor in self.factors.items()},
+            "checked_%": None if self.checked is None else 100 * self.checked,
+            "note": self.note,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for a file; ``of_record`` is the way back."""
+        dtype = self.problem.dtype.name
+        return {**asdict(self), "problem": {**asdict(self.problem), "dtype": dtype}}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Measurement:
+        """The measurement of a record."""
+        sizes = {**record["problem"], "is_softmax": record["operation"] == "softmax"}
+        problem = Problem(**{**sizes, "dtype": dtype_named(sizes["dtype"])})
+        made = cls(**{**record, "problem": problem})
+        made.row()
+        return made
+
+
+@dataclass(frozen=True)
+class Results:
+    """Rows, and what they were measured with and how, by name."""
+
+    environment: Mapping[str, str]
+    rows: Sequence[Measurement]
+
+    def save(self, path: str | Path) -> None:
+        """Writes them to a JSON file, whole or not at all."""
+        content = {
+            "environment": dict(self.environment),
+            "rows": [row.record() for row in self.rows],
+        }
+        store.write_whole(Path(path), json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Results:
+        """What ``save`` wrote. Raises OSError if the file cannot be read, ValueError if it holds
+        something else."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            rows = [Measurement.of_record(record) for record in content["rows"]]
+            return cls(dict(content["environment"]), rows)
+        except OSError as error:
+            raise type(error)(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{path} is no file that cupyfa bench --save writes ({type(error).__name__}: "
+                f"{error})"
+            ) from None

@@ -1,0 +1,137 @@
+"""Many problems from one line: sizes with several values, and every combination of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from cupyfa.dtypes import DTYPES
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.problem import CAUSAL, Problem, window_of_text
+
+# What is measured, tuned and profiled unless other sizes are given, and predicted in records.
+USUAL: dict[str, dict[str, Any]] = {
+    "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
+    "backward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
+    "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
+}
+# Of these, what the simulator takes instead: to try a command out.
+SMALL: dict[str, dict[str, int]] = {
+    "forward": {"batch": 1, "heads": 2, "M": 128},
+    "backward": {"batch": 1, "heads": 2, "M": 128},
+    "softmax": {"M": 64, "N": 256},
+}
+MOST = 10_000  # problems in one go
+AXES = (
+    *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype"),
+    *("causal", "window", "scale", "precision"),
+)
+_SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
+_WORDS = {str(word).lower(): word for word in CAUSAL}
+_OF_SOFTMAX = ("M", "N", "dtype")
+
+
+def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
+    """The usual dtype, or the first that all of the kernels can do if no precision is asked for."""
+    usual = "float32"
+    if precision:
+        return usual
+    able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
+    return able[0] if able and usual not in able else usual
+
+
+def parsed(text: str) -> tuple[str, list[Any]]:
+    """``NAME=VALUES`` as the name and its values; a name is an axis or a kernel's constant.
+
+    VALUES are listed, ``64,128``, or run from a first to a last by factors, ``512:16384:*2``, or
+    by steps, ``64:256:+64``. Windows are parted by slashes, ``64,0/128,-``.
+    """
+    name, equals, values = text.partition("=")
+    name = _SHORT.get(name.strip(), name.strip())
+    if not equals or not name or not values.strip():
+        raise ValueError(f"{text!r} is not NAME=VALUES, for example M=512:4096:*2 or d=64,128")
+    if name == "window":
+        return name, [window_of_text(value) for value in values.split("/")]
+    if ":" in values:
+        several = list(islice(_range(values), MOST + 1))
+        if len(several) > MOST:
+            raise ValueError(f"{text!r} gives more than {MOST:,} values; take a larger step")
+        return name, several
+    return name, [_value(name, value.strip()) for value in values.split(",")]
+
+
+def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -> list[Problem]:
+    """The problem of every combination of sizes, each of which is a value or several.
+
+    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
+    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A tuple is several
+    values of any size but the window, which is one; several windows are a list. A softmax has M
+    rows of N. What is left out is USUAL, or with ``small`` what the simulator takes.
+    """
+    several = {
+        name: value if isinstance(value, list if name == "window" else list | tuple) else [value]
+        for name, value in sizes.items()
+        if value is not None
+    }
+    for name, values in several.items():
+        if not values:
+            raise ValueError(f"{name} is {values}; give at least one")
+    if (count := prod(map(len, several.values()))) > MOST:
+        raise ValueError(f"these are {count:,} combinations of sizes; give {MOST:,} at the most")
+    combined = (dict(zip(several, values)) for values in product(*several.values()))
+    usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
+    return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
+
+
+def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
+    """Which of the given sizes an operation has no use for."""
+    known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "tokens", "width")
+    return [name for name, value in sizes.items() if value is not None and name not in known]
+
+
+def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
+    sizes = {**usual, **given}
+    if operation == "softmax":
+        return Problem.of_row_sizes(*(sizes[name] for name in _OF_SOFTMAX))
+    for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
+        if (total := sizes.pop(whole, None)) is not None:
+            if count in given:
+                raise ValueError(f"{whole} and {count} say the same; leave one of them out")
+            if not sizes[each] or total % sizes[each]:
+                raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
+            sizes[count] = total // sizes[each]
+    return Problem.of_sizes(**sizes)
+
+
+def _range(text: str) -> Iterator[int]:
+    parts: Sequence[str] = [part.strip() for part in text.split(":")]
+    step = parts[-1]
+    whole = [part for part in (*parts[:-1], step[1:]) if part.isdecimal()]
+    if len(parts) != 3 or len(whole) != 3 or step[0] not in "*+":
+        raise ValueError(f"{text!r} is no range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
+    first, last, by = map(int, whole)
+    if by < 1 or (step[0] == "*" and (by < 2 or first < 1)) or first > last:
+        raise ValueError(f"{text!r} does not lead from {first} to {last}")
+    while first <= last:
+        yield first
+        first = first * by if step[0] == "*" else first + by
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("dtype", "precision"):
+        return text
+    if name == "causal":
+        if text.lower() not in _WORDS:
+            raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(_WORDS)}")
+        return _WORDS[text.lower()] or False
+    if name == "scale":
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"scale={text!r} is no number") from None
+    if not text.isdecimal():
+        least = 0 if name in AXES else 1
+        raise ValueError(f"{name}={text!r} is no whole number from {least}; give one, as {name}=64")
+    return int(text)

@@ -1,0 +1,148 @@
+"""Timing: calls are measured in turn, round after round, until their medians are known.
+
+A device's speed drifts by several percent within seconds, so calls alternate (A B C, A B C, …):
+what is compared was measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, sqrt
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime.backend import Backend, allocated, extent
+
+Call = Callable[[], Any]
+
+_ACCURACY = 0.005  # of a median, as the ratio of its standard error to it
+_FEWEST = 20  # rounds before a standard error means anything
+_WARM_UP = 0.05  # of the budget
+_SEVERAL = 3  # budgets; a call that takes longer is made once
+_NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard deviations
+
+
+def checked_budget(budget: float) -> float:
+    """The seconds that may be spent, if they are a number that makes sense."""
+    if not budget >= 0:  # NaN is not
+        raise ValueError(f"budget is {budget}; give seconds, a number from 0")
+    return budget
+
+
+def measure(
+    engine: Backend, calls: Sequence[Call], *, budget: float, cold: bool, most: float = inf
+) -> list[list[float]]:
+    """Milliseconds of each call in each round that it took part in.
+
+    The first rounds are everyone's; a call leaves when its ``budget`` of seconds is used up, or
+    after ``most`` rounds, and all end as soon as every median is known to half a percent. A call
+    is measured at least twice, and once only if it takes longer than three budgets. With ``cold``
+    the device's caches are overwritten before each.
+    """
+    lanes = [_Lane(engine, call, budget, cold, most) for call in calls]
+    while not all(lane.ended or lane.known for lane in lanes):
+        for lane in lanes:
+            if not lane.ended:
+                lane.run()
+    return [lane.milliseconds for lane in lanes]
+
+
+class _Lane:
+    """One call, its times so far, and the seconds that they took."""
+
+    def __init__(self, engine: Backend, call: Call, budget: float, cold: bool, most: float) -> None:
+        self.engine, self.call, self.cold = engine, call, cold
+        self.budget, self.most, self.fewest = budget, most, 2
+        self.milliseconds: list[float] = []
+        self.spent = 0.0
+        first = self._timed()
+        if self.spent > _SEVERAL * budget:
+            self.milliseconds, self.fewest = [first], 1
+            return
+        while self.spent < _WARM_UP * budget:
+            self._timed()
+        self.spent = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the budget is used up."""
+        rounds = len(self.milliseconds)
+        return rounds >= self.most or (self.spent >= self.budget and rounds >= self.fewest)
+
+    @property
+    def known(self) -> bool:
+        """Whether more rounds would not tell more."""
+        enough = len(self.milliseconds) >= _FEWEST
+        return enough and standard_error(self.milliseconds) < _ACCURACY
+
+    def run(self) -> None:
+        self.milliseconds.append(self._timed())
+
+    def _timed(self) -> float:
+        start = perf_counter()
+        milliseconds = self.engine.time(self.call, cold=self.cold)
+        self.spent += perf_counter() - start
+        return milliseconds
+
+
+def spread(milliseconds: Sequence[float]) -> float:
+    """From the 20th to the 80th percentile, as a fraction of the median."""
+    low, high = np.quantile(milliseconds, (0.2, 0.8))
+    return float(high - low) / median(milliseconds) if median(milliseconds) else 0.0
+
+
+def standard_error(milliseconds: Sequence[float]) -> float:
+    """Of the median, as a fraction of it; from the spread, so that outliers do not matter."""
+    deviation = spread(milliseconds) / _NORMAL_WIDTH
+    return 1.253 * deviation / sqrt(len(milliseconds))
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """How many times longer a took than b: the median over the rounds that both took part in."""
+    return median(x / y if y else inf for x, y in zip(a, b))
+
+
+def arrays_of(
+    engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+) -> dict[str, Any]:
+    """Every array of a plan with the engine, inputs laid out as they are on the host.
+
+    ``memory`` keeps them for the next plan on the same inputs: calls in turn share all they can.
+    """
+    arrays = placed(engine, inputs, memory)
+    for name, allocation in {**plan.outputs, **plan.scratch}.items():
+        key = (name, *allocation, plan.stored_shape(name))
+        if key not in memory:
+            memory[key] = allocated(engine, plan, name)
+        arrays[name] = memory[key]
+    return arrays
+
+
+def placed(
+    engine: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+) -> dict[str, Any]:
+    """The inputs with the engine, as far as ``memory`` does not have them already."""
+    arrays = {}
+    for name, array in inputs.items():
+        key = (name, array.shape, array.strides)
+        if key not in memory:
+            memory[key] = _placed(engine, array)
+        arrays[name] = memory[key]
+    return arrays
+
+
+def _placed(engine: Backend, array: np.ndarray) -> Any:
+    """The array in the engine's memory, with the strides and the alignment that it has here."""
+    if engine.owns(array):
+        return array
+    low, high = extent(array)
+    memory = engine.empty((15 + high - low,), np.dtype(np.uint8))
+    offset = -low + (array.ctypes.data + low - engine.address(memory)) % 16
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    elements = engine.view(memory, array.shape, bits, offset, array.strides)
+    elements[...] = engine.upload(array.view(bits))
+    return engine.view(memory, array.shape, array.dtype, offset, array.strides)

@@ -1,0 +1,119 @@
+"""One kernel on one random problem: whether it is right, and how long it takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from cupyfa.bench import timing
+from cupyfa.numerics.tolerance import Verdict, WrongResult
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import Backend, execute
+from cupyfa.runtime.guard import run_guarded
+
+_LONGEST = 0.5  # seconds of timing
+_MOST = 20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of running a plan: verdicts on its outputs, and milliseconds of each timed run."""
+
+    plan: Plan
+    verdicts: list[Verdict]
+    milliseconds: list[float]
+    resources: dict[str, dict[str, int]]  # of each launch, by its entry
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output is right."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def time(self) -> float:
+        """The median of the timed runs, in milliseconds."""
+        return median(self.milliseconds)
+
+    @property
+    def tflops(self) -> float:
+        """10¹² floating-point operations a second."""
+        operation = OPERATIONS[self.plan.kernel.operation]
+        return operation.flops(self.plan.problem) / self.time / 1e9 if self.time else 0.0
+
+
+def trial(
+    engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
+) -> Trial:
+    """Checks a plan on these inputs among canaries, then times it.
+
+    Raises WrongResult only if the kernel wrote where it must not, or if one of ``reruns`` more runs
+    gives other bits; the verdicts say the rest.
+    """
+    readable = calls.readable(plan, inputs)
+    results = run_guarded(engine, plan, readable, {})
+    if different := difference(engine, plan, readable, results, reruns):
+        raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
+    return Trial(
+        plan=plan,
+        verdicts=calls.judge(engine, plan, readable, results),
+        milliseconds=_times(engine, plan, readable),
+        resources={
+            launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs
+        },
+    )
+
+
+def difference(
+    engine: Backend,
+    plan: Plan,
+    inputs: Mapping[str, np.ndarray],
+    results: Mapping[str, np.ndarray],
+    reruns: int,
+) -> str | None:
+    """Which bits of more runs on readable inputs are not those of the results; None if all are.
+
+    The kernel's unordered outputs do not count: they are compared with the reference alone.
+    Threads run in other orders where that can be chosen.
+    """
+    for again in range(1, reruns + 1):
+        others = run_guarded(engine.reordered(again), plan, inputs, {})
+        for name, result in results.items():
+            if name in plan.kernel.unordered:
+                continue
+            bits = f"u{result.itemsize}"
+            if (different := result.view(bits) != others[name].view(bits)).any():
+                first = ", ".join(str(i) for i in np.argwhere(different)[0])
+                return (
+                    f"{name} of run {again + 1} differs from the first run's in "
+                    f"{different.sum():,} of {different.size:,} elements, first at [{first}]"
+                )
+    return None
+
+
+def random_sizes(seed: int) -> dict[str, int]:
+    """Small sizes that divide nothing, for what the user leaves open; the same for a seed."""
+    pick = random.Random(seed)
+    kv_heads = pick.randint(1, 2)
+    return {
+        "batch": pick.randint(1, 2),
+        "heads": kv_heads * pick.randint(1, 2),
+        "kv_heads": kv_heads,
+        "M": pick.randint(1, 200),
+        "N": pick.randint(1, 200),
+        "d": pick.randint(1, 128),
+    }
+
+
+def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
+    """Milliseconds of several runs, with what an earlier one left in the caches."""
+    prepared = [engine.prepare(launch) for launch in plan.launches]
+    call = partial(execute, engine, plan, prepared, timing.arrays_of(engine, plan, inputs, {}))
+    (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
+    return times

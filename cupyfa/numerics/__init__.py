@@ -1,0 +1,1 @@
+"""What is right, and how far from it a kernel may be."""

@@ -1,0 +1,164 @@
+"""What is planned and for what: devices, launches, plans, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from cupyfa.dtypes import DType
+from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
+from cupyfa.problem import Problem
+
+BOX_ALIGNMENT = 16  # bytes
+Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+class Unsupported(NotImplementedError):
+    """A valid problem that this kernel or device cannot do; the message says who can.
+
+    ``reason`` says why in few words and without sizes, for counting.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.
+
+    ``dtype`` is the problem's ``arithmetic``: it names a precision where that is another.
+    ``folder`` tells a kernel from outside from others of its name; it is None for the ladder's.
+    """
+
+    kernel: str
+    folder: str | None
+    dtype: str
+    d: int
+    dv: int
+    constants: tuple[tuple[str, int], ...]
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device grants one block, how it is named in messages, and what was tuned on it.
+
+    ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
+    says why there are no matrix products here, if that is so. ``multiprocessors`` are those of an
+    H100 SXM where no device is. ``clock`` is the highest of a multiprocessor, in GHz, where known.
+    """
+
+    device: str
+    shared_bytes: int
+    threads: int = 1024
+    arch: str | None = None
+    no_matmul: str | None = None
+    multiprocessors: int = 132
+    clock: float | None = None
+    tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """One launch with every number decided; its file, constants and dtypes make the source text.
+
+    ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
+    are the rows of a box by array, ``numbers`` the arguments that only this launch has. ``target``
+    is the architecture to compile for, as "90a", if that is not just the device's. ``moves`` are
+    how many times arrays are read or written, where the record says so.
+    """
+
+    launch: Launch
+    path: Path
+    dtype: DType
+    operand: DType
+    constants: Mapping[str, int | bool]
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    boxes: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    target: str | None = None
+    moves: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> str:
+        """The name of the kernel function."""
+        return self.launch.entry
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one call does, decided before it is done."""
+
+    kernel: Kernel
+    problem: Problem
+    constants: Mapping[str, int]
+    steps: tuple[PlannedLaunch | Matmul, ...]
+    scratch: Allocations
+    outputs: Allocations
+
+    @property
+    def rounding(self) -> str | None:
+        """The precision that operands are rounded to by design; None if they are what they are."""
+        return rounding_of(self.kernel, self.problem)
+
+    @property
+    def launches(self) -> tuple[PlannedLaunch, ...]:
+        """The steps that launch a kernel."""
+        return tuple(step for step in self.steps if isinstance(step, PlannedLaunch))
+
+    @property
+    def programs(self) -> tuple[PlannedLaunch, ...]:
+        """The launches that have to be compiled: the first of those that rounds repeat."""
+        first: dict[int, PlannedLaunch] = {}
+        for x in self.launches:
+            first.setdefault(id(x.launch), x)
+        return tuple(first.values())
+
+    def rounds_of(self, program: PlannedLaunch) -> int:
+        """How often a launch is repeated."""
+        return sum(x.launch is program.launch for x in self.launches)
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether sources of it lie outside the project, where their author may change them."""
+        return any(x.path.is_absolute() for x in self.launches)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of temporary memory beside inputs and outputs."""
+        return sum(
+            prod(self.stored_shape(name)) * dtype.itemsize
+            for name, (_, dtype) in self.scratch.items()
+        )
+
+    @property
+    def boxed(self) -> set[str]:
+        """The arrays that are copied by boxes: their rows begin at multiples of BOX_ALIGNMENT."""
+        return {name for launch in self.launches for name in launch.boxes}
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """That of the memory for an output or temporary, whose rows may have columns to spare."""
+        shape, dtype = {**self.outputs, **self.scratch}[name]
+        if name not in self.boxed:
+            return shape
+        return (*shape[:-1], aligned_width(shape[-1], dtype.itemsize))
+
+
+def aligned_width(columns: int, itemsize: int) -> int:
+    """The least number of columns, from this one, that are a multiple of BOX_ALIGNMENT bytes."""
+    step = max(BOX_ALIGNMENT // itemsize, 1)
+    return cdiv(columns, step) * step
+
+
+def rounding_of(kernel: Kernel, problem: Problem) -> str | None:
+    if problem.precision is None:
+        return kernel.rounding
+    return None if problem.precision == "float32" else problem.precision

@@ -1,0 +1,347 @@
+"""Record + problem + device limits → the kernel and constants to take, or why there are none.
+
+Nothing here needs a GPU or a compiler.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from math import exp, fsum, log, sqrt
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner.evaluate import evaluated, plan_of
+from cupyfa.planner.plan import Limits, Plan, Tuned, Unsupported
+from cupyfa.problem import Problem
+
+_ALIKE = 0.98  # speeds that differ by less than one measurement from another may
+
+
+def select(
+    kernel: str | Kernel,
+    operation: str,
+    problem: Problem,
+    limits: Limits,
+    *,
+    deterministic: bool = False,
+) -> Kernel:
+    """The record of a kernel given by name, by itself, or as "auto".
+
+    With ``deterministic`` it is one whose results are the same bits in every run: Unsupported is
+    raised of others.
+    """
+    if deterministic:
+        return _deterministic(kernel, operation, problem, limits)
+    if isinstance(kernel, Kernel):
+        if kernel.operation != operation:
+            raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
+        return kernel
+    if not isinstance(kernel, str):
+        kind = type(kernel).__name__
+        raise TypeError(f"kernel is a {kind}; give a kernel's name, a Kernel of your own or 'auto'")
+    if kernel == "auto":
+        return _fastest(operation, problem, limits)
+    if kernel not in LADDER[operation]:
+        other = next((x for x in LADDER if kernel in LADDER[x]), None)
+        raise ValueError(
+            f"kernel {kernel!r} {f'computes {other}' if other else 'is unknown'}; "
+            f"the {operation} kernels are "
+            f"{', '.join(LADDER[operation])}, or 'auto'"
+        )
+    return LADDER[operation][kernel]
+
+
+def _deterministic(
+    kernel: str | Kernel, operation: str, problem: Problem, limits: Limits
+) -> Kernel:
+    ordered = {name: x for name, x in LADDER[operation].items() if not x.unordered}
+    if isinstance(kernel, str) and kernel == "auto":
+        return _fastest(operation, problem, limits, ordered)
+    record = select(kernel, operation, problem, limits)
+    if record.unordered:
+        raise Unsupported(
+            f"{record.name} adds up {', '.join(record.unordered)} in any order, so their last bits "
+            f"differ from run to run; deterministic kernels: {', '.join(ordered) or 'none'}",
+            "it is not deterministic",
+        )
+    return record
+
+
+def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
+    """The plan of a kernel for a problem on a device, with constants the caller may fix.
+
+    Zero columns are planned as one, whose elements are 0.
+
+    Raises ValueError for constants that the kernel does not have or that break its rules, and
+    Unsupported if the kernel or the device cannot do the problem.
+    """
+    _check_arrays(kernel)
+    problem = _with_columns(kernel, problem)
+    try:
+        return _first_fit(kernel, problem, limits, given)
+    except Unsupported as refused:
+        remedy = _remedy(kernel, problem, limits, given)
+        raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
+
+
+def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    """Whether the kernel can do the problem on the device with constants of its own choice."""
+    try:
+        _first_fit(kernel, _with_columns(kernel, problem), limits, {})
+    except Unsupported:
+        return False
+    return True
+
+
+def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
+    """The plans to choose from by measuring: the record's own choice, then all others that fit,
+    those that differ least from it first.
+
+    Raises Unsupported if the kernel's own choice of constants cannot be.
+    """
+    own = plan(kernel, problem, replace(limits, tuned=()))
+    combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
+    plans = []
+    for constants in (
+        combined
+        if kernel.candidates
+        else map(dict, kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors))
+    ):
+        with suppress(Unsupported, ValueError):
+            plans.append(plan_of(kernel, own.problem, limits, constants))
+
+    def difference(other: Plan) -> float:
+        return sum(abs(log(other.constants[x] / own.constants[x])) for x in own.constants)
+
+    others = [x for x in plans if x.constants != own.constants]
+    return [own, *sorted(others, key=difference)]
+
+
+def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
+    """The largest head dimension that fits the device: 0 if none does, None if every one does."""
+
+    def too_large(d: int) -> bool:
+        return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
+
+    unbounded = limits.shared_bytes + 1  # not even one byte for each column would fit
+    return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
+
+
+def folder_of(kernel: Kernel) -> str | None:
+    """The folder of a kernel from outside, None for one of the ladder."""
+    return None if kernel.folder is None else str(Path(kernel.folder).resolve())
+
+
+def _fastest(
+    operation: str, problem: Problem, limits: Limits, ladder: Mapping[str, Kernel] | None = None
+) -> Kernel:
+    """The kernel that was measured fastest among those that can do the problem on the device.
+
+    Measured here, or else on an H100: such speeds are scaled by what this device made of those
+    that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
+    that was not measured it is the one that was measured fastest for inputs of that dtype, or else
+    the ladder's last. Of a dtype in which nothing was measured it is the last whose results are the
+    same in every run. Before all of these comes one that was made for such problems.
+    """
+    problem = _accurate(problem)
+    arithmetic = problem.arithmetic
+    kernels = (LADDER[operation] if ladder is None else ladder).values()
+    if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
+        return special[-1]
+    general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
+    measured = [k for k in general if arithmetic in k.tflops]
+    able = [k for k in measured if can(k, problem, limits)]
+    if not able:
+        others = [k for k in general if can(k, problem, limits)]
+        if others and arithmetic != problem.dtype.name and any(k.tflops for k in general):
+            return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
+        if others and not measured:
+            return ([k for k in others if not k.unordered] or others)[-1]
+        names = ", ".join(k.name for k in others)
+        remedy = f"name one that can: {names}" if others else "no other kernel can"
+        if not others and arithmetic != problem.dtype.name:
+            another = ", or give another" if problem.dtype.name == "float32" else ""
+            remedy += f"; leave precision={problem.precision!r} out{another}"
+        raise Unsupported(
+            f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
+        )
+    recorded = {kernel.name: kernel.tflops[arithmetic] for kernel in measured}
+    here = {name: _measured_here(name, problem, limits) for name in recorded}
+    both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
+    scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
+    speeds = {k.name: _nearest(scaled[k.name] | here[k.name], problem.d) for k in able}
+    return [k for k in able if speeds[k.name] >= _ALIKE * max(speeds.values())][-1]
+
+
+def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    """Whether the kernel was made for such problems, can do this one here, and was measured."""
+    if kernel.made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
+        return False
+    try:
+        its = plan(kernel, problem, limits)
+    except Unsupported:
+        return False
+    c = SimpleNamespace(**its.constants, multiprocessors=limits.multiprocessors)
+    return bool(evaluated(kernel, "made_for", kernel.made_for, its.problem, c))
+
+
+def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
+    """TFLOP/s for inputs that need no rounding to the problem's precision; 0 if not measured."""
+    speeds = kernel.tflops.get(problem.precision or "")
+    return _nearest(speeds, problem.d) if speeds else 0.0
+
+
+def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
+    """TFLOP/s of a kernel of the ladder on this device by d: with dv = d, or of this d and dv."""
+    mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
+    here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
+    exact = {t.d: t.tflops for t in mine if _is_for(t, problem)}
+    return here | exact
+
+
+def _nearest(speeds: Mapping[int, float], d: int) -> float:
+    """The speed at the head dimension that is nearest by its ratio.
+
+    Below the least one, products cost less and weights as much: the speed is between the same and
+    one that falls with d, and the geometric mean of both is taken.
+    """
+    nearest = min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))
+    share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
+    return speeds[nearest] * sqrt(min(share, 1.0))
+
+
+def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
+    if given and can(kernel, problem, limits):
+        return f"leave {', '.join(given)} to the plan"
+    problem = _accurate(problem)
+    others = [
+        k
+        for k in LADDER[kernel.operation].values()
+        if k is not kernel and k.suits(problem.precision)
+    ]
+    able = [k.name for k in others if can(k, problem, limits)]
+    return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
+
+
+def _accurate(problem: Problem) -> Problem:
+    """The problem for a kernel that nobody named: float32 is rounded only if that is asked for."""
+    if problem.dtype.name != "float32" or problem.precision or not problem.d:
+        return problem
+    return replace(problem, precision="float32")
+
+
+def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
+    """The problem with one column where it has none; softmax has neither d nor dv."""
+    if any("d" in axes.split() for axes in OPERATIONS[kernel.operation].inputs.values()):
+        return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
+    return problem
+
+
+def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
+    """The plan with the constants tuned for the problem, or the first of the kernel's tiles that
+    fits; the last one's refusal if none does.
+    """
+    _check_able(kernel, problem, limits)
+    problem = kernel.resolved(problem)
+    _check_given(kernel, given)
+    given = {name: int(value) for name, value in given.items()}
+    for constants in _tuned_for(kernel, problem, limits):
+        with suppress(Exception):  # the record, and what it can take, may have changed since
+            return plan_of(kernel, problem, limits, {**constants, **given})
+    refused: Exception | None = None
+    for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
+        try:
+            return plan_of(kernel, problem, limits, {**tile, **given})
+        except Unsupported as error:
+            refused = error
+        except ValueError as error:
+            refused = refused or error
+    assert refused is not None, "a kernel has at least one tile"
+    raise refused
+
+
+def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[dict[str, int]]:
+    for tuned in limits.tuned:
+        if tuned.kernel == kernel.name and _is_for(tuned, problem):
+            constants = dict(tuned.constants)
+            if constants.keys() == kernel.tiles[0].keys() and tuned.folder == folder_of(kernel):
+                yield constants
+
+
+def _is_for(tuned: Tuned, problem: Problem) -> bool:
+    return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
+
+
+def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
+    """Refuses what the kernel cannot do, or the machine lacks, whatever the constants."""
+    needed = {
+        "causal": problem.right is not None,
+        "window": problem.left is not None,
+        "gqa": problem.heads != problem.kv_heads,
+        "dv": problem.d != problem.dv,
+    }
+    lacking = [name for name in needed if needed[name] and name not in kernel.features]
+    matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
+    arch = kernel.arch_for(problem.dtype.name)
+    can_do = kernel.precisions_of(problem.dtype.name)
+    here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
+    if not kernel.takes(problem.dtype.name):
+        reason = f"its dtypes are {', '.join(kernel.dtypes)}"
+    elif problem.precision and problem.precision not in can_do:
+        own = problem.dtype.name
+        reason = f"it computes {own} in {' or '.join(can_do or (own,))}"
+    elif lacking:
+        reason = f"it lacks {', '.join(lacking)}"
+    elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
+        reason = f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
+    elif not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
+        reason = f"it needs sm_{arch} for {problem.dtype.name}, {here} is sm_{limits.arch}"
+    elif kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
+        reason = f"its head dimensions end at {kernel.largest_d}"
+    elif matmuls and limits.no_matmul:
+        reason = limits.no_matmul
+    else:
+        return
+    raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+
+
+def _check_arrays(kernel: Kernel) -> None:
+    """Whether a record's arrays are those of its operation and scratch of its own."""
+    if kernel.operation not in OPERATIONS:
+        known = ", ".join(OPERATIONS)
+        raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
+    operation = OPERATIONS[kernel.operation]
+    given = {**operation.inputs, **operation.outputs}
+    if taken := given.keys() & kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: {', '.join(sorted(taken))} is an array of the operation, not scratch; "
+            "give the scratch another name"
+        )
+    products = [step for step in kernel.launches if isinstance(step, Matmul)]
+    named = {name.removesuffix(".T") for x in products for name in (x.a, x.b, x.out)}
+    if unknown := named - given.keys() - kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: a Matmul names {', '.join(sorted(unknown))}; arrays are "
+            f"{', '.join([*given, *kernel.scratch])}"
+        )
+
+
+def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
+    known = tuple(kernel.tiles[0])
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{kernel.name} has no constant {name!r}; it has {', '.join(known) or 'none'}"
+            )
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} is no tile size; give a whole number from 1")

@@ -1,0 +1,97 @@
+"""Finds kernels/, and writes a launch's source text: typed constants above an unchanged file."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from cupyfa.planner import includes
+from cupyfa.planner.plan import PlannedLaunch
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# kernels/ and cli.py lie in the package when installed, beside it in a checkout.
+ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
+KERNELS = ROOT / "kernels"
+INCLUDE = KERNELS / "include"
+# Comments, strings and characters: which of them another one is in, is told by what comes first.
+_BESIDE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+# Names that macros may make: pieces put together, and includes of what a name stands for.
+_MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
+
+
+def text(launch: PlannedLaunch) -> str:
+    """The exact text that is compiled: header, types, constants, the .cu file, a digest.
+
+    Compiler errors name the file by its own lines. The constants are those that the file, or one
+    that it includes, names: a launch beside the kernel proper is compiled once for all tiles and
+    masks that do not concern it. Where names may come of macros, it has all of them. The digest
+    makes the text, and with it every cache key, change when a file that it includes does.
+    """
+    headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
+    header = [f"#include <{name}>" for name in headers]
+    path = KERNELS / launch.path
+    name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
+    file = _read(path, launch.entry)
+    reached = includes.reached("\n".join([*header, file]), include_folders(launch))
+    words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
+    named = launch.constants if None in words else frozenset().union(*filter(None, words))
+    return "\n".join(
+        [
+            *header,
+            f"using scalar = {launch.dtype.scalar};",
+            f"using operand = {launch.operand.scalar};",
+            f"using real = {launch.dtype.real};",
+            *(_constant(name, value) for name, value in launch.constants.items() if name in named),
+            f'#line 1 "{name.as_posix()}"',
+            file,
+            f"// headers: {includes.digest(reached)}",
+            "",
+        ]
+    )
+
+
+def headers(launch: PlannedLaunch) -> set[str]:
+    """The names of the headers that a launch's file includes, directly or not."""
+    file = _read(KERNELS / launch.path, launch.entry)
+    return {path.name for path in includes.reached(file, include_folders(launch))}
+
+
+def without_entry(launch: PlannedLaunch) -> ValueError:
+    """What is wrong with a file in which the compiler did not find the launch's entry point."""
+    return ValueError(
+        f"{KERNELS / launch.path} has no kernel {launch.entry}; write there "
+        f'extern "C" __global__ void {launch.entry}(...), or give its Launch another entry'
+    )
+
+
+def _read(path: Path, entry: str) -> str:
+    """The text of a kernel's file. Raises OSError or ValueError that say whose file it is."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise type(error)(
+            f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); put it there, "
+            "or say where it is: folder= in its Kernel, file= in its Launch"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); save it as that") from None
+
+
+@lru_cache(maxsize=128)  # of as many files: there are some 50, with 30 headers
+def _words(code: str) -> frozenset[str] | None:
+    """The words of a text beside its comments and strings; None if macros may make others."""
+    bare = _BESIDE.sub(" ", code)
+    return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
+
+
+def _constant(name: str, value: int | bool) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    return f"constexpr int {name} = {value};"
+
+
+def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
+    """Where a launch's includes are looked for: next to a user's own file, then the project's."""
+    own = (launch.path.parent,) if launch.path.is_absolute() else ()
+    return (*own, INCLUDE, KERNELS)

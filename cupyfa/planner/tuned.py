@@ -1,0 +1,45 @@
+"""What ``tune`` found best on each device, kept on disk for the plans to come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cupyfa import store
+from cupyfa.planner.plan import Tuned
+
+
+def on(device: str) -> tuple[Tuned, ...]:
+    """What was tuned on a device, as far as it can be read."""
+    facts = store.recall(store.facts_file("tuned", device))
+    return tuple(tuned for tuned in map(_parsed, facts.values()) if tuned)
+
+
+def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
+    """Keeps what was tuned, and what about it a person may want to know."""
+    file = store.facts_file("tuned", device)
+    name = " ".join(map(str, (tuned.kernel, tuned.dtype, f"d={tuned.d}", f"dv={tuned.dv}")))
+    name = f"{name} {tuned.folder}" if tuned.folder else name
+    fact = {**asdict(tuned), "constants": dict(tuned.constants), **about}
+    store.remember(file, {**store.recall(file), name: fact})
+
+
+def _parsed(fact: Any) -> Tuned | None:
+    """The entry of a file that anybody may have changed, or None if it makes no sense."""
+    try:
+        tuned = Tuned(
+            kernel=fact["kernel"],
+            folder=fact["folder"],
+            dtype=fact["dtype"],
+            d=fact["d"],
+            dv=fact["dv"],
+            constants=tuple(fact["constants"].items()),
+            tflops=fact["tflops"],
+        )
+        sizes = [value for _, value in tuned.constants]
+        whole = all(type(x) is int for x in (tuned.d, tuned.dv, *sizes)) and min(sizes, default=1)
+        return tuned if whole and whole >= 1 and 0 < tuned.tflops < math.inf else None
+    except (KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,428 @@
+"""Rows of data as a table for people, or as JSON, CSV or Markdown for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cupyfa.analysis.resources import Compiled
+from cupyfa.analysis.roofline import Roof
+from cupyfa.bench.compare import Comparison
+from cupyfa.bench.results import Measurement
+from cupyfa.bench.trial import Trial
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.numerics.tolerance import Verdict
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.runtime.backend import Backend
+from cupyfa.verify.case import Case
+
+_LONG = 20  # characters: shorter values stand in one line
+FORMATS = ("table", "json", "csv", "md")
+Row = Mapping[str, Any]
+
+
+def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+    """The rows in one of FORMATS; their keys are the columns."""
+    if form == "table":
+        return _table(rows, width)
+    if form == "json":
+        return json.dumps(_plain(rows), indent=2, allow_nan=False)
+    if form == "csv":
+        return _csv(rows)
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table, as it stands in the README."""
+    columns = list(rows[0]) if rows else []
+    head = [column.replace("_", " ") for column in columns]
+    lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
+    return "\n".join("| " + " | ".join(map(_cell, x)) + " |" for x in lines)
+
+
+def _cell(words: str) -> str:
+    """What stands in a cell, whose end is a stroke or the end of the line."""
+    return "<br>".join(words.replace("|", "\\|").splitlines())
+
+
+def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
+    """What ``list`` says of a kernel; ``largest_d`` is None if every d fits."""
+    inputs = OPERATIONS[kernel.operation].inputs.values()
+    rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
+    has_d = any("d" in axes.split() for axes in inputs)
+    return {
+        "operation": kernel.operation,
+        "kernel": kernel.name,
+        "adds": kernel.adds,
+        "dtypes": list(kernel.dtypes),
+        "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
+        "float32_as": list(rounded) if rounded else None,
+        "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
+    }
+
+
+def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
+    """Rows of kernels by operation: what each adds, and below that what it can do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for i, row in enumerate(rows):
+        if i == 0 or row["operation"] != rows[i - 1]["operation"]:
+            table.add_row(Text(f"\n{row['operation']}" if i else row["operation"], "bold"))
+        table.add_row(f"  {row['kernel']}", Text(row["adds"]))
+        table.add_row("", Text(_abilities(row), "dim"))
+    return _drawn(table, width)
+
+
+def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
+    """A trial as one row of data."""
+    problem, sizes = case.problem, ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+    return {
+        "kernel": result.plan.kernel.name,
+        **{name: getattr(problem, name) for name in sizes},
+        "dtype": problem.dtype.name,
+        "precision": result.plan.problem.precision,
+        "causal": problem.causal,
+        "window": problem.window_text,
+        "scale": problem.scale,
+        "backend": engine.name,
+        "device": engine.limits.device,
+        "values": case.values,
+        "layout": case.layout,
+        "seed": case.seed,
+        "constants": dict(result.plan.constants),
+        "launches": [
+            {
+                "entry": launch.entry,
+                "grid": list(launch.grid),
+                "threads": launch.threads,
+                "shared_bytes": launch.shared_bytes,
+                **result.resources[launch.entry],
+            }
+            for launch in result.plan.launches
+        ],
+        "scratch_bytes": result.plan.scratch_bytes,
+        "milliseconds": result.time,
+        "tflops": result.tflops,
+        "passed": result.passed,
+        **{
+            f"{verdict.name}_{what}": getattr(verdict, what)
+            for verdict in result.verdicts
+            for what in ("error", "bound", "ratio")
+        },
+    }
+
+
+def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
+    """A trial as a person reads it."""
+    plan = result.plan
+    problem = replace(case.problem, precision=plan.problem.precision)
+    case = replace(case, problem=problem)  # which says what the kernel rounds to
+    lines = {
+        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "problem": str(case),
+        "device": engine.limits.device,
+        "constants": text(plan.constants),
+        **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
+        "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
+        "time": f"{text(result.time)} ms, the median of {len(result.milliseconds)}; "
+        f"{result.tflops:.3g} TFLOP/s",
+        **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, line in lines.items():
+        if line:
+            table.add_row(name, Text(line))
+    table.add_row(Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red"))
+    return _drawn(table, width)
+
+
+def compiled_row(plan: Plan, compiled: Compiled) -> Row:
+    """What the compiler made of one launch."""
+    return {
+        "kernel": plan.kernel.name,
+        "entry": compiled.launch.entry,
+        "dtype": plan.problem.dtype.name,
+        "precision": plan.problem.precision,
+        "d": plan.problem.d,
+        "causal": plan.problem.causal,
+        "window": plan.problem.window_text,
+        "arch": compiled.arch,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.launch.shared_bytes,
+        "blocks_per_sm": compiled.occupancy[0],
+        "limited_by": compiled.occupancy[1],
+        "warnings": "; ".join(compiled.warnings) or None,
+    }
+
+
+def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+    """What the compiler made of launches; a person reads its warnings below the table."""
+    if form != "table":
+        return render(rows, form)
+    table = [dict(row) for row in rows]
+    warnings = [row.pop("warnings") for row in table]
+    told = [
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
+        for row, words in zip(table, warnings)
+        if words
+    ]
+    shown = fields(table[0], width=width) if len(table) == 1 else _table(table, width)
+    return "\n".join([shown, *told])
+
+
+def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
+    """What was measured, as a person reads it: what differs between rows, and notes below.
+
+    ``about`` is what was the same for all of them beside the problem.
+    """
+    table = [dict(row.row()) for row in rows]
+    for row in table:
+        rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
+        row.update(rates, ms="WRONG" if row["note"].startswith("WRONG") else row["ms"])
+    _drop_sizes(table, rows)
+    if all(row["checked_%"] in (None, 100.0) for row in table):
+        _drop(table, "checked_%")
+    notes = [row.pop("note") for row in table]
+    shown = _table(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
+    told = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
+    return "\n".join([text(about), shown, *told])
+
+
+def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
+    """What became of each row, as a person reads it."""
+    table = [dict(row.row()) for row in rows]
+    _drop_sizes(table, [row.measurement for row in rows])
+    for column in ("factor", "uncertainty"):
+        _drop(table, column)
+    return fields(table[0], width=width) if len(rows) == 1 else _table(table, width)
+
+
+def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
+    """What bounds computations, as a person reads it: what differs between them, and notes below.
+
+    Three digits of each number, for they are estimates.
+    """
+    table = [
+        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
+        for row in rows
+    ]
+    _drop_followers(table)
+    notes = [f"note: {x['note']}" for x in table if x["note"]]
+    for column in ("note", *(x for x in table[0] if x.endswith(_DETAILS))):
+        _drop(table, column)
+    if all(row.bytes == row.least_bytes for row in rows):
+        for column in [x for x in table[0] if x.startswith("cached_")]:
+            _drop(table, column)
+    shown = (
+        _table(table, width, spare=_SPARE_OF_ROOFS)
+        if len(rows) > 1
+        else fields(table[0], width=width)
+    )
+    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded
+
+
+_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")
+_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "cached_FLOP/B", "ms", "balance", "MB")
+_FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
+# Left out one by one where a table has no room.
+_SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
+
+
+def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
+    """Takes out sizes that follow others, the usual scale, and tiles that no kernel changes."""
+    _drop_followers(table)
+    if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
+        _drop(table, "scale")
+    tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
+    if len(tiles) == len({kernel for kernel, _ in tiles}):
+        _drop(table, "constants")
+
+
+def _drop_followers(table: Sequence[dict[str, Any]]) -> None:
+    """Takes out sizes that are the same as others."""
+    for column, same in _FOLLOWS.items():
+        if all(row[column] in (None, row[same]) for row in table):
+            _drop(table, column)
+
+
+def _drop(table: Sequence[dict[str, Any]], column: str) -> None:
+    for row in table:
+        del row[column]
+
+
+def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
+    """Every number of one launch of a plan, as a person reads it."""
+    rounds = plan.rounds_of(launch)
+    return fields(
+        {
+            "launch": launch.entry,
+            "problem": str(plan.problem),
+            "constants": plan.constants,
+            "grid": " x ".join(f"{size:,}" for size in launch.grid),
+            "threads": launch.threads,
+            "shared memory": f"{launch.shared_bytes:,} bytes",
+            "scratch": f"{plan.scratch_bytes:,} bytes",
+            "arguments": launch.launch.args,
+            "rows of boxes": launch.boxes,
+            "numbers": launch.numbers,
+            "rounds": f"{rounds:,}, of which this is the first" if rounds > 1 else "",
+        }
+    )
+
+
+def fields(row: Row, *, width: int | None = None) -> str:
+    """One row of data, a line for each of its fields that says something."""
+    shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
+    table = Table.grid(padding=(0, 2))
+    table.add_column(
+        no_wrap=True, min_width=max(map(len, shown), default=0)
+    )  # of names of several words
+    for name, value in shown.items():
+        table.add_row(name, Text(value))
+    return _drawn(table, width) + "\n"
+
+
+def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
+    """A launch's geometry and resources in one line."""
+    rounds = plan.rounds_of(launch)
+    grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
+    blocks = f"{grid} blocks" if grid else "1 block"
+    known = "".join(f", {value:,} {name}" for name, value in resources.items())
+    return (
+        f"{blocks} of {launch.threads} threads, {launch.shared_bytes:,} bytes of shared "
+        f"memory each{known}{f', the first of {rounds:,} rounds' if rounds > 1 else ''}"
+    )
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """A verdict without its name: in short if all is well, in full if not."""
+    if verdict.passed:
+        return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
+    return str(verdict).removeprefix(f"{verdict.name}: ")
+
+
+def text(value: Any) -> str:
+    """A value as a person reads it."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={text(x)}" for key, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return ("; " if any(isinstance(x, Mapping) for x in value) else " ").join(map(text, value))
+    return str(value)
+
+
+def _abilities(row: Row) -> str:
+    """What a kernel can do, as ``listing`` says it."""
+    d = row["largest_d"]
+    largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
+    abilities = [
+        " ".join(name.replace("float", "f") for name in row["dtypes"]),
+        largest,
+        f"f32 as {text(row['float32_as']).replace('float', 'f')}" if row["float32_as"] else "",
+        text(row["tile"]),
+    ]
+    return ", ".join(filter(None, abilities))
+
+
+def _plain(value: Any) -> Any:
+    """The value, with None for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """Numbers in full; what is neither a number nor a string is JSON."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        nested = {k: _plain(x) for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
+        writer.writerow({**row, **{k: json.dumps(x, allow_nan=False) for k, x in nested.items()}})
+    return out.getvalue().rstrip("\n")
+
+
+def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
+    """Numbers to the right, the rest to the left; what all rows share is said once, above them.
+
+    Columns to ``spare`` go, the first one first, until the others fit.
+    """
+    if not rows:
+        return ""
+    shared = {c: x for c, x in rows[0].items() if len(rows) > 1 and all(r[c] == x for r in rows)}
+    columns = {c: [text(row[c]) for row in rows] for c in rows[0] if c not in shared}
+    headings = {c: _heading(c, cells) for c, cells in columns.items()}
+    room = Console(width=width).width
+    for column in spare:
+        if _width(headings, columns) > room:
+            columns.pop(column, None)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column, cells in columns.items():
+        values = [row[column] for row in rows]
+        number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
+        plain = all(len(cell) < _LONG for cell in cells)
+        table.add_column(
+            headings[column],
+            justify="right" if number else "left",
+            no_wrap=plain,
+            overflow="fold",
+        )
+    for row_of_cells in zip(*columns.values()):
+        table.add_row(*map(Text, row_of_cells))
+    said = {c: x for c, x in shared.items() if x is not None}
+    if not said:
+        return _drawn(table, width)
+    caption = Table.grid()
+    caption.add_row(Text(text(said)))
+    return f"{_drawn(caption, width)}\n{_drawn(table, width)}"
+
+
+def _heading(column: str, cells: Sequence[str]) -> str:
+    """A column's name, whose words stand one below the other where the cells are short."""
+    roomy = len(column) <= max(map(len, cells))
+    return column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
+
+
+def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) -> int:
+    """Characters in a row of the table, with two between columns."""
+    lines = ([*headings[c].split("\n"), *cells] for c, cells in columns.items())
+    return sum(max(map(cell_len, x)) for x in lines) + 2 * (len(columns) - 1)
+
+
+def _drawn(content: RenderableType, width: int | None) -> str:
+    """What rich makes of it for this terminal, or for one as wide as its longest words need."""
+    console = Console(width=width, highlight=False)
+    unbounded = console.options.update(width=10_000)
+    if isinstance(content, Table):
+        needed = console.measure(content, options=unbounded).minimum
+        if needed > console.width:
+            content.collapse_padding = True
+            needed = console.measure(content, options=unbounded).minimum
+        indent = 2  # of names under a heading, which is no word
+        console.width = max(console.width, needed + indent)
+    with console.capture() as capture:
+        console.print(content)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

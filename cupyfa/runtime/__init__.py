@@ -1,0 +1,1 @@
+"""Backends, memory and launches: what happens when a plan runs."""

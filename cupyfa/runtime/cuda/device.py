@@ -1,0 +1,690 @@
+"""The backend made of CuPy: NVRTC through RawModule, device arrays, streams and events."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from cupyfa import store
+from cupyfa.dtypes import DTYPES
+from cupyfa.ladder.kernel import cdiv
+from cupyfa.planner import source as sources
+from cupyfa.planner import tuned
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch, Unsupported
+from cupyfa.runtime.backend import (
+    BOX_ROW_BYTES,
+    Backend,
+    DeviceError,
+    DeviceLost,
+    Mapped,
+    OutOfMemory,
+    arguments,
+    blank_map,
+    mapped,
+    span,
+)
+
+store.give_cupy_a_folder()
+import cupy  # noqa: E402
+from cupy.cuda import nvrtc  # noqa: E402
+from cupy.cuda.stream import get_current_stream  # noqa: E402
+from cupy_backends.cuda.api import driver, runtime  # noqa: E402
+
+ARRAY = cupy.ndarray
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
+_STATIC_LIMIT = 48 * 1024  # more shared memory than this has to be asked for
+_CAPTURING = range(900, 909)  # errors of what a stream that is captured does not allow
+# Keeps the device busy, so that the host has queued a call before the device begins it. If it has
+# not, the call is timed once more, after more cycles: about 0.3 ms and 3 ms.
+_HEAD_STARTS = (600_000, 6_000_000)
+_HOLD = """
+extern "C" __global__ void hold(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {}
+}
+"""
+
+
+def unavailable() -> str | None:
+    """Why there is no CUDA device here, or None if there is one."""
+    try:
+        return None if runtime.getDeviceCount() else "no CUDA device is visible"
+    except runtime.CUDARuntimeError as error:
+        return f"no CUDA device ({str(error).partition(':')[2].strip() or error})"
+
+
+def compile_without_gpu(
+    text: str, name: str, arch: str, folders: Sequence[Any], *, to_ptx: bool = False
+) -> tuple[bytes, str]:
+    """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
+
+    With ``to_ptx`` the PTX instead. Raises cupy.cuda.compiler.CompileException with NVRTC's words.
+    """
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
+    options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
+    options += ["--no-cache"]  # what comes out of NVRTC's own cache comes without a log
+    options += ["--diag-suppress=177"]  # a constant that this kernel does not use
+    options += [f"-I{folder}" for folder in folders]
+    options += [f"-I{find_nvidia_header_directory('cudart')}"]
+    program = nvrtc.createProgram(text, name, [], [])
+    try:
+        nvrtc.compileProgram(program, options)
+        made = nvrtc.getPTX(program) if to_ptx else nvrtc.getCUBIN(program)
+        return made, nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError:
+        log = nvrtc.getProgramLog(program)
+        raise cupy.cuda.compiler.CompileException(log, text, name, options, "nvrtc") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Turns the device's failures into DeviceError, in one line."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = runtime.memGetInfo()
+        raise OutOfMemory(
+            f"out of memory: {error}; the device has {free:,} of {total:,} bytes free: "
+            "free arrays, or give smaller sizes"
+        ) from None
+    except (runtime.CUDARuntimeError, driver.CUDADriverError) as error:
+        no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
+        what = f"the device failed: {error}"
+        raise (OutOfMemory(what) if no_memory else _failed(what)) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "CUBLASError":  # of a module that need not be there
+            raise
+        raise _failed(f"cuBLAS failed: {error}") from None
+
+
+def _failed(what: str) -> DeviceError:
+    """The error of a failure: once a kernel trapped, every further call fails too."""
+    try:
+        runtime.deviceSynchronize()
+    except runtime.CUDARuntimeError as found:
+        if found.status in _CAPTURING:  # which says nothing of the context
+            return DeviceError(what)
+        return DeviceLost(
+            f"{what}; this process's CUDA context is lost, with all that was on the device: "
+            "restart the process. cupyfa check runs kernels in processes of their own"
+        )
+    return DeviceError(what)
+
+
+class _Mark:
+    def __init__(self, event: Any, device: int) -> None:
+        self.event, self.device = event, device
+
+    @property
+    def done(self) -> bool:
+        return self.event.done
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Lane:
+    """A stream of a device."""
+
+    def __init__(self) -> None:
+        self._device = runtime.getDevice()
+        # Itself: a signal that came within an __enter__ of Python's would leave it current.
+        self.context = self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def enter(self) -> None:
+        if _ready.__dict__.get("device") != self._device:
+            runtime.setDevice(self._device)
+            _ready.device = self._device
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, self._stream.ptr)
+
+    def record(self) -> _Mark:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return _Mark(event, self._device)
+
+    def mark(self, again: Any) -> _Mark:
+        if again is None or again.device != self._device:
+            again = _Mark(cupy.cuda.Event(block=True, disable_timing=True), self._device)
+        again.event.record(self._stream)
+        return again
+
+    def wait(self, mark: Any) -> None:
+        self._stream.wait_event(mark.event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+_MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays
+# Held while a call of several launches is queued: temporaries belong to a stream, in which other
+# threads may launch too.
+_together = threading.Lock()
+_ready = threading.local()  # which device a thread of transfer's works for
+
+
+class Cuda(Backend):
+    """The current CUDA device. Work goes to CuPy's current stream."""
+
+    name = "cuda"
+    compile_errors = (cupy.cuda.compiler.CompileException,)
+    failures = (
+        cupy.cuda.memory.OutOfMemoryError,
+        runtime.CUDARuntimeError,
+        driver.CUDADriverError,
+    )
+    form: Any = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
+
+    def __init__(self) -> None:
+        self.bound, self.spaces = {}, {}
+        self._modules: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()
+        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
+
+    @property
+    def devices(self) -> int:  # type: ignore[override]
+        """How many are visible, if they are alike; else only the current one counts."""
+        count = runtime.getDeviceCount()
+        names = {runtime.getDeviceProperties(i)["name"] for i in range(count)}
+        return count if len(names) == 1 else 1
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        """The limits of the current device, by its attributes."""
+        return _limits(cupy.cuda.Device().id)
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, cupy.ndarray)
+
+    def adopt(self, array: Any) -> Any:
+        if self.owns(array):
+            return array
+        return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
+
+    def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """By their addresses, for the way through DLPack takes longer than all else in a call.
+
+        None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
+        """
+        torch: Any = sys.modules["torch"]
+        try:
+            device = runtime.getDevice()
+            if torch.cuda.current_stream(device).cuda_stream != get_current_stream().ptr:
+                return None
+            seen = [_of_tensor(torch, x, device) for x in tensors]
+        except Exception:  # of a tensor of some new kind: its DLPack will say
+            return None
+        return None if any(x is None for x in seen) else seen
+
+    def upload(self, array: np.ndarray) -> Any:
+        return cupy.asarray(array)
+
+    def download(self, array: Any) -> np.ndarray:
+        return cupy.asnumpy(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return cupy.ndarray(shape, dtype)
+
+    def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
+        return cupy.ndarray(shape, dtype, memory.data + offset, strides)
+
+    def address(self, array: Any) -> int:
+        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
+        return _encoded(mapped._replace(address=somewhere))
+
+    def prepare(self, launch: PlannedLaunch) -> Any:
+        text = sources.text(launch)
+        wants = launch.target, launch.entry, launch.threads, launch.shared_bytes
+        key = (cupy.cuda.Device().id, text, *wants)
+        with self._lock:
+            if key not in self._modules:
+                self._modules[key] = self._build(text, launch)
+            return self._modules[key]
+
+    def _build(self, text: str, launch: PlannedLaunch) -> Any:
+        options = tuple(f"-I{folder}" for folder in sources.include_folders(launch))
+        if launch.target:  # stays, though CuPy adds the device's own, which lacks the letter
+            options += (f"-arch=sm_{launch.target}",)
+        module = cupy.RawModule(code=text, options=options)
+        try:
+            kernel = module.get_function(launch.entry)
+        except driver.CUDADriverError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            raise sources.without_entry(launch) from None
+        if launch.threads > kernel.max_threads_per_block:
+            raise Unsupported(
+                f"{launch.entry} takes {kernel.num_regs} registers a thread, which a block of "
+                f"{launch.threads} threads does not have: at most {kernel.max_threads_per_block} "
+                "fit; choose smaller tiles, or write __launch_bounds__(threads) to spill them",
+                "too many registers a block",
+            )
+        # A module's function is one for all launches of it, so what one was granted is not cut.
+        if launch.shared_bytes > max(_STATIC_LIMIT, kernel.max_dynamic_shared_size_bytes):
+            kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
+        return kernel
+
+    def launch(
+        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
+    ) -> None:
+        prepared(launch.grid, (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes)
+
+    def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
+        from cupyfa.runtime.cuda import cublas
+
+        cublas.matmul(a, b, out, scale, tf32=tf32)
+
+    def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        for head_start in _HEAD_STARTS:
+            if cold:
+                _flush()
+            _hold_kernel()((1,), (1,), (head_start,))
+            start.record()
+            call()
+            end.record()
+            was_ahead = not start.done
+            end.synchronize()
+            if was_ahead:
+                break
+        return cupy.cuda.get_elapsed_time(start, end)
+
+    def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                call()
+            finally:
+                graph = stream.end_capture()
+        return graph.launch
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        pool = cupy.cuda.MemoryPool()  # of its own: what it ever took it keeps till the end
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
+            self.synchronize()
+        return pool.total_bytes()
+
+    def launcher(self, plan: Plan, arrays: Mapping[str, Any]) -> _Launcher | None:
+        launches = len(plan.launches) == len(plan.steps)
+        return _Launcher(self, plan, arrays) if launches else None
+
+    @property
+    def stream(self) -> int | None:
+        return get_current_stream().ptr
+
+    @property
+    def is_capturing(self) -> bool:
+        return runtime.streamIsCapturing(get_current_stream().ptr)
+
+    @property
+    def device(self) -> int:
+        return runtime.getDevice()
+
+    def synchronize(self) -> None:
+        cupy.cuda.Device().synchronize()
+
+    @contextmanager
+    def lanes(self) -> Iterator[Any]:
+        free = self._lanes.setdefault(runtime.getDevice(), [])
+        try:
+            lanes = free.pop()
+        except IndexError:
+            lanes = (_Lane(), _Lane(), _Lane())
+        try:
+            yield lanes
+        finally:
+            free.append(lanes)
+
+    def pinned(self, size: int) -> np.ndarray:
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        low, size = span(self, array)
+        return all(
+            runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost
+            for x in (low, low + size - 1)
+        )
+
+    def free_bytes(self) -> int:
+        return runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+
+    def trim_pinned(self) -> None:
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+    def trim(self) -> None:
+        self.spaces.clear()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    def resources(self, prepared: Any) -> dict[str, int]:
+        return {"registers": prepared.num_regs, "spilled bytes": prepared.local_size_bytes}
+
+    def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
+        return driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            prepared.kernel.ptr, launch.threads, launch.shared_bytes
+        )
+
+    def versions(self) -> dict[str, str]:
+        return {
+            "cupy": cupy.__version__,
+            "cuda of the driver": _dotted(runtime.driverGetVersion()),
+            "cuda": _dotted(runtime.runtimeGetVersion()),
+            "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+        }
+
+    def refresh(self) -> None:
+        _limits.cache_clear()
+        self.bound.clear()
+
+    @contextmanager
+    def working_on(self, array: Any) -> Iterator[None]:
+        device = array.device if self.owns(array) else cupy.cuda.Device()
+        with device_errors(), device:
+            yield
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A launch but for its arguments: the function, grid, threads, and bytes of shared memory."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    values: tuple[bytes, ...]  # of the arguments, in which addresses are filled in
+    addresses: tuple[tuple[int, int], ...]  # (argument that begins with one, which array's)
+    maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
+
+
+class _Launcher:
+    """Launches by the driver itself, with arguments that are laid out once for each thread.
+
+    RawKernel makes its arguments' memory anew in every call, which takes longer than a launch does.
+    """
+
+    def __init__(self, engine: Cuda, plan: Plan, arrays: Mapping[str, Any]) -> None:
+        self._engine, self._device, self._mine = engine, runtime.getDevice(), threading.local()
+        names = list(arrays)
+        self._launches = []
+        for step in plan.launches:
+            if not all(step.grid):
+                continue
+            values = arguments(engine, plan, step, arrays)
+            forms = [
+                (at, names.index(x), f)
+                for at, (x, f) in enumerate(step.launch.arrays)
+                if x in arrays
+            ]
+            self._launches.append(
+                _Launch(
+                    engine.prepare(step).kernel.ptr,
+                    step.grid,
+                    step.threads,
+                    step.shared_bytes,
+                    tuple(np.asarray(value).tobytes() for value in values),
+                    tuple((at, array) for at, array, form in forms if form != "map"),
+                    tuple(
+                        (at, array, mapped(engine, step, names[array], arrays[names[array]]))
+                        for at, array, form in forms
+                        if form == "map"
+                    ),
+                )
+            )
+
+    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        mine = self._mine
+        try:
+            steps = mine.steps
+        except AttributeError:
+            runtime.setDevice(self._device)  # a new thread has no context yet
+            steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
+            mine.addresses = None
+        if mine.addresses != addresses:
+            mine.addresses = None  # until all are written: an interrupt may come between
+            for step in steps:
+                memory = step.memory
+                for slot, array in step.slots:
+                    memory[slot] = addresses[array]
+                if step.maps:
+                    step.map(addresses)
+            mine.addresses = addresses
+        if len(steps) == 1:
+            (step,) = steps
+            driver.launchKernel(*step.launch, stream, step.pointers, 0)
+            return
+        with _together:
+            for step in steps:
+                driver.launchKernel(*step.launch, stream, step.pointers, 0)
+
+
+class _Arguments:
+    """A launch with the memory of its arguments, for one thread."""
+
+    def __init__(self, engine: Cuda, launch: _Launch) -> None:
+        size = 8  # of every number in the memory, so that each argument begins at a multiple
+        starts, total = [], 0
+        for value in launch.values:
+            starts.append(total)
+            total += cdiv(len(value), size)
+        self.memory = (ctypes.c_uint64 * max(total, 1))()
+        base = ctypes.addressof(self.memory)
+        for start, value in zip(starts, launch.values):
+            ctypes.memmove(base + size * start, value, len(value))
+        self._table = (ctypes.c_uint64 * len(starts))(*(base + size * x for x in starts))
+        self.pointers = ctypes.addressof(self._table)
+        self.slots = [(starts[at], array) for at, array in launch.addresses]
+        self.maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
+        self._engine, self._encoded = engine, list[Any]()
+        self.launch = (launch.function, *launch.grid, launch.threads, 1, 1, launch.shared_bytes)
+
+    def map(self, addresses: Sequence[int]) -> None:
+        """Has the tensor maps name these addresses."""
+        for at, array, like, known in self.maps:
+            address = addresses[array]
+            there = known.get(address)
+            if there is None:
+                there = known[address] = self._mapped(like, address)
+            self._table[at] = there
+
+    def _mapped(self, like: Mapped, address: int) -> int:
+        """Where the tensor map of an array at an address lies."""
+        if len(self._encoded) >= _MOST_MAPS:
+            self._forget()
+        encoded = self._engine.tensor_map(like._replace(address=address if like.address else 0))
+        self._encoded.append(encoded)
+        return encoded.ctypes.data
+
+    def _forget(self) -> None:
+        for *_, known in self.maps:
+            known.clear()
+        self._dropped, self._encoded = self._encoded, []  # the call's own are still named
+
+
+def _of_tensor(torch: Any, x: Any, device: int) -> Any:
+    """A tensor as an array; None if it is none of the ordinary kind on this device."""
+    dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
+    plain = type(x) is torch.Tensor and x.layout is torch.strided
+    if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
+        return None
+    if dtype is None:
+        return None
+    shape, strides = tuple(x.shape), tuple(dtype.itemsize * step for step in x.stride())
+    size = sum((n - 1) * step for n, step in zip(shape, strides)) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, x, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+@cache
+def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
+    return {getattr(torch, name): dtype.numpy for name, dtype in DTYPES.items()}
+
+
+def _dotted(version: int) -> str:
+    """CUDA's version numbers as people write them: 12090 is 12.9."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@cache
+def _somewhere(device: int) -> Any:
+    """Memory for a tensor map of an array that has none: it has to name some."""
+    return cupy.empty(BOX_ROW_BYTES, np.uint8)
+
+
+# Values of cuda.h.
+_MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
+
+
+@lru_cache(maxsize=1024)  # of as many arrays and boxes: a program has few, and uses them again
+def _encoded(mapped: Mapped) -> np.ndarray:
+    """A tensor map, in memory that the driver may write it to.
+
+    Raises DeviceError with its values if the driver refuses them.
+    """
+    encoded = blank_map()
+    rank = len(mapped.sizes)
+    box = (BOX_ROW_BYTES // mapped.itemsize, mapped.box_rows, *(1,) * (rank - 2))
+    error = _encode_tiled()(
+        encoded.ctypes.data,
+        _MAP_DTYPES[mapped.dtype],
+        rank,
+        mapped.address,
+        (ctypes.c_uint64 * rank)(*mapped.sizes),
+        (ctypes.c_uint64 * (rank - 1))(*mapped.strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _NOT_INTERLEAVED,
+        _SWIZZLED_128B,
+        _PROMOTED_256B,
+        _FILLED_WITH_ZEROS,
+    )
+    if error:
+        raise DeviceError(
+            f"the driver makes no tensor map of {mapped}: cuTensorMapEncodeTiled gives "
+            f"CUresult {error}"
+        )
+    return encoded
+
+
+@cache
+def _encode_tiled() -> Any:
+    """The driver's cuTensorMapEncodeTiled, for which CuPy has no function."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise DeviceError(
+            f"the driver makes no tensor maps ({error}); they need one for CUDA 12 or newer"
+        ) from None
+    function.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+        *(ctypes.c_void_p,) * 4,
+        *(ctypes.c_int,) * 4,
+    ]
+    return function
+
+
+@cache
+def _hold_kernel() -> Any:
+    return cupy.RawKernel(_HOLD, "hold")
+
+
+def _flush() -> None:
+    """Overwrites four times what the L2 cache holds."""
+    size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
+    cupy.empty(size, np.uint8).data.memset_async(0, size)
+
+
+@cache
+def _limits(device: int) -> Limits:
+    attributes = cupy.cuda.Device(device).attributes
+    properties = runtime.getDeviceProperties(device)
+    name = properties["name"].decode()
+    return Limits(
+        device=name,
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        threads=attributes["MaxThreadsPerBlock"],
+        arch=cupy.cuda.Device(device).compute_capability,
+        multiprocessors=attributes["MultiProcessorCount"],
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # which is told in kHz
+        no_matmul=_no_cublas(),
+        tuned=tuned.on(name),
+    )
+
+
+def _no_cublas() -> str | None:
+    try:
+        from cupy.cuda import cublas  # noqa: F401
+    except ImportError:
+        return "its matrix products need cuBLAS: pip install 'cupyfa[cublas]'"
+    return None
+
+
+# What ``doctor`` asks, each in a process of its own.
+
+_TRIAL = """
+#include <cuda_fp16.h>
+extern "C" __global__ void trial(__half* x) { x[threadIdx.x] = __hadd(x[threadIdx.x], x[0]); }
+"""
+
+
+def cuda_versions() -> dict[str, int]:
+    """The newest CUDA that the driver supports, 0 without one, and CuPy's: 12090 is 12.9."""
+    return {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
+
+
+def try_devices() -> list[dict[str, Any]]:
+    """What each device is, and "error", what kept a kernel from being compiled and run on it."""
+    return [_tried(index) for index in range(runtime.getDeviceCount())]
+
+
+def _tried(index: int) -> dict[str, Any]:
+    error = None
+    with cupy.cuda.Device(index) as device:
+        properties = runtime.getDeviceProperties(index)
+        try:
+            x = cupy.ones(32, np.float16)
+            cupy.RawKernel(_TRIAL, "trial")((1,), (32,), (x,))
+            if not (x.get() == 2).all():
+                error = "a kernel ran and gave a wrong result"
+            free, total = device.mem_info
+        except Exception as caught:  # of the driver, of NVRTC, of the cache: all are told
+            error, (free, total) = f"{type(caught).__name__}: {caught}", (0, 0)
+        return {
+            "name": properties["name"].decode(),
+            "arch": device.compute_capability,
+            "shared_bytes": device.attributes["MaxSharedMemoryPerBlockOptin"],
+            "free": free,
+            "total": total,
+            "error": error,
+        }
+
+
+def try_nvrtc() -> dict[str, str]:
+    """NVRTC's version, and the architecture that it has compiled a kernel for."""
+    arch = "90" if unavailable() else cupy.cuda.Device().compute_capability
+    compile_without_gpu(_TRIAL, "trial.cu", arch, ())
+    return {"nvrtc": ".".join(map(str, nvrtc.getVersion())), "arch": arch}
+
+
+def cublas_version() -> str:
+    """That of the cuBLAS that is found."""
+    from cupy.cuda import cublas, device
+
+    return "found" if unavailable() else str(cublas.getVersion(device.get_cublas_handle()))

@@ -1,0 +1,76 @@
+"""What a result was made with: the device, the versions, the command."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from cupyfa.runtime.backend import Backend
+
+PROC = Path("/proc/driver/nvidia")
+
+# What the library's long functions call as they go on: (done, total, what is being done).
+Progress = Callable[[int, int, str], None]
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    """For callers that do not want to know."""
+
+
+def describe(engine: Backend) -> dict[str, str]:
+    """The device, the versions of everything that takes part, the time and the command."""
+    return {
+        "device": engine.limits.device,
+        "backend": engine.name,
+        **({"driver": driver} if engine.name == "cuda" and (driver := kernel_driver()) else {}),
+        **engine.versions(),
+        "cupyfa": _version(),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command(),
+    }
+
+
+def command() -> str:
+    """The command line of this process, as a shell takes it."""
+    program = Path(sys.argv[0] or "python").name
+    name = "cupyfa" if program in ("cli.py", "__main__.py", "cupyfa") else program
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _version() -> str:
+    from cupyfa import __version__  # the package imports this module
+
+    return __version__
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def kernel_driver() -> str | None:
+    """The version of NVIDIA's driver, or None if there is none."""
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", told_by_driver("version"))
+    return found[0] if found else None
+
+
+def told_by_driver(name: str) -> str:
+    """A file of the driver's in /proc; empty if it is not there."""
+    try:
+        return (PROC / name).read_text()
+    except OSError:
+        return ""

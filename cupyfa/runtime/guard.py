@@ -1,0 +1,119 @@
+"""A run among canaries: what a kernel does outside its outputs is seen.
+
+Every array gets memory of its own with margins on both sides, laid out as the caller's array is,
+strides and all, its element 0 as far from a multiple of 16 bytes. All of that memory begins as
+bytes of all ones, which is NaN in every float format: an element of an output that nobody wrote
+shows, a read outside shows in the result, and a write outside leaves a byte that is not all ones.
+Inputs are compared before and after. All this is done where the arrays are; only outputs move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from cupyfa.numerics.tolerance import WrongResult
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime.backend import Backend, execute, extent
+
+MARGIN = 4096  # bytes on each side: at least 512 elements of any dtype
+_ONES = 0xFF
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """An array inside guarded memory."""
+
+    memory: Any  # its bytes, margins included
+    offset: int  # of element 0, in bytes
+    array: Any
+    bits: Any  # the array's elements as unsigned integers
+
+
+def run_guarded(
+    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Runs a plan like ``run``, but on copies among canaries; ``outputs`` only lend their strides.
+
+    Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
+    """
+    prepared = [backend.prepare(launch) for launch in plan.launches]
+    guarded, original = {}, {}
+    for name, array in inputs.items():
+        guarded[name] = _like(backend, array)
+        original[name] = backend.upload(array.view(guarded[name].bits.dtype))
+        guarded[name].bits[...] = original[name]
+    for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
+        guarded[name] = (
+            _like(backend, outputs[name])
+            if name in outputs
+            else _guarded(backend, shape, dtype, _contiguous(plan.stored_shape(name), dtype), 0)
+        )
+    execute(backend, plan, prepared, {name: g.array for name, g in guarded.items()})
+
+    results = {
+        name: backend.download(guarded[name].bits.copy()).view(dtype)
+        for name, (_, dtype) in plan.outputs.items()
+    }
+    for name, g in guarded.items():
+        if name not in original:
+            g = replace(g, bits=_with_padding(backend, plan, name, g))
+        _check_memory(plan, name, g, original.get(name))
+    return results
+
+
+def _with_padding(backend: Backend, plan: Plan, name: str, g: _Guarded) -> Any:
+    """The elements of an output or scratch, and what else of its memory may be written."""
+    return backend.view(g.memory, plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides)
+
+
+def _like(backend: Backend, array: Any) -> _Guarded:
+    """Guarded memory for an array with the strides and the alignment of this one."""
+    address = backend.address(array) if backend.owns(array) else array.ctypes.data
+    return _guarded(backend, array.shape, array.dtype, array.strides, address % 16)
+
+
+def _guarded(
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    strides: Sequence[int],
+    alignment: int,
+) -> _Guarded:
+    low, high = extent(as_strided(np.empty(0, dtype), shape, strides))
+    memory = backend.empty((MARGIN - low + 15 + high + MARGIN,), np.dtype(np.uint8))
+    memory.fill(_ONES)
+    offset = MARGIN - low
+    offset += (alignment - backend.address(memory) - offset) % 16
+    array, bits = (
+        backend.view(memory, shape, of, offset, strides)
+        for of in (dtype, np.dtype(f"u{dtype.itemsize}"))
+    )
+    return _Guarded(memory, offset, array, bits)
+
+
+def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+
+
+def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
+    """Whether only what may be written was written: the elements of outputs and scratch.
+
+    Turns the elements into ones, of inputs only those bits that are as they were, so that all else
+    stands out.
+    """
+    g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
+    if int(g.memory.min()) == _ONES:
+        return
+    changed = g.memory != _ONES
+    where = int(changed.argmax()) - g.offset
+    what = f"{int(changed.sum())} bytes outside {name}" if original is None else f"its input {name}"
+    raise WrongResult(
+        f"{plan.kernel.name} on {plan.problem}: the kernel wrote {what}, first at byte "
+        f"{where:+d} from its element 0"
+    )

@@ -1,0 +1,166 @@
+"""Which backend a call runs on, by its name and by where its arrays lie."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa.runtime.backend import Backend, DeviceError, is_masked
+
+# Warnings point at the line that called the library, where Python can be told so.
+AT_THE_CALLER: Any = (
+    {"skip_file_prefixes": (str(Path(__file__).parents[1]),)}
+    if sys.version_info >= (3, 12)
+    else {"stacklevel": 2}
+)
+NAMES = ("auto", "cuda", "simulator")
+_choosing = threading.RLock()
+_owners: dict[type, Backend] = {}  # by the type of their own arrays
+_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
+
+
+def backend_named(backend: str | Backend) -> Backend:
+    """A backend by its name, or as it is. "auto" is CUDA if there is a device.
+
+    Raises DeviceError if "cuda" is asked for and there is none.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if backend in NAMES:
+        with _choosing:  # threads that begin together get the same one
+            return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
+    known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
+    raise ValueError(f"backend {backend!r} is unknown; {known}")
+
+
+def owner(backend: str | Backend, first: Any, *others: Any) -> Backend | None:
+    """The backend, if all arrays are of its own kind; None if they have to be looked at."""
+    kind = type(first)
+    found = _owners.get(kind)
+    if found is None or not (backend == "auto" or backend is found or backend == found.name):
+        return None
+    for other in others:
+        if type(other) is not kind:
+            return None
+    return found
+
+
+def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
+    """The backend for these arrays, and the arrays as NumPy's or CuPy's, without a copy.
+
+    NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
+    on CUDA. Raises TypeError for anything else and for a mixture.
+    """
+    values = list(arrays.values())
+    if (theirs := owner(backend, *values)) is not None:
+        return theirs, values
+    if (seen := _tensors(backend, values)) is not None:
+        return seen
+    host = {name: _on_host(name, array) for name, array in arrays.items()}
+    if len(set(host.values())) > 1:
+        where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
+        raise TypeError(f"the arrays are of different kinds ({where}); move them to one side")
+    if all(host.values()):
+        return backend_named(backend), [_numpy(name, array) for name, array in arrays.items()]
+    if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
+        raise TypeError(
+            "the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy"
+        )
+    engine = backend_named("cuda" if backend == "auto" else backend)
+    return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
+
+
+def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
+    """Torch's tensors in GPU memory, the short way where there is one."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
+        return None
+    if getattr(backend, "name", backend) not in ("auto", "cuda"):
+        return None
+    engine = backend_named("cuda" if backend == "auto" else backend)
+    views = engine.adopt_tensors(values)
+    return None if views is None else (engine, views)
+
+
+def _on_host(name: str, array: Any) -> bool:
+    if is_masked(array):
+        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel knows; pass {name}.data")
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "__dlpack_device__"):
+        device = _foreign(name, array, lambda x: x.__dlpack_device__()[0])
+        if device == _HOST:
+            return True
+        if device in (_CUDA, _CUDA_MANAGED):
+            return False
+    elif hasattr(array, "__cuda_array_interface__"):
+        return False
+    raise TypeError(
+        f"{name} is a {type(array).__name__}; pass a NumPy or CuPy array, or one that has "
+        "__dlpack__ or __cuda_array_interface__"
+    )
+
+
+def _numpy(name: str, array: Any) -> np.ndarray:
+    return (
+        np.asarray(array)
+        if isinstance(array, np.ndarray)
+        else _foreign(name, array, np.from_dlpack)
+    )
+
+
+def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
+    """A view of another library's array, whose code may raise anything."""
+    try:
+        return view(array)
+    except (DeviceError, MemoryError):
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{name}, a {type(array).__name__}, cannot be seen as an array "
+            f"({type(error).__name__}: {error}); pass it as a NumPy or CuPy array"
+        ) from error
+
+
+@cache
+def _automatic() -> Backend:
+    reason = _no_cuda()
+    if reason is None:
+        return _cuda()
+    warnings.warn(f"{reason}: running in the simulator, on the CPU", **AT_THE_CALLER)
+    return _simulator()
+
+
+@cache
+def _cuda() -> Backend:
+    reason = _no_cuda()
+    if reason is not None:
+        raise DeviceError(f"{reason}; use backend 'simulator', or 'auto'")
+    from cupyfa.runtime.cuda.device import ARRAY, Cuda
+
+    engine = Cuda()
+    _owners[ARRAY] = engine
+    return engine
+
+
+def _no_cuda() -> str | None:
+    """Why CUDA cannot be used here, or None if it can."""
+    try:
+        from cupyfa.runtime.cuda import device as cuda
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); `cupyfa doctor` tells more"
+    return cuda.unavailable()
+
+
+@cache
+def _simulator() -> Backend:
+    from cupyfa.runtime.simulator import Simulator
+
+    return Simulator()

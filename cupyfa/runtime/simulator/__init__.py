@@ -1,0 +1,189 @@
+"""The backend made of a host C++ compiler: the same kernels on the CPU, every access checked.
+
+What it does not see, or sees otherwise than a device:
+
+- Races of a read and a write in global memory; and of two writes, if one goes to another array in
+  the same memory, or comes after an atomic of its block in global memory, by which blocks may tell
+  each other what is done.
+- A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
+  whole warp.
+- A copy_async that lands before it has to: it lands in the wait for it. Who reads between two
+  barriers of which one follows its start and the other precedes its wait finds the old data.
+- A read of shared memory by more than two warpgroups' products at a time: two are recorded, and a
+  write that races with another one alone is missed.
+- Registers that a thread writes between begin_products and a product: the product takes them. A in
+  registers is read when the product begins, where a device may read it until the wait.
+- The order in which a warpgroup's product adds: here one product after the other, each sum rounded;
+  and that a device adds products of e4m3 with about 14 bits.
+- How many registers a thread has: give_registers and take_registers only look at the number.
+- A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
+  a function that the compiler does not inline.
+- Races of one-byte accesses: two threads may use the two bytes that share one record.
+- A loop that spins on memory until another thread writes it: threads change only in collectives,
+  so the launch hangs.
+- Recursion that overflows a thread's stack (256 KB): it hits a guard page, and the process ends.
+- Threads that return while others wait for them in a barrier: reported as a fault, though devices
+  since sm_70 forgive it.
+- The limit of 48 KB on static shared memory.
+- `extern __shared__` in a header or behind a macro: only in a kernel's own text does it link.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyfa.planner import source as sources
+from cupyfa.planner import tuned
+from cupyfa.planner.plan import Limits, PlannedLaunch
+from cupyfa.problem import whole
+from cupyfa.runtime.backend import Backend, Mapped, blank_map, span
+from cupyfa.runtime.simulator import dynamic_shared, machine
+
+_MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
+# The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
+_MAP = np.dtype(
+    {
+        "names": ["address", "strides", "sizes", "box_rows", "itemsize"],
+        "formats": ["u8", ("i8", 3), ("i4", 4), "i4", "i4"],
+        "offsets": [0, 8, 32, 48, 52],
+        "itemsize": 128,
+    }
+)
+
+
+class Simulator(Backend):
+    """Runs kernels on the CPU, one fiber per thread, blocks spread over the cores.
+
+    ``schedule`` is a seed for another order of the threads (None: in turn), ``workers`` the
+    number of blocks that run at a time (None: one per core). A block has as much shared memory
+    as on an H100. Faults in the kernel raise machine.SimulatorFault.
+    """
+
+    name = "simulator"
+    compile_errors = (machine.CompileError,)
+
+    def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
+        self.schedule = None if schedule is None else whole("schedule", schedule, 0)
+        self.workers = None if workers is None else whole("workers", workers, 1)
+        self.bound, self.spaces = {}, {}
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        """The limits of an H100, but for the instructions and the number of multiprocessors."""
+        return _limits()
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def download(self, array: Any) -> np.ndarray:
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
+        return np.ndarray(shape, dtype, memory, offset, strides)
+
+    def address(self, array: Any) -> int:
+        return array.ctypes.data
+
+    def tensor_map(self, mapped: Mapped) -> np.ndarray:
+        made = blank_map()
+        made.view(_MAP)[...] = (
+            *mapped[:1],
+            mapped.strides,
+            mapped.sizes,
+            mapped.box_rows,
+            mapped.itemsize,
+        )
+        return made
+
+    def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
+        text, folders = sources.text(launch), sources.include_folders(launch)
+        try:
+            return machine.build(text, folders, launch.entry)
+        except machine.CompileError as error:
+            if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
+                raise sources.without_entry(launch) from None
+            raise
+
+    def launch(
+        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
+    ) -> None:
+        machine.run(
+            prepared,
+            [np.asarray(argument) for argument in arguments],
+            grid=launch.grid,
+            threads=launch.threads,
+            shared_bytes=launch.shared_bytes,
+            buffers=[machine.Buffer(name, *span(self, array)) for name, array in arrays.items()],
+            schedule=self.schedule,
+            workers=self.workers,
+        )
+
+    def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
+        sums = np.float64 if out.dtype == np.float64 else np.float32
+        group = a.shape[1] // b.shape[1] if b.shape[1] else 1
+        with np.errstate(all="ignore"):  # infinities and NaN are data here
+            product = a.astype(sums) @ b.astype(sums).repeat(group, axis=1)
+            if product.shape != out.shape:
+                batch, heads, *matrix = out.shape
+                product = product.reshape(batch, heads, a.shape[1] // heads, *matrix).sum(axis=2)
+            out[...] = product * sums(scale)
+
+    def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def reordered(self, seed: int) -> Simulator:
+        return Simulator(schedule=seed, workers=self.workers)
+
+    def versions(self) -> dict[str, str]:
+        return {"compiler": machine.compiler_version()}
+
+    def refresh(self) -> None:
+        _limits.cache_clear()
+        self.bound.clear()
+
+
+def try_out() -> str:
+    """The compiler's version, after it has made a kernel that ran and was right; for ``doctor``."""
+    x = np.ones(32, np.float32)
+    never_the_same = f"// {time.time_ns()}\n"
+    text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'
+    kernel = machine.build(never_the_same + text, (), "trial")
+    try:
+        machine.run(
+            kernel,
+            [np.uint64(x.ctypes.data)],
+            grid=(1, 1, 1),
+            threads=32,
+            shared_bytes=0,
+            buffers=[machine.Buffer("x", x.ctypes.data, x.nbytes)],
+        )
+    finally:
+        kernel.path.unlink(missing_ok=True)
+    if (x != 2).any():
+        raise RuntimeError("a kernel ran and gave a wrong result")
+    return machine.compiler_version()
+
+
+@cache
+def _limits() -> Limits:
+    device = "the simulator"
+    return Limits(
+        device,
+        shared_bytes=dynamic_shared.CAPACITY,
+        multiprocessors=_MULTIPROCESSORS,
+        tuned=tuned.on(device),
+    )

@@ -1,0 +1,735 @@
+"""Compiles a kernel's text for the CPU and runs it, each CUDA thread as a fiber.
+
+Two shared objects take part: the runtime (``runtime.cpp`` with ``asynchronous.h``), the same for
+all kernels, and the kernel's text behind ``simulator.h``, compiled with the compiler's own checks
+of every access. Both are kept on disk under a name made from everything that went into them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa import store
+from cupyfa.planner import includes
+from cupyfa.runtime.simulator import dynamic_shared
+
+_HERE = Path(__file__).resolve().parent
+_RUNTIME = _HERE / "runtime.cpp"
+_RUNTIME_FILES = (_RUNTIME, _HERE / "asynchronous.h")
+_TWINS = _HERE / "include"
+_REPORT_BYTES = 2048
+ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
+_NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
+_LONGEST = 600  # seconds that a compiler may take
+_PATIENCE = 0.5  # seconds between looking after what was asked to end
+_MAX_THREADS = 1024
+_MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
+
+# Version 4 of the debug information is the last that every addr2line reads right.
+_BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
+_KERNEL_FLAGS = [
+    # On small problems compiling is what takes time; larger ones run a tenth slower than with -O2.
+    "-O1",
+    "-fno-exceptions",
+    "-fno-math-errno",
+    # What CUDA's compiler lets pass: types seen as others, and a null pointer's access as a fault.
+    "-fno-strict-aliasing",
+    "-fno-delete-null-pointer-checks",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=thread",
+]
+_GCC_FLAGS = [
+    f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
+    "-fsanitize=bounds-strict,integer-divide-by-zero,alignment",
+    # The instrumentation leaves these two to the runtime, which sees them only if called.
+    "-fno-builtin-memcpy",
+    "-fno-builtin-memset",
+    "--param=tsan-instrument-func-entry-exit=0",
+]
+_CLANG_FLAGS = [
+    f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
+    "-Werror=frame-larger-than",
+    "-fno-sanitize=undefined",  # which zig adds with -O0
+    "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
+    "-fno-sanitize-trap=all",
+    "-fno-vectorize",  # joined accesses would seem to reach elements that the kernel guards
+    "-fno-slp-vectorize",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+]
+
+
+class SimulatorFault(RuntimeError):
+    """A kernel did what the simulator forbids: names kernel, block, thread, deed and source line.
+
+    ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` is the deed and
+    ``place`` the ``file:line`` of it, empty where it is not known.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        block: tuple[int, int, int],
+        thread: tuple[int, int, int],
+        what: str,
+        place: str,
+    ) -> None:
+        where = f", at {place}" if place and place not in what else ""
+        super().__init__(f"{kernel}, block {block}, thread {thread}: {what}{where}")
+        self.kernel = kernel
+        self.block = block
+        self.thread = thread
+        self.what = what
+        self.place = place
+
+
+class CompilerNotFound(RuntimeError):
+    """There is no C++ compiler that works; says what was looked for and how to get one."""
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel's text; the message is the compiler's own."""
+
+
+class Buffer(NamedTuple):
+    """Memory a kernel may touch: ``nbytes`` bytes from ``address``, called ``name`` in faults."""
+
+    name: str
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A compiled kernel, ready to launch."""
+
+    entry: str
+    path: Path
+    argument_bytes: tuple[int, ...]
+    call_address: int
+    locate_address: int | None  # of what finds its `extern __shared__` arrays, if it has any
+    objects: tuple[ctypes.CDLL, ...] = field(repr=False)
+
+
+# -------------------------------------------------------------------------------------------------
+# Launching
+
+
+def launch(
+    text: str,
+    entry: str,
+    arguments: Sequence[np.ndarray | np.generic],
+    *,
+    include_dirs: Sequence[Path],
+    **options: Any,
+) -> None:
+    """Builds a kernel and runs it, with the options of ``run``."""
+    run(build(text, include_dirs, entry), arguments, **options)
+
+
+def run(
+    kernel: CompiledKernel,
+    arguments: Sequence[np.ndarray | np.generic],
+    *,
+    grid: tuple[int, int, int],
+    threads: int | tuple[int, int, int],
+    shared_bytes: int,
+    buffers: Sequence[Buffer],
+    schedule: int | None = None,
+    workers: int | None = None,
+) -> None:
+    """Runs a kernel on a grid of blocks, and returns when all have finished.
+
+    Each of ``arguments`` is a NumPy value whose bytes are one kernel argument. ``buffers`` are the
+    only memory the kernel may touch besides its own and the block's shared memory, of which
+    ``shared_bytes`` are dynamic. ``schedule`` is the seed of a pseudo-random order of threads; with
+    None they take turns by index. ``workers`` OS threads share the blocks; by default one per core.
+
+    Raises SimulatorFault for what the kernel does wrong, and ValueError for a launch that no device
+    would accept.
+    """
+    block = _block_shape(threads)
+    _check_launch(kernel.entry, grid, block, shared_bytes)
+    values = [np.ascontiguousarray(argument) for argument in arguments]
+    _check_arguments(kernel, values)
+    if 0 in grid:
+        return
+    request = _Request()
+    # What the request points to has to live until the call returns.
+    keep = (_fill_arguments(request, values), _fill_regions(request, buffers))
+    request.entry = kernel.call_address
+    request.locate = kernel.locate_address
+    request.grid[:] = grid
+    request.block[:] = block
+    request.shared_bytes = shared_bytes
+    request.workers = workers if workers is not None else _core_count()
+    request.shuffled = schedule is not None
+    request.seed = int(schedule or 0) % 2**64
+    report = _Report()
+    runtime = kernel.objects[0]
+    failed = _interruptible(
+        lambda: runtime.cupyfa_launch(ctypes.byref(request), ctypes.byref(report)),
+        stop=lambda: setattr(request, "stopped", 1),
+    )
+    del keep
+    if failed:
+        raise _fault(kernel, report)
+
+
+def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
+    """The result of a call into C that a signal's handler can end, as that of Ctrl-C does.
+
+    Python runs handlers in its main thread, between its own steps: so that thread waits here while
+    another makes the call. It waits for the end of that too, which works on the caller's memory;
+    a kernel that never reads nor writes does not see that it is to stop.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    results: list[int | None] = []
+    begun, done = threading.Lock(), threading.Lock()  # what a signal interrupts takes these or not
+    done.acquire()
+
+    def work() -> None:
+        result = None
+        if begun.acquire(blocking=False):
+            try:
+                result = call()
+            finally:
+                results.append(result)
+                done.release()
+
+    try:
+        threading.Thread(target=work, daemon=True).start()  # where the signal may come, too
+        while not done.acquire(timeout=_PATIENCE):  # for it may also come to another thread
+            continue
+    finally:
+        if not begun.acquire(blocking=False):
+            while not results:
+                stop()
+                done.acquire(timeout=_PATIENCE)
+    (result,) = results
+    assert result is not None
+    return result
+
+
+def _block_shape(threads: int | tuple[int, int, int]) -> tuple[int, int, int]:
+    if isinstance(threads, tuple):
+        x, y, z = threads
+        return x, y, z
+    return int(threads), 1, 1
+
+
+def _check_launch(
+    entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int
+) -> None:
+    count = block[0] * block[1] * block[2]
+    if min(block) < 1 or count > _MAX_THREADS:
+        raise ValueError(
+            f"{entry}: a block of {block} has {count} threads; choose 1 to {_MAX_THREADS}"
+        )
+    if min(grid) < 0 or max(grid) >= 2**31:
+        raise ValueError(f"{entry}: grid {grid}; each side must be 0 to 2**31 - 1")
+    if not 0 <= shared_bytes <= dynamic_shared.CAPACITY:
+        raise ValueError(
+            f"{entry}: shared_bytes is {shared_bytes}; choose 0 to {dynamic_shared.CAPACITY}"
+        )
+
+
+def _check_arguments(kernel: CompiledKernel, values: Sequence[np.ndarray]) -> None:
+    given = tuple(value.nbytes for value in values)
+    if given != kernel.argument_bytes:
+        raise ValueError(
+            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {given} were"
+            " given; let args= of its Launch name one for each parameter, of that parameter's type"
+        )
+
+
+def _core_count() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_size_t),
+        ("bytes", ctypes.c_size_t),
+    )
+
+
+class _Request(ctypes.Structure):
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("locate", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("argument_bytes", ctypes.POINTER(ctypes.c_size_t)),
+        ("argument_count", ctypes.c_size_t),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("regions", ctypes.POINTER(_Region)),
+        ("region_count", ctypes.c_size_t),
+        ("workers", ctypes.c_int),
+        ("shuffled", ctypes.c_int),
+        ("stopped", ctypes.c_int),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+class _Report(ctypes.Structure):
+    _fields_ = (
+        ("text", ctypes.c_char * _REPORT_BYTES),
+        ("place", ctypes.c_char * _REPORT_BYTES),
+        ("block", ctypes.c_uint * 3),
+        ("thread", ctypes.c_uint * 3),
+    )
+
+
+def _fill_arguments(request: _Request, values: Sequence[np.ndarray]) -> tuple[object, ...]:
+    count = len(values)
+    pointers = (ctypes.c_void_p * count)(*(value.ctypes.data for value in values))
+    sizes = (ctypes.c_size_t * count)(*(value.nbytes for value in values))
+    request.arguments = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
+    request.argument_bytes = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_size_t))
+    request.argument_count = count
+    return values, pointers, sizes
+
+
+def _fill_regions(request: _Request, buffers: Sequence[Buffer]) -> object:
+    regions = (_Region * len(buffers))(
+        *(_Region(buffer.name.encode(), buffer.address, buffer.nbytes) for buffer in buffers)
+    )
+    request.regions = ctypes.cast(regions, ctypes.POINTER(_Region))
+    request.region_count = len(buffers)
+    return regions
+
+
+# -------------------------------------------------------------------------------------------------
+# Faults
+
+# Stands for the folder the compiler ran in, which is nobody's business.
+_UNPLACED = "/@"
+_PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
+
+
+def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
+    what = report.text.decode(errors="replace")
+    place = report.place.decode(errors="replace")
+    addresses = [int(found[1], 16) for found in _PLACE.finditer(what + place)]
+    lines = _lines(kernel.path, [address for address in addresses if address])
+
+    def name(found: re.Match[str]) -> str:
+        return lines.get(int(found[1], 16)) or (f"{found[2]}:{found[3]}" if found[2] else "")
+
+    x, y, z = report.block
+    i, j, k = report.thread
+    what = _PLACE.sub(lambda found: name(found) or "an unknown line", what)
+    return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, _PLACE.sub(name, place))
+
+
+def _lines(path: Path, addresses: Sequence[int]) -> dict[int, str]:
+    """The source line of each address of an object, with the line that called it, if inlined."""
+    tool = shutil.which("addr2line")
+    if tool is None or not addresses:
+        return {}
+    # With -a, each answer opens with its address; with -i, inlined callers follow, outwards.
+    command = [tool, "-a", "-i", "-e", str(path), *(hex(address) for address in addresses)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    frames: dict[int, list[str]] = {}
+    for line in done.stdout.decode(errors="replace").splitlines():
+        if line.startswith("0x"):
+            current = frames.setdefault(int(line, 16), [])
+        else:
+            current.append(re.sub(r" \(.*\)$", "", line))
+    return {address: _chain(lines) for address, lines in frames.items()}
+
+
+def _chain(frames: Sequence[str]) -> str:
+    """The innermost frame that is not the simulator's own, and the outermost."""
+    shown = [
+        frame.removeprefix(f"{_UNPLACED}/")
+        for frame in frames
+        if not frame.startswith(("?", str(_TWINS))) and not frame.endswith((":0", ":?"))
+    ]
+    if not shown:
+        return ""
+    if shown[0] == shown[-1]:
+        return shown[0]
+    return f"{shown[0]} (called from {shown[-1]})"
+
+
+# -------------------------------------------------------------------------------------------------
+# Building
+
+_memo: dict[tuple[str, ...], CompiledKernel] = {}
+_runtime_memo: dict[str, ctypes.CDLL] = {}
+_lock = threading.Lock()
+_key_locks: dict[str, threading.Lock] = {}
+
+
+def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel:
+    """Compiles and loads a kernel's text, or finds it compiled; ``entry`` is its entry point.
+
+    Raises CompileError with the compiler's own words, and CompilerNotFound without a compiler.
+    """
+    if sys.platform != "linux":
+        raise CompilerNotFound(
+            f"the simulator runs on Linux, and this is {sys.platform}; use a container or the GPU"
+        )
+    folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
+    source = _source(text, entry)
+    headers = includes.digest(includes.reached(source, folders))
+    key = _digest(_identity(), source, headers, *_kernel_flags(), _runtime_text())
+    memo_key = (key, *map(str, folders))
+    with _lock:
+        if memo_key in _memo:
+            return _memo[memo_key]
+        key_lock = _key_locks.setdefault(key, threading.Lock())
+    with key_lock:
+        with _lock:
+            if memo_key in _memo:
+                return _memo[memo_key]
+        kernel = _build(source, entry, key, folders)
+        with _lock:
+            _memo[memo_key] = kernel
+        return kernel
+
+
+def _source(text: str, entry: str) -> str:
+    placed = dynamic_shared.placed(text)
+    return (
+        "#include <simulator.h>\n"
+        f'#line 1 "{entry}.cu"\n{placed}\n'
+        f'#line 1 "{ENTRY}"\n'
+        f'extern "C" decltype({entry}) {entry};\n'  # an error if it was not that before
+        'extern "C" __attribute__((visibility("default")))\n'
+        f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
+        'extern "C" __attribute__((visibility("default")))\n'
+        "simulator::ArgumentSizes simulator_argument_sizes;\n"
+        "simulator::ArgumentSizes simulator_argument_sizes =\n"
+        f"    simulator::argument_sizes(&{entry});\n"
+        f"{dynamic_shared.LOCATOR if placed != text else ''}"
+    )
+
+
+class _ArgumentSizes(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_size_t), ("bytes", ctypes.c_size_t * 64))
+
+
+def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> CompiledKernel:
+    try:
+        runtime, runtime_path = _runtime()
+    except CompileError as error:  # not the kernel's fault
+        raise _useless("cannot compile the simulator", str(error)) from None
+
+    def make(path: Path, scratch: Path) -> None:
+        _compile_kernel(source, folders, path, scratch, runtime_path)
+
+    loaded, path = _load_or_make(f"{_safe(entry)}-{key[:32]}.so", make)
+    sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
+    call = _address(loaded, "simulator_call")
+    assert call is not None
+    argument_bytes = tuple(sizes.bytes[: sizes.count])
+    locate = _address(loaded, "simulator_locate")
+    return CompiledKernel(entry, path, argument_bytes, call, locate, (runtime, loaded))
+
+
+def _address(loaded: ctypes.CDLL, name: str) -> int | None:
+    function = getattr(loaded, name, None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)[:64]
+
+
+def _compile_kernel(
+    source: str, folders: Sequence[Path], path: Path, scratch: Path, runtime: Path
+) -> None:
+    text, compiled = scratch / "kernel.cpp", scratch / "kernel.o"
+    text.write_text(source, encoding="utf-8")
+    includes = [f"-I{folder}" for folder in folders]
+    # File names in the text that are not absolute are to stay as they are: see _chain.
+    names = f"-fdebug-prefix-map={scratch}={_UNPLACED}"
+    command = [*compiler(), *_kernel_flags(), names, *includes]
+    _run([*command, "-c", str(text), "-o", str(compiled)], folder=scratch)
+    objects = [compiled]
+    if source.endswith(dynamic_shared.LOCATOR):
+        objects.append(_dynamic_memory(source, scratch))
+    # Linked without the sanitizer: the runtime defines what that would bring.
+    _link(path, [*objects, runtime], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
+
+
+def _dynamic_memory(source: str, scratch: Path) -> Path:
+    text, compiled = scratch / "memory.cpp", scratch / "memory.o"
+    text.write_text(dynamic_shared.memory(source), encoding="utf-8")
+    _run([*compiler(), *_BASE_FLAGS, "-c", str(text), "-o", str(compiled)], folder=scratch)
+    return compiled
+
+
+def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
+    # zig would first spend most of a minute on building a C++ library that nothing here needs.
+    library = ["-nostdlib++"] if "clang" in _version() else []
+    names = [str(x.resolve()) for x in objects]
+    command = [*compiler(), "-O2", "-shared", *library, *names, *options]
+    _run([*command, "-o", str(path)], folder=path.parent)
+
+
+def _runtime_text() -> bytes:
+    return b"".join(file.read_bytes() for file in _RUNTIME_FILES)
+
+
+def _runtime() -> tuple[ctypes.CDLL, Path]:
+    """The runtime, loaded once in a process: two copies would not know each other's threads."""
+    key = _digest(_identity(), *_BASE_FLAGS, _runtime_text())
+    name = f"cupyfa-runtime-{key[:32]}.so"
+
+    def make(path: Path, scratch: Path) -> None:
+        # Kernels find the runtime by its soname, once it is loaded.
+        compiled = scratch / "runtime.o"
+        command = [*compiler(), *_BASE_FLAGS, "-fno-exceptions"]
+        _run([*command, "-c", str(_RUNTIME), "-o", str(compiled)], folder=scratch)
+        _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
+
+    with _lock:
+        if name in _runtime_memo:
+            return _runtime_memo[name], _whole_or_made(name, make)
+        loaded, path = _load_or_make(name, make)
+        _runtime_memo[name] = loaded
+        return loaded, path
+
+
+def _kernel_flags() -> list[str]:
+    """How kernels are compiled; flags of ``CUPYFA_COMPILER_FLAGS`` come last."""
+    version = _version()
+    flags = [*_BASE_FLAGS, *_KERNEL_FLAGS]
+    flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
+    major = re.search(r"clang version (\d+)", version)
+    if major and int(major[1]) >= 16:
+        # Older ones take an array at the end of a struct for one of any length.
+        flags.append("-fstrict-flex-arrays=3")
+    given = os.environ.get("CUPYFA_COMPILER_FLAGS", "")
+    try:
+        return flags + shlex.split(given)
+    except ValueError as error:
+        raise ValueError(
+            f"CUPYFA_COMPILER_FLAGS is {given!r}, which is no list of flags: {error}; write it as "
+            "for a shell, or unset it"
+        ) from None
+
+
+# -------------------------------------------------------------------------------------------------
+# The compiler
+
+
+def compiler() -> list[str]:
+    """The command that compiles C++: of ``CUPYFA_COMPILER``, else the first found.
+
+    Looked for in this order: ``c++``, ``g++``, ``clang++`` on the PATH, the ziglang wheel.
+    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the wheel. Raises CompilerNotFound.
+    """
+    chosen = os.environ.get("CUPYFA_COMPILER")
+    if chosen and chosen != "zig":
+        found = shutil.which(chosen)
+        if found is None:
+            raise CompilerNotFound(
+                f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH;"
+                " name a C++ compiler, or 'zig' for the ziglang wheel, or unset it"
+            )
+        return [os.path.abspath(found)]  # it is started in other folders
+    if not chosen:
+        for name in ("c++", "g++", "clang++"):
+            if found := shutil.which(name):
+                return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise CompilerNotFound(
+        "the simulator needs a C++ compiler and found neither c++, g++ nor clang++ on the PATH,"
+        ' nor the ziglang wheel; install g++ or clang++, or pip install "cupyfa[compiler]"'
+    )
+
+
+def compiler_version() -> str:
+    """The first line of what the C++ compiler says of itself."""
+    return _version().splitlines()[0]
+
+
+def _version() -> str:
+    return _version_of(tuple(compiler()))
+
+
+@cache
+def _version_of(command: tuple[str, ...]) -> str:
+    try:
+        version = _run([*command, "--version"])
+    except CompileError as error:
+        raise _useless("does not tell its version", str(error)) from None
+    if not version.strip():
+        raise _useless("does not tell its version", "it says nothing")
+    return version
+
+
+def _useless(what: str, said: str) -> CompilerNotFound:
+    """The error for a program that is no C++ compiler; ``said`` is its own message."""
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
+    return CompilerNotFound(
+        f"{' '.join(compiler())} {what} ({first}); set CUPYFA_COMPILER to a C++ compiler, or to "
+        "'zig' for the ziglang wheel, or unset it"
+    )
+
+
+def _identity() -> str:
+    """What, besides text, headers and flags, decides what the compiler makes."""
+    return "\n".join([*compiler(), _version(), platform.machine(), _libc()])
+
+
+@cache
+def _libc() -> str:
+    return " ".join(platform.libc_ver())
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> str:
+    """What a command says. Raises CompileError with that if it fails or takes too long."""
+    # Started by another thread: in this one a signal could come before the process has a name.
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(_start, command, folder)
+        try:
+            said, told = started.result().communicate(timeout=_LONGEST)
+        except BaseException as error:
+            if not started.exception():
+                _end(started.result())
+            if isinstance(error, OSError):  # no program, or one for another machine
+                why = f"{command[0]} cannot be started: {error.strerror}"
+            elif isinstance(error, subprocess.TimeoutExpired):
+                why = f"{command[0]} was ended after {_LONGEST} s"
+            else:
+                raise
+            raise CompileError(why) from None
+    if started.result().returncode != 0:
+        message = told + said or f"{shlex.join(command)} failed without a message"
+        if _NO_ROOM.search(message):
+            where = f"{store.folder()} or {tempfile.gettempdir()}"
+            raise OSError(errno.ENOSPC, f"the C++ compiler found no room in {where}; make some")
+        raise CompileError(message)
+    return said + told
+
+
+def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=_environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # a group of its own, to end with all that it starts
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a compiler and what it started: politely first, for it has files to clean up."""
+    for order in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, order)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
+
+
+def _environment(folder: Path | None) -> dict[str, str]:
+    """The environment of a compiler: the caller's, with a place for zig's cache if it has none.
+
+    Its temporary files go to the folder, which goes with them: a linker that is ended leaves some.
+    """
+    environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
+    base = store.user_cache()
+    if base is None or not store.can_write(base / "zig"):
+        for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+            environment.setdefault(name, str(store.folder() / "zig"))
+    return environment
+
+
+# -------------------------------------------------------------------------------------------------
+# The cache
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+_Make = Callable[[Path, Path], None]
+
+
+def _load_or_make(name: str, make: _Make) -> tuple[ctypes.CDLL, Path]:
+    """Loads an object of the cache; makes it first if it is missing, damaged or does not load."""
+    path = _whole_or_made(name, make)
+    try:
+        return ctypes.CDLL(str(path)), path
+    except OSError:  # whole, but made for a system that has changed since
+        path.unlink(missing_ok=True)
+        path = _whole_or_made(name, make)
+        return ctypes.CDLL(str(path)), path
+
+
+def _whole_or_made(name: str, make: _Make) -> Path:
+    folder = store.folder()
+    path = folder / name
+    if _is_whole(path):
+        return path
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        made = Path(scratch).resolve() / name
+        make(made, made.parent)
+        if not made.is_file():
+            raise _useless("makes no objects", "it ended without an error")
+        _seal(made)
+        # Complete or not there at all, whoever else is writing the same object.
+        os.replace(made, path)
+    return path
+
+
+def _seal(path: Path) -> None:
+    """Appends a digest of the file: loading one that was cut short would end the process."""
+    content = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]

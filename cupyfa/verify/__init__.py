@@ -1,0 +1,1 @@
+"""Cases, checks and the shrinking of what fails."""

@@ -1,0 +1,233 @@
+"""One problem with everything that makes its inputs again: a seed, values, and how they lie."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from cupyfa.numerics import reference
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Unsupported
+from cupyfa.problem import Problem, whole
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import Backend, DeviceError
+
+# What the numbers are: each kind breaks kernels in its own way.
+VALUES = {
+    "normal": "normally distributed",
+    "uniform": "from 0 to 1: sums grow instead of cancelling",
+    "integers": "-2 … 2: products are exact",
+    "equal": "all keys the same: every weight is 1/n",
+    "one_hot": "V's row j is 1 in column j mod dv: O shows the weights themselves",
+    "huge": "scores up to about 10,000: exp overflows without the maximum",
+    "tiny": "below the smallest normal number of the dtype",
+    "nan": "NaN in one query, one key and one value",
+    "inf": "infinity in one query, one key and one value",
+    "outliers": "normal, and one number of 1000 has another one added that is ten times as large",
+}
+# How arrays lie in memory: all of them are [batch, heads, rows, columns] to the kernel.
+LAYOUTS = {
+    "bhsd": "contiguous",
+    "bshd": "heads beside columns: [batch, rows, heads, columns] in memory",
+    "packed": "Q, K and V (or K and V alone) are slices of one bshd array, where shapes allow",
+    "reversed": "negative strides in batch, heads and rows",
+    "gaps": "every second row of a wider array, NaN between",
+    "columns": "columns are not side by side",
+    "unaligned": "element 0 lies beside a multiple of 16 bytes",
+    "far": "the last batch element, head or row lies more than 2**31 elements from the first",
+}
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
+_FAR = 2**31 + 64  # elements
+_WORK = 2e9  # products of scores and columns that a forward pass in float64 makes in about a second
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and its inputs, the same on every machine for the same fields."""
+
+    operation: str
+    problem: Problem
+    seed: int = 0
+    values: str = "normal"
+    layout: str = "bhsd"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("operation", self.operation, OPERATIONS),
+            ("values", self.values, VALUES),
+            ("layout", self.layout, LAYOUTS),
+        ):
+            if value not in known:
+                raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+        object.__setattr__(self, "seed", whole("seed", self.seed, 0))
+
+    def inputs(self, engine: Backend | None = None) -> dict[str, np.ndarray]:
+        """The arrays of the operation, each [batch, heads, rows, columns].
+
+        O and lse, which gradients take, are what a forward pass without errors leaves. Where that
+        would take long, an engine that is given lets its fastest kernel leave them: what is right
+        for a gradient is said by the O and lse that there are. Raises Unsupported if the engine
+        does not reach so far.
+        """
+        if engine is not None:
+            self.require_reach(engine)
+        axes = OPERATIONS[self.operation].inputs
+        rng = np.random.default_rng(self.seed)
+        dtype = self.problem.dtype.numpy
+        arrays = {
+            name: _drawn(name, self.problem.shape(axes[name]), self.values, dtype, rng)
+            for name in axes
+            if name not in ("O", "lse")
+        }
+        if "lse" in axes:
+            arrays |= _left_by_forward(self.problem, arrays, engine)
+        return arranged({name: arrays[name] for name in axes}, self.layout)
+
+    def require_reach(self, engine: Backend) -> None:
+        """Raises Unsupported if the layout is farther than the engine reaches."""
+        if self.layout == "far" and engine.name == "simulator":
+            raise Unsupported("the simulator does not reach so far", "it needs a GPU")
+
+    def options(self) -> list[str]:
+        """The options of the command line that make it again."""
+        p = self.problem
+        if self.operation == "softmax":
+            sizes = ["-M", p.M, "-N", p.N]
+        else:
+            sizes = ["-B", p.batch, "-H", p.heads, "-M", p.M, "-N", p.N, "-d", p.d]
+            sizes += ["--kv-heads", p.kv_heads] if p.kv_heads != p.heads else []
+            sizes += ["--dv", p.dv] if p.dv != p.d else []
+            sizes += ["--causal", p.causal] if p.causal else []
+            sizes += [f"--window={p.window_text}"] if p.window_text else []
+            usual = 1.0 / math.sqrt(p.d) if p.d > 0 else 1.0
+            sizes += [f"--scale={p.scale!r}"] if p.scale != usual else []
+        about: list[str | int] = ["--dtype", p.dtype.name]
+        about += ["--precision", p.precision] if p.precision else []
+        about += ["--seed", self.seed]
+        about += ["--values", self.values] if self.values != "normal" else []
+        about += ["--layout", self.layout] if self.layout != "bhsd" else []
+        return [str(option) for option in [*sizes, *about]]
+
+    def __str__(self) -> str:
+        values = f" values={self.values}" if self.values != "normal" else ""
+        return f"{self.problem}{values} layout={self.layout} seed={self.seed}"
+
+
+def _drawn(
+    name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
+) -> np.ndarray:
+    """The elements of one array, contiguous; scores are made by Q and K, or are S."""
+    makes_scores = name in "QKS"
+    if values == "uniform":
+        x = rng.random(shape, np.float32)
+    elif values == "integers":
+        x = rng.integers(-2, 3, shape).astype(np.float32)
+    elif values == "one_hot" and name == "V":
+        x = np.zeros(shape, np.float32)
+        rows = np.arange(shape[2] if shape[3] else 0)
+        x[..., rows, rows % max(shape[3], 1)] = 1.0
+    else:
+        x = rng.standard_normal(shape, np.float32)
+    if values == "equal" and name in "KS":
+        x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
+    elif values == "huge" and makes_scores:
+        x *= 2500 if name == "S" else 50
+    elif values == "tiny":
+        x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
+    elif values == "outliers":
+        x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
+    elif values in ("nan", "inf") and x.size:
+        x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+    return x.astype(dtype)
+
+
+def _left_by_forward(
+    p: Problem, arrays: dict[str, np.ndarray], engine: Backend | None
+) -> dict[str, np.ndarray]:
+    """O and lse, as a forward pass without errors would leave them in their dtypes."""
+    if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
+        with suppress(Unsupported, DeviceError):
+            return _left_by_a_kernel(p, arrays, engine)
+    out, lse = reference.attention(
+        *(arrays[name] for name in "QKV"),
+        scale=p.scale,
+        diagonal=None if p.right is None else p.diagonal,
+        lower=None if p.left is None else p.lower,
+    )
+    with np.errstate(all="ignore"):
+        return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
+
+
+def _left_by_a_kernel(
+    p: Problem, arrays: dict[str, np.ndarray], engine: Backend
+) -> dict[str, np.ndarray]:
+    """O and lse, as the engine's fastest kernel leaves them that rounds nothing more."""
+    p = replace(p, precision="float32" if p.dtype.name == "float32" else None)
+    kernel = planning.select("auto", "forward", p, engine.limits)
+    plan = planning.plan(kernel, p, engine.limits)
+    outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
+    with engine.working_on(None):
+        calls.fill(engine, plan, {name: arrays[name] for name in "QKV"}, outputs)
+    return outputs
+
+
+def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
+    """Contiguous arrays in one of LAYOUTS: the same elements in other places of memory."""
+    if layout == "packed":
+        return _packed(arrays)
+    return {name: _arranged(array, layout) for name, array in arrays.items()}
+
+
+def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
+    if x.ndim < 4:  # lse, which nobody keeps in another way
+        return x
+    if layout == "bshd":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if layout == "columns":
+        return np.ascontiguousarray(x.mT).mT
+    if layout == "reversed":
+        return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+    if layout == "gaps":
+        batch, heads, rows, columns = x.shape
+        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[:, :heads, ::2, :columns] = x
+        return wide[:, :heads, ::2, :columns]
+    if layout == "unaligned":
+        longer = np.empty(x.size + 1, x.dtype)
+        longer[1:] = x.ravel()
+        return longer[1:].reshape(x.shape)
+    if layout == "far":
+        return _far(x)
+    return x
+
+
+def _far(x: np.ndarray) -> np.ndarray:
+    """The outermost axis with more than one element has a stride of more than 2**31 elements.
+
+    What lies between is never touched, so that it takes addresses and no memory.
+    """
+    axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
+    if axis is None or not x.size:
+        return x
+    stride = max(_FAR, x.size)
+    memory = np.empty((x.shape[axis] - 1) * stride + x.size, x.dtype)
+    strides = [stride * x.itemsize if i == axis else x.strides[i] for i in range(x.ndim)]
+    far = np.lib.stride_tricks.as_strided(memory, x.shape, strides)
+    far[...] = x
+    return far
+
+
+def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays as slices of one [batch, rows, all their heads, columns], as far as shapes allow."""
+    rows_and_columns = {name: x.shape[2:] for name, x in arrays.items()}
+    alike = [x for x in arrays if rows_and_columns[x] == rows_and_columns[list(arrays)[-1]]]
+    beside = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2)
+    whole = np.ascontiguousarray(beside).swapaxes(1, 2)
+    heads = np.cumsum([arrays[name].shape[1] for name in alike])
+    slices = dict(zip(alike, np.split(whole, heads[:-1], axis=1)))
+    return {name: slices.get(name, _arranged(x, "bshd")) for name, x in arrays.items()}

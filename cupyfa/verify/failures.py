@@ -1,0 +1,234 @@
+"""What a check found wrong: what failed and how, the command that repeats it, and a file of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shlex
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa import store
+from cupyfa.dtypes import dtype_named
+from cupyfa.numerics.tolerance import Verdict
+from cupyfa.operations import OPERATIONS
+from cupyfa.problem import Problem
+from cupyfa.verify.case import Case
+
+RIGHT, UNSUPPORTED, NO_MEMORY = "right", "not supported", "out of memory"
+# All other kinds of outcomes are failures.
+WRONG_RESULT = "wrong result"
+WROTE_OUTSIDE = "wrote outside"
+DIFFERS = "differs between runs"
+FAULT = "simulator fault"
+DEVICE_ERROR = "device error"
+DEVICE_LOST = "device lost"
+COMPILE_ERROR = "compile error"
+ERROR = "error"
+NO_ANSWER = "no answer"
+DIED = "the process died"
+
+LARGEST_FILE = 250 * 2**20  # bytes of arrays, without the results
+_FORMAT = "cupyfa failure 2"
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one kernel on one case.
+
+    kind: RIGHT, UNSUPPORTED, NO_MEMORY, or what went wrong. message: in words; of what is not
+    supported, the reason. arrays: what a file of the failure is to hold, if that was asked for.
+    """
+
+    kernel: str
+    kind: str
+    message: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the kernel did what it must not do."""
+        return self.kind not in (RIGHT, UNSUPPORTED, NO_MEMORY)
+
+    @property
+    def worst(self) -> Verdict | None:
+        """The verdict that lies farthest from the reference, measured by its bound."""
+        return max(self.verdicts, key=lambda verdict: verdict.ratio, default=None)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kernel that failed on a case.
+
+    found_on: the case it was found on, where ``case`` is a smaller one that fails in the same way.
+    command: what repeats it. file: what ``replay`` reads, where one was written.
+    """
+
+    case: Case
+    outcome: Outcome
+    command: str
+    found_on: Case | None = None
+    file: Path | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The failure as a row of a table."""
+        worst = self.outcome.worst
+        return {
+            "kernel": self.outcome.kernel,
+            "failure": self.outcome.kind,
+            "output": worst.name if worst else None,
+            "error": worst.error if worst else None,
+            "bound": worst.bound if worst else None,
+            "ratio": worst.ratio if worst else None,
+            "worst_at": list(worst.index) if worst else None,
+            "case": str(self.case),
+            "found_on": str(self.found_on) if self.found_on else None,
+            "message": self.outcome.message,
+            "command": self.command,
+            "file": str(self.file) if self.file else None,
+        }
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A failure as a file holds it: also how often the kernel was run again, and with what.
+
+    schedule: of the simulator's threads. has_name: whether the kernel's name finds it again.
+    """
+
+    case: Case
+    outcome: Outcome
+    reruns: int
+    schedule: int | None
+    has_name: bool
+    made_with: Mapping[str, str]
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The inputs, contiguous."""
+        return {x: self.outcome.arrays[x] for x in OPERATIONS[self.case.operation].inputs}
+
+
+def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
+    """The command line that repeats an outcome, with these options where they have a value."""
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    fixed = [f"--constant={name}={value}" for name, value in outcome.constants.items()]
+    return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
+
+
+def write(
+    folder: Path,
+    failure: Failure,
+    *,
+    reruns: int,
+    made_with: Mapping[str, str],
+    schedule: int | None = None,
+    has_name: bool = True,
+) -> Path | None:
+    """Writes a failure's arrays and all that is known of it, as in ``Stored``, for ``read``.
+
+    Returns None if it has no arrays. Raises OSError.
+    """
+    arrays = failure.outcome.arrays
+    if not arrays:
+        return None
+    about = {
+        "format": _FORMAT,
+        "case": _plain_case(failure.case),
+        "kernel": failure.outcome.kernel,
+        "kind": failure.outcome.kind,
+        "message": failure.outcome.message,
+        "verdicts": [vars(verdict) for verdict in failure.outcome.verdicts],
+        "constants": dict(failure.outcome.constants),
+        "reruns": reruns,
+        "schedule": schedule,
+        "has_name": has_name,
+        "command": failure.command,
+        "made_with": dict(made_with),
+        "dtypes": {name: x.dtype.name for name, x in arrays.items()},
+    }
+    content = io.BytesIO()
+    members = {name: _known_to_numpy(x) for name, x in arrays.items()}
+    np.savez(content, allow_pickle=False, about=np.array(json.dumps(about)), **members)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(failure.outcome.kernel).name).strip("-")
+    digest = hashlib.sha256(failure.command.encode()).hexdigest()[:8]
+    path = folder / f"{name}-{digest}.npz"
+    store.write_whole(path, content.getvalue())
+    return path
+
+
+def read(path: str | Path) -> Stored:
+    """The failure in a file that ``write`` wrote.
+
+    Raises OSError if the file cannot be read, and ValueError if it is damaged or another's.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if not zipfile.is_zipfile(file):  # np.load would take it for a pickle
+                raise ValueError("it is no .npz file")
+        with np.load(path, allow_pickle=False) as members:
+            about = json.loads(str(members["about"]))
+            if about["format"] != _FORMAT:
+                raise ValueError(f"its format is {about['format']!r}")
+            arrays = {
+                name: members[name].view(dtype_named(dtype).numpy)
+                for name, dtype in about["dtypes"].items()
+            }
+        stored = Stored(
+            case=_case_of(about["case"]),
+            outcome=Outcome(
+                kernel=str(about["kernel"]),
+                kind=str(about["kind"]),
+                message=str(about["message"]),
+                verdicts=tuple(
+                    Verdict(**{**x, "index": tuple(x["index"])}) for x in about["verdicts"]
+                ),
+                constants={str(name): int(x) for name, x in about["constants"].items()},
+                arrays=arrays,
+            ),
+            reruns=int(about["reruns"]),
+            schedule=about["schedule"],
+            has_name=bool(about["has_name"]),
+            made_with=about["made_with"],
+        )
+        _check_inputs(stored)
+        return stored
+    except OSError:
+        raise
+    except Exception as error:  # there is no end to what may be wrong with a file
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path} is damaged, or no file of `cupyfa check` ({reason})") from None
+
+
+def _check_inputs(stored: Stored) -> None:
+    problem = stored.case.problem
+    for name, axes in OPERATIONS[stored.case.operation].inputs.items():
+        x = stored.inputs[name]
+        if x.shape != problem.shape(axes) or x.dtype != problem.dtype.numpy:
+            raise ValueError(f"{name} is {x.dtype} {x.shape} in {problem}")
+
+
+def _known_to_numpy(x: np.ndarray) -> np.ndarray:
+    """The elements of bfloat16 as integers, for which a file has a name."""
+    return np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
+
+
+def _plain_case(case: Case) -> dict[str, Any]:
+    problem = {**vars(case.problem), "dtype": case.problem.dtype.name}
+    return {**vars(case), "problem": problem}
+
+
+def _case_of(plain: dict[str, Any]) -> Case:
+    problem = Problem(**{**plain["problem"], "dtype": dtype_named(plain["problem"]["dtype"])})
+    return Case(**{**plain, "problem": problem})

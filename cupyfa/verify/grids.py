@@ -1,0 +1,520 @@
+"""Grids: the lists of cases that a kernel is checked on, by name.
+
+The sizes of ``fa2`` and ``fa3`` are those of Dao-AILab/flash-attention's tests at commit
+0251105a2fb1: tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py.
+Left out are the axes that no kernel here has: dropout, softcap, ALiBi, sinks, packed sequences of
+several lengths, paged or appended caches, rotary embedding and fp8. Axes are crossed as there, but
+where sequences are long or have a window, dtype, shared keys and layout take turns instead, and
+of long ones there are fewer batches and heads.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from cupyfa.dtypes import DTYPES
+from cupyfa.problem import Problem, Window
+from cupyfa.verify.case import LAYOUTS, VALUES, Case
+
+GRIDS = {
+    "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
+    "edges": "sizes of 0 and 1, odd and large ones, windows, every layout, every kind of values",
+    "fa2": "what the tests of FlashAttention 2 run, then the edges",
+    "fa3": "what the tests of FlashAttention 3 and 4 run, then the edges",
+    "fuzz": "random cases",
+}
+FUZZ_SAMPLES = 200  # unless told otherwise
+
+Axes = Mapping[str, Sequence[Any]]
+Choice = Mapping[str, Any]  # a value for each axis
+Lengths = tuple[tuple[int, int], ...]  # of queries and keys
+
+_EVERY = tuple(DTYPES)
+_HALVES = ("float16", "bfloat16")
+_MASKS = (None, "bottom-right")
+_EVERY_MASK = (*_MASKS, "top-left")
+_LOCAL = ("neither", "both")  # sides on which a window has a limit
+_SIDES = (*_LOCAL, "left", "right")
+_NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
+
+
+def cases(
+    grid: str,
+    operation: str,
+    *,
+    dtypes: Sequence[str] | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+) -> list[Case]:
+    """The cases of one of GRIDS for an operation.
+
+    dtypes: in place of the grid's own. samples: how many to draw, all by default (of ``fuzz``
+    FUZZ_SAMPLES); they are drawn so that as many pairs of values as possible meet. seed: of what
+    is drawn, and of the inputs. Raises ValueError for an unknown grid.
+    """
+    if grid not in GRIDS:
+        raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(GRIDS)}")
+    if grid == "fuzz":
+        count = FUZZ_SAMPLES if samples is None else samples
+        return [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
+    make = _softmax_grid if operation == "softmax" else _attention_grid
+    made = (replace(case, operation=operation) for case in make(grid, dtypes, seed))
+    found = list(dict.fromkeys(made))
+    return found if samples is None else _sampled(found, samples, seed)
+
+
+def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY) -> Case:
+    """Sample i of a seed, whatever the other samples are.
+
+    Four samples in 64 share what is compiled into a kernel, dtype, d, dv and mask, 16 samples
+    apart: compiling takes longer than running.
+    """
+    compiled = random.Random(f"{seed} {i // 64} {i % 16} compiled")
+    pick = random.Random(f"{seed} {i}")
+    values = pick.choice(("normal", "normal", *VALUES))
+    make = _random_softmax if operation == "softmax" else _random_attention
+    problem = make(pick, compiled, dtypes, values)
+    return Case(operation, problem, pick.randrange(2**31), values, pick.choice(_NEAR))
+
+
+# FlashAttention's tests
+
+_HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+_FEW_QUERIES = ((3, 1024), (1, 339), (64, 800), (3, 799), (64, 2048), (16, 20000))
+_CAUSAL = (
+    *((1, 239), (3, 799), (127, 512), (127, 513), (113, 203)),
+    *((128, 217), (113, 211), (108, 256), (256, 512), (1023, 1024)),
+)
+
+
+def _square(*lengths: int) -> Lengths:
+    return tuple((length, length) for length in lengths)
+
+
+def _swapped(lengths: Lengths) -> Lengths:
+    """The lengths, and those of queries and keys exchanged."""
+    return (*lengths, *((N, M) for M, N in lengths))
+
+
+SMOKE: Axes = {
+    "batch": (1,),
+    "heads": (6,),
+    "kv_heads": (6, 2, 1),
+    "lengths": ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339)),
+    "d": (32, 59, 64, 111, 128, 256),
+    "causal": _MASKS,
+}
+FA2: Mapping[str, Axes] = {
+    "test_flash_attn_output": {
+        "batch": (4,),
+        "heads": (6,),
+        "kv_heads": (6, 1, 2),
+        "lengths": (
+            *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
+            *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
+        ),
+        "d": tuple(d for d in _HEAD_DIMS if d != 80),
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd", "packed"),
+    },
+    "test_flash_attn_qkvpacked": {
+        "batch": (4,),
+        "heads": (9,),
+        "lengths": _square(97, 128, 200, 384, 768, 1024, 1025, 2048),
+        "d": _HEAD_DIMS,
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("packed",),
+    },
+    "test_flash_attn_causal": {
+        "batch": (8,),
+        "heads": (9,),
+        "lengths": _swapped(_CAUSAL),
+        "d": _HEAD_DIMS,
+        "causal": ("bottom-right",),
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+    "test_flash_attn_splitkv": {
+        "batch": (1,),
+        "heads": (12,),
+        "lengths": _swapped((*_FEW_QUERIES, (128, 128), (256, 256))),
+        "d": _HEAD_DIMS,
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+    "test_flash_attn_splitkv, longest": {
+        "batch": (1,),
+        "heads": (2,),
+        "lengths": _swapped(((16, 100000),)),
+        "d": _HEAD_DIMS,
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+    "test_flash_attn_kvcache": {
+        "batch": (2,),
+        "heads": (6,),
+        "kv_heads": (6, 1, 3),
+        "lengths": (
+            *_FEW_QUERIES,
+            *((1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128)),
+        ),
+        "d": (32, 59, 64, 80, 128, 256),
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+    "test_flash_attn_race_condition": {
+        "batch": (60,),
+        "heads": (4,),
+        "lengths": (
+            *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
+            *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
+        ),
+        "d": _HEAD_DIMS,
+        "causal": _MASKS,
+        "layout": ("bshd",),
+    },
+    "test_flash_attn_deterministic": {
+        "batch": (4,),
+        "heads": (9,),
+        "lengths": _swapped(_CAUSAL),
+        "d": _HEAD_DIMS,
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+}
+# Batch is 9, and 2 for more than 2048 keys.
+_FA3_OUTPUT = {
+    "heads": (6,),
+    "d": (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512)),
+    "causal": _MASKS,
+    "local": _SIDES,
+    "layout": ("bshd",),
+}
+FA3: Mapping[str, Axes] = {
+    "hopper test_flash_attn_output": {
+        **_FA3_OUTPUT,
+        "batch": (9,),
+        "kv_heads": (6, 2, 1),
+        "lengths": (
+            *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
+            *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
+            *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
+        ),
+    },
+    "cute test_flash_attn_output": {
+        **_FA3_OUTPUT,
+        "batch": (9,),
+        "kv_heads": (6, 3, 1),
+        "lengths": ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048)),
+    },
+    "both, long": {
+        **_FA3_OUTPUT,
+        "batch": (2,),
+        "kv_heads": (6, 3, 2, 1),
+        "lengths": _square(4096, 4224),
+    },
+    "cute test_flash_attn_small_head_dim": {
+        "batch": (2,),
+        "heads": (2,),
+        "lengths": _square(128, 2048),
+        "d": (8, 16, 32),
+        "causal": _MASKS,
+        "layout": ("bshd",),
+    },
+    "hopper and cute test_flash_attn_kvcache": {
+        "batch": (5,),
+        "heads": (6,),
+        "kv_heads": (6, 3, 1),
+        "lengths": (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577)),
+        "d": (64, 128),
+        "causal": _MASKS,
+        "local": _LOCAL,
+        "layout": ("bshd",),
+    },
+    "hopper test_flash_attn_cluster": {
+        "batch": (2,),
+        "heads": (16,),
+        "kv_heads": (4,),
+        "lengths": ((64, 8192),),
+        "d": (128,),
+        "causal": _MASKS,
+        "layout": ("bshd",),
+    },
+    "cute test_flash_attn_seqlen_k_zero": {
+        "batch": (4,),
+        "heads": (16,),
+        "lengths": ((1, 0), (64, 0), (128, 0), (256, 0)),
+        "d": (128, 192),
+        "causal": _MASKS,
+        "layout": ("bshd",),
+    },
+}
+_TAKE_TURNS = ("dtype", "kv_heads", "layout")
+
+
+def _attention_grid(grid: str, dtypes: Sequence[str] | None, seed: int) -> Iterator[Case]:
+    if grid == "smoke":
+        for chosen in _crossed({**SMOKE, "dtype": dtypes or _EVERY}):
+            yield _attention(seed, **chosen)
+        return
+    for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
+        for chosen in _crossed_if_short({**axes, "dtype": dtypes or _HALVES}):
+            yield _attention(seed, **chosen)
+    for chosen in _attention_edges(dtypes or _EVERY):
+        yield _attention(seed, **chosen)
+
+
+def _attention(
+    seed: int,
+    *,
+    lengths: tuple[int, int],
+    d: int | tuple[int, int],
+    values: str = "normal",
+    layout: str = "bhsd",
+    local: str = "neither",
+    **sizes: Any,
+) -> Case:
+    """A case of attention; d may be the pair of d and dv."""
+    M, N = lengths
+    d, dv = d if isinstance(d, tuple) else (d, d)
+    if local != "neither":
+        pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
+        sizes["window"] = _random_window(pick, local, N)
+    return Case("forward", Problem.of_sizes(M=M, N=N, d=d, dv=dv, **sizes), seed, values, layout)
+
+
+def _crossed(axes: Axes) -> Iterator[Choice]:
+    """Every combination of the values of the axes."""
+    for values in product(*axes.values()):
+        yield dict(zip(axes, values))
+
+
+def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
+    """Every combination; of those that differ only in what takes turns, one if they are long or
+    have a window.
+    """
+    turns = {name: axes[name] for name in _TAKE_TURNS if name in axes}
+    pick = random.Random(0)
+    for chosen in _crossed({name: axes[name] for name in axes if name not in turns}):
+        combined = list(_crossed(turns))
+        M, N = chosen["lengths"]
+        is_long = M * N > 2**19 or max(M, N) > 2**12
+        if is_long or chosen.get("local", "neither") != "neither":
+            combined = [pick.choice(combined)]
+        if is_long:
+            while chosen["batch"] > 1 and chosen["batch"] * chosen["heads"] * M * N > 2**25:
+                chosen = {**chosen, "batch": chosen["batch"] // 2}
+        for turn in combined:
+            yield {**chosen, **turn}
+
+
+# What nobody's tests run
+
+_EMPTY = (
+    {"batch": 0, "heads": 2, "lengths": (5, 7), "d": 8},
+    {"heads": 0, "lengths": (5, 7), "d": 8},
+    {"heads": 2, "lengths": (0, 7), "d": 8},
+    {"heads": 2, "lengths": (5, 0), "d": 8},
+    {"heads": 2, "lengths": (0, 0), "d": 8},
+    {"heads": 2, "lengths": (5, 7), "d": (0, 8)},
+    {"heads": 2, "lengths": (5, 7), "d": (8, 0)},
+    {"heads": 2, "lengths": (5, 7), "d": (0, 0)},
+)
+_MANY = (  # a grid's y and z hold 65,535 blocks
+    {"batch": 70_000, "lengths": (3, 5), "d": 4},
+    {"heads": 70_000, "lengths": (3, 5), "d": 4},
+    {"batch": 300, "heads": 300, "kv_heads": 100, "lengths": (3, 5), "d": 4},
+)
+_FAR = (
+    {"batch": 2, "heads": 3, "lengths": (5, 7), "d": 8, "layout": "far"},
+    {"heads": 2, "lengths": (33, 17), "d": 40, "layout": "far"},
+    {"lengths": (2, 2), "d": 16, "layout": "far"},
+)
+_ODD: Axes = {
+    "batch": (1, 2),
+    "heads": (1, 2, 6),
+    "kv_heads": (1, 2, 6),
+    "lengths": ((1, 1), (1, 70), (70, 1), (33, 17), (17, 65), (64, 64), (129, 127)),
+    "d": (
+        *(1, 3, 7, 17, 65, 127, 129, 257, 384, 511, 512, 577, 768, 1000, 1024),
+        *((17, 1), (1, 17), (65, 129), (129, 40), (40, 768), (768, 7)),
+    ),
+    "causal": _EVERY_MASK,
+    "scale": (None, 0.0, -0.3, 2.0),
+    "values": tuple(VALUES),
+    "layout": _NEAR,
+}
+_WINDOWS = ((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000))
+_ODD_CASES, _ODD_WINDOWS = 200, 50
+
+
+def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+    special = (*product(_EMPTY, _EVERY_MASK), *product(_MANY, _MASKS))
+    for i, (sizes, causal) in enumerate(special):
+        yield {**sizes, "causal": causal, "dtype": dtypes[i % len(dtypes)]}
+    for sizes, dtype in product(_FAR, dtypes):
+        yield {**sizes, "causal": "top-left", "dtype": dtype}
+    odd = {**_ODD, "dtype": dtypes}
+    yield from _paired(odd, _ODD_CASES, _is_meant)
+    yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_meant)
+
+
+def _is_meant(chosen: Choice) -> bool:
+    """Whether a case is to be there: key heads divide heads, huge scores are within float16."""
+    is_huge = chosen["values"] == "huge" and chosen["scale"] not in (None, 0.0)
+    return not is_huge and chosen["heads"] % chosen["kv_heads"] == 0
+
+
+# Softmax, whose sizes are its own
+
+_SOFTMAX_SMOKE: Axes = {"M": (1, 7, 113), "N": (1, 31, 32, 33, 256, 1000, 4096)}
+_SOFTMAX_SPECIAL: tuple[Choice, ...] = (
+    *({"M": M, "N": N} for M, N in ((0, 7), (5, 0), (0, 0), (70_000, 3))),
+    {"M": 2, "N": 100, "layout": "far"},
+)
+_SOFTMAX_ODD: Axes = {
+    "M": (1, 2, 5, 70, 300),
+    "N": (1, 2, 3, 31, 33, 127, 255, 257, 511, 1023, 1025, 4097, 10_000, 20_000),
+    "values": tuple(VALUES),
+    "layout": _NEAR,
+}
+
+
+def _softmax_grid(grid: str, dtypes: Sequence[str] | None, seed: int) -> Iterator[Case]:
+    if grid == "smoke":
+        for chosen in _crossed({**_SOFTMAX_SMOKE, "dtype": dtypes or _EVERY}):
+            yield _softmax(seed, **chosen)
+        return
+    for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
+        for (M, N), dtype in product(axes["lengths"], dtypes or _HALVES):
+            yield _softmax(seed, M=M, N=N, dtype=dtype)
+    for sizes, dtype in product(_SOFTMAX_SPECIAL, dtypes or _EVERY):
+        yield _softmax(seed, **sizes, dtype=dtype)
+    for chosen in _paired({**_SOFTMAX_ODD, "dtype": dtypes or _EVERY}, _ODD_CASES):
+        yield _softmax(seed, **chosen)
+
+
+def _softmax(
+    seed: int, *, M: int, N: int, dtype: str, values: str = "normal", layout: str = "bhsd"
+) -> Case:
+    return Case("softmax", Problem.of_row_sizes(M, N, dtype), seed, values, layout)
+
+
+# At random
+
+_MOST_WORK = 2**28  # multiply-adds of a case
+_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
+
+
+def _random_attention(
+    pick: random.Random, compiled: random.Random, dtypes: Sequence[str], values: str
+) -> Problem:
+    dtype, causal = compiled.choice(dtypes), compiled.choice(_EVERY_MASK)
+    d = _random_dim(compiled)
+    dv = d if compiled.random() < 0.75 else _random_dim(compiled)
+    kv_heads = pick.choice((1, 1, 2, 3))
+    batch, heads = pick.choice((1, 1, 2, 4)), kv_heads * pick.choice((1, 1, 2, 5))
+    M, N = _random_length(pick, 1500), _random_length(pick, 1500)
+    while batch * heads * M * N * (d + dv) > _MOST_WORK:
+        M, N = (M // 2, N) if M > N else (M, N // 2)
+    other_scale = pick.choice((0.0, 1.0, pick.uniform(-0.5, 0.5)))
+    return Problem.of_sizes(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        M=M,
+        N=N,
+        d=d,
+        dv=dv,
+        dtype=dtype,
+        causal=causal,
+        scale=None if values == "huge" or pick.random() < 0.75 else other_scale,
+        window=_random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N),
+    )
+
+
+def _random_window(pick: random.Random, sides: str, N: int) -> Window:
+    """Limits on these sides, of at most N keys; small ones as often as large ones."""
+
+    def keys(*limited: str) -> int | None:
+        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1 if sides in limited else None
+
+    return keys("left", "both"), keys("right", "both")
+
+
+def _random_softmax(
+    pick: random.Random, compiled: random.Random, dtypes: Sequence[str], values: str
+) -> Problem:
+    dtype = compiled.choice(dtypes)
+    M, N = _random_length(pick, 1500), _random_length(pick, 20_000)
+    return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, dtype)
+
+
+def _random_length(pick: random.Random, most: int) -> int:
+    """Small ones as often as large ones; now and then 0."""
+    return 0 if pick.random() < 0.02 else round(math.exp(pick.uniform(0, math.log(most))))
+
+
+def _random_dim(pick: random.Random) -> int:
+    """Mostly small and odd, now and then one that models have, or a large one."""
+    kind = pick.random()
+    if kind < 0.6:
+        return 2 * pick.randrange(1, 40) - 1
+    if kind < 0.85:
+        return pick.choice(_USUAL_DIMS)
+    return round(math.exp(pick.uniform(math.log(80), math.log(1024))))
+
+
+# Choosing some of many
+
+_TRIED = 30  # of which the best is taken
+
+
+def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
+    """Some of the cases, in which as many pairs of values as may be meet."""
+    pick = random.Random(seed)
+    left, met = list(found), set[Any]()
+    chosen: list[Case] = []
+    while left and len(chosen) < samples:
+        tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
+        best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))
+        left[best], left[-1] = left[-1], left[best]
+        chosen.append(left.pop())
+        met |= _pairs(_fields(chosen[-1]))
+    return chosen
+
+
+def _paired(
+    axes: Axes, count: int, is_meant: Callable[[Choice], bool] = lambda chosen: True
+) -> list[Choice]:
+    """So many choices of a value for each axis, in which as many pairs of values as may be meet."""
+    pick = random.Random(0)
+    met, chosen = set[Any](), list[Choice]()
+    while len(chosen) < count:
+        drawn: list[Choice] = [
+            {x: pick.choice(values) for x, values in axes.items()} for _ in range(_TRIED)
+        ]
+        best = max(filter(is_meant, drawn), key=lambda one: len(_pairs(one) - met))
+        chosen.append(best)
+        met |= _pairs(best)
+    return chosen
+
+
+def _fields(case: Case) -> Choice:
+    """What is chosen in a case."""
+    return {**vars(case.problem), "values": case.values, "layout": case.layout}
+
+
+def _pairs(chosen: Choice) -> set[Any]:
+    return set(combinations(chosen.items(), 2))

@@ -1,0 +1,45 @@
+#pragma once
+// The product of a row of O and one of dO, which a few lanes of a warp share out: 16 bytes at a
+// time, so that together they read whole cache lines, where the rows begin at multiples of 16.
+
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+// The sum of products of eight elements.
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+  const scalar* a = reinterpret_cast<const scalar*>(&x);
+  const scalar* b = reinterpret_cast<const scalar*>(&y);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += float(a[i]) * float(b[i]);
+  return sum;
+}
+
+// rowsum(dO * O) of a row, for all of its lanes; 0 for one that is not there.
+template <int lanes>
+__device__ __forceinline__ float row_product(const Tensor<const scalar>& O,
+                                             const Tensor<const scalar>& dO, int batch, int head,
+                                             int row, bool is_there) {
+  const int lane = threadIdx.x % lanes;
+  float sum = 0;
+  if (is_there) {
+    const scalar* output = O.row(batch, head, row);
+    const scalar* gradient = dO.row(batch, head, row);
+    if (dv % 8 == 0 && is_aligned(O) && is_aligned(dO)) {
+#pragma unroll 4
+      for (int i = 0; i < cdiv(dv, 8 * lanes); ++i) {
+        const int eight = i * lanes + lane;
+        if (eight < dv / 8)
+          sum += dot(reinterpret_cast<const uint4*>(output)[eight],
+                     reinterpret_cast<const uint4*>(gradient)[eight]);
+      }
+    } else {
+      for (int col = lane; col < dv; col += lanes) sum += float(output[col]) * float(gradient[col]);
+    }
+  }
+#pragma unroll
+  for (int distance = lanes / 2; distance > 0; distance /= 2)
+    sum += __shfl_xor_sync(full_warp, sum, distance);
+  return sum;
+}

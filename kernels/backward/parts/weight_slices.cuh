@@ -1,0 +1,98 @@
+#pragma once
+// What the launches of `mma_slices_backward` share: tiles of Br x Bc sums in registers, a ring of
+// slices that they are made of, and P and dS of a round of heads in memory.
+//
+// A round has heads from `first_head` on, of all batches, and keys from `first_key` on. Its P and
+// dS are [heads, M, stride], of which columns begin with key `first_key`; stride is a multiple of
+// 8, so that copies go by 16 bytes.
+
+#include <ptx/cp_async.cuh>
+#include <backward/parts/gradient_products.cuh>
+#include <tile/shared.cuh>
+
+constexpr int col_warps = Bc / Wc;  // that share a row of the tile
+static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover the tile");
+static_assert(Wr % step == 0 && Wc % (2 * step) == 0 && Bd % step == 0, "tiles are whole products");
+static_assert(Br % Wr == 0 && Bc % Wc == 0, "warps have equal parts");
+static_assert(Bc % Br == 0 && Br % Bd == 0, "what is read of P and dS lies in one tile of them");
+static_assert(stages >= 2, "one slice is multiplied while another one comes");
+
+// A warp owns Wr x `own_width` of a tile of gradients with so many columns. As many tiles as Bc
+// columns would make are equally wide.
+template <int cols>
+constexpr int own_width = cdiv(cols, cdiv(cols, Bc) * col_warps * step) * step;
+template <int cols>
+constexpr int tile_width = own_width<cols> * col_warps;
+
+// A place for a slice, whatever its tiles are.
+struct alignas(128) Stage {
+  operand numbers[(Br + Bc) * Bd];
+
+  template <class Slice>
+  __device__ __forceinline__ Slice& as() {
+    static_assert(sizeof(Slice) <= sizeof(Stage), "a slice fits into its stage");
+    return reinterpret_cast<Slice&>(*this);
+  }
+};
+
+// The slices that a block multiplies, in turn. `source.begin` begins to copy the next one, if there
+// is one.
+template <class Source>
+struct Ring {
+  Stage (&ring)[stages];
+  Source source;
+  int stage = 0;
+
+  __device__ __forceinline__ void start() {
+#pragma unroll 1
+    for (int i = 0; i < stages - 1; ++i) begin(i);
+  }
+  __device__ __forceinline__ void begin(int place) {
+    source.begin(ring[place]);
+    commit_copies();
+  }
+  // While some warps multiply a slice others begin the copies, for they share the schedulers:
+  // `late` ones copy when they have multiplied, in `done`.
+  __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
+  __device__ __forceinline__ Stage& next() {
+    wait_for_copies<stages - 2>();
+    __syncthreads();  // the slice is there, and the one before it is no longer read
+    if (!late()) begin(stage == 0 ? stages - 1 : stage - 1);
+    return ring[stage];
+  }
+  __device__ __forceinline__ void done() {
+    if (late()) begin(stage == 0 ? stages - 1 : stage - 1);
+    stage = stage == stages - 1 ? 0 : stage + 1;
+  }
+};
+
+// A warp's part of a tile, from a row and column on.
+struct Own {
+  int row, col;
+
+  __device__ __forceinline__ explicit Own(int width) {
+    const int warp = fresh(int(threadIdx.x)) / warp_size;
+    row = warp % (Br / Wr) * Wr;
+    col = warp / (Br / Wr) * width;
+  }
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
+// The heads and keys of a round, of P and dS the first number.
+struct Round {
+  int first_head, first_key, stride, M;
+
+  // A head's P or dS as rows that copies read.
+  __device__ __forceinline__ Head of(const operand* weights, int head) const {
+    const long long rows = M;
+    return Head(Tensor<const operand>{weights, 0, rows * stride, stride}, 0, head, M);
+  }
+};
+
+// Whether all of these rows see all of these keys, of those that there are.
+__device__ __forceinline__ bool all_see(int first_row, int rows, int first_key, int keys, int M,
+                                        int N, int diagonal, int lower) {
+  if constexpr (!has_mask) return true;
+  return visible_keys(first_row, N, diagonal) >= min(first_key + keys, N) &&
+         hidden_keys(min(first_row + rows, M) - 1, N, lower) <= first_key;
+}

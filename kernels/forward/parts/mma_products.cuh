@@ -1,0 +1,107 @@
+#pragma once
+// Products of 16-bit tiles that asynchronous copies have brought, and the way of O to memory.
+
+#include <tile/async_copy.cuh>
+#include <ptx/mma.cuh>
+
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
+
+// S = Q K^T for the warp's rows and the tile's keys.
+template <int columns, int depth>
+__device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], operand (&K)[Bc][depth],
+                                                Fragments<Bc>& S, int first_row, int lane) {
+  const Spots queries(Q, first_row + lane % 16, lane / 16);
+  const auto keys = [&](int row, int chunk) {
+    const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
+    if constexpr (depth > 128) return Spots(K, own_row, own_chunk)(row, chunk);
+    return spot_of(at(K, row + own_row, chunk + own_chunk));  // else registers are short
+  };
+#pragma unroll
+  for (int k = 0; k < depth / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      load_matrices(a[i], queries(i * step, 2 * k));
+    }
+#pragma unroll
+    for (int n = 0; n < Bc / step; ++n) {
+      unsigned b[4];
+      load_matrices(b, keys(n * step, 2 * k));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// P of 16 keys, two products of S side by side, is an operand of O += P V. It is computed right
+// before, so that exponentials of some keys and products of others go on together.
+__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
+                                                Fragments<width>& O, Rows& rows, int lane) {
+  const auto values = [&](int row, int chunk) {
+    if constexpr (width > 128) return Spots(V, lane % 16, lane / 16)(row, chunk);
+    return spot_of(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
+  };
+  float sum[Wr / step][2] = {};
+#pragma unroll
+  for (int k = 0; k < Bc / step; ++k) {
+    exponentiate(S, 2 * k, rows, sum);
+    exponentiate(S, 2 * k + 1, rows, sum);
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&p)[4] = S[i][2 * k + j / 2];
+        a[i][j] = pack<operand>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < width / step; ++n) {
+      unsigned b[4];
+      load_matrices_transposed(b, values(k * step, 2 * n));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+  rows.add(sum);
+}
+
+// Writes the warp's rows of O, if it has the operands' type, by way of Q's tile, so that lanes
+// store 16 bytes side by side.
+template <int columns>
+__device__ void store_output(operand (&Q)[Br][columns], const Fragments<width>& O,
+                             Tensor<scalar> out, int batch, int head, int first_row, int M,
+                             int own_row, int lane) {
+  constexpr int chunks = width / in_chunk;
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+#pragma unroll
+    for (int n = 0; n < chunks; ++n) {
+      operand* to = at(Q, own_row + i * 8 + lane / 4, n) + 2 * (lane % 4);
+      *reinterpret_cast<unsigned*>(to) =
+          pack<operand>(O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]);
+    }
+  }
+  __syncwarp();
+  const bool aligned = is_aligned(out);
+#pragma unroll 4
+  for (int i = lane; i < Wr * chunks; i += warp_size) {
+    const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
+    const int packed_row = first_row + own_row + row;
+    if (packed_row >= M * packed) continue;
+    const operand* from = at(Q, own_row + row, chunk);
+    scalar* to =
+        out.row(batch, head * packed + packed_row % packed, packed_row / packed) + chunk * in_chunk;
+    if (aligned && count == in_chunk) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int j = 0; j < count; ++j) to[j] = from[j];
+    }
+  }
+}

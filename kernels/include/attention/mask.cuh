@@ -1,0 +1,44 @@
+#pragma once
+// Which keys a query sees: from the first that is not hidden on the left, which is the window's
+// rule, to the last of the first so many, which is the rule of causal masks and ragged ends.
+
+#include <tile/math.cuh>
+
+constexpr bool has_mask = causal || windowed;
+
+// Query `row` sees keys 0 … visible_keys - 1. Under a causal mask key j is seen if
+// j <= row + diagonal, where diagonal is N - M (bottom-right) or 0 (top-left), and larger by what a
+// window shows on the right.
+__device__ __forceinline__ int visible_keys(int row, int N, int diagonal) {
+  if constexpr (causal) return max(0, min(N, row + diagonal + 1));
+  return N;
+}
+
+// Of these, query `row` does not see keys 0 … hidden_keys - 1. In a window key j is hidden if
+// j < row + lower, where lower is as diagonal, less what the window shows on the left.
+__device__ __forceinline__ int hidden_keys(int row, int N, int lower) {
+  if constexpr (windowed) return max(0, min(N, row + lower));
+  return 0;
+}
+
+// Whether query `row` sees a key. Below the window the unsigned difference is larger than in it, so
+// one comparison is for both of its ends.
+__device__ __forceinline__ bool sees_key(int row, int key, int N, int diagonal, int lower) {
+  if constexpr (windowed) {
+    const int inside = key - row - lower;
+    return key < N && (causal ? unsigned(inside) <= unsigned(diagonal - lower) : inside >= 0);
+  }
+  return key < visible_keys(row, N, diagonal);
+}
+
+// How many of the keys of a tile that begins at `first_key` are hidden.
+__device__ __forceinline__ int hidden_in_tile(int hidden, int first_key) {
+  if constexpr (windowed) return max(0, hidden - first_key);
+  return 0;
+}
+
+// The last tile of `size` keys that a row with so many visible keys takes part in. Tile 0 always
+// counts, so that a row which sees nothing is still written once.
+__device__ __forceinline__ int last_tile(int visible, int size) {
+  return max(cdiv(visible, size), 1) - 1;
+}

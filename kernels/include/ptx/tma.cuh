@@ -1,0 +1,83 @@
+#pragma once
+// Tiles that the tensor memory accelerator copies between global and shared memory: one thread
+// asks for a tile, and no thread moves it.
+//
+// A tensor map, made by the host, describes an array [batch, heads, rows, columns] of 16-bit
+// numbers and a box of it: so many rows of one head, 64 columns; or 128 columns of an array of
+// 8-bit numbers. In shared memory a box is a Box, 128 bytes a row, at a multiple of 1024; its
+// chunks of 16 bytes lie swizzled, so that eight rows' equal chunks fall into different banks. What
+// lies outside the array is zero when read and is left out when written.
+#include <ptx/mbarrier.cuh>
+
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+constexpr int box_columns = 64;  // of 16 bits; 128 of 8
+constexpr int box_row_bytes = 128;
+constexpr int box_alignment = 1024;
+
+// Begins to copy a box to shared memory; its bytes count at the barrier.
+// cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+__device__ __forceinline__ void load_box(void* shared, const TensorMap& map, Barrier& barrier,
+                                         int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// Begins to copy so many bytes as they lie, from one multiple of 16 to another, and a multiple of
+// 16 themselves; they count at the barrier.
+// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+__device__ __forceinline__ void load_bytes(void* shared, const void* memory, int bytes,
+                                           Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(shared_address(shared)),
+      "l"(memory), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// Begins to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
+__device__ __forceinline__ void store_box(const TensorMap& map, const void* shared, int column,
+                                          int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
+// added in one step, in any order. It counts as a store.
+// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
+__device__ __forceinline__ void add_floats(float* memory, const float* shared, int count) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(memory),
+      "r"(shared_address(shared)), "r"(4 * count)
+      : "memory");
+}
+
+// Ends a group of this thread's stores.  cp.async.bulk.commit_group
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's stores have read shared memory.  cp.async.bulk.wait_group.read
+__device__ __forceinline__ void wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until this thread's stores have arrived, and it sees what they did.
+// cp.async.bulk.wait_group
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
+// lets another thread begin them.  fence.proxy.async
+__device__ __forceinline__ void publish_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

@@ -1,0 +1,168 @@
+#pragma once
+// Tiles of whole chunks of 16 bytes, which trade places as in swizzle.cuh, and copies of a head's
+// rows into them that go on while the thread does other things.
+
+#include <ptx/cp_async.cuh>
+#include <attention/row_state.cuh>
+#include <ptx/mma.cuh>
+#include <tile/swizzle.cuh>
+#include <tile/tensor.cuh>
+#include <tile/block_copy.cuh>
+
+constexpr int in_chunk = 16 / sizeof(operand);  // elements
+
+// A chunk of a tile. Rows of float32 are also read by twos.
+template <int height, int columns>
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
+  if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
+  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+}
+
+// The same so many rows further down, a multiple of 8, after which chunks trade places as before:
+// what is computed of the first row serves them all.
+template <int height, int columns>
+__device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
+                                       int down) {
+  return at(tile, row, chunk) + down * columns;
+}
+
+// Where a lane's part of an operand lies, from chunk 0 or 1 of a row on. What chunks trade places
+// by changes the same bits of every address, so that a step of an unrolled product costs one
+// exclusive or, and often nothing.
+template <int columns>
+struct Spots {
+  Spot first;
+
+  template <int height>
+  __device__ __forceinline__ Spots(operand (&tile)[height][columns], int row, int chunk)
+      : first(spot_of(at(tile, row, chunk, 0))) {}
+
+  // So many rows further down, a multiple of 8, and chunks to the right, of 2.
+  __device__ __forceinline__ Spot operator()(int down, int right) const {
+    constexpr int reach = reach_of(columns / in_chunk), chunk_bytes = in_chunk * sizeof(operand);
+    const int whole = right / reach * reach;
+    return (first ^ (right - whole) * chunk_bytes) +
+           (down * columns / in_chunk + whole) * chunk_bytes;
+  }
+};
+
+// The rows of one head in global memory.
+struct Head {
+  const operand* data;
+  long long stride, head_stride;
+  int rows;
+  bool aligned;
+
+  __device__ Head(Tensor<const operand> tensor, int batch, int head, int rows)
+      : data(tensor.row(batch, head, 0)),
+        stride(tensor.row_stride),
+        head_stride(tensor.head_stride),
+        rows(rows),
+        aligned(is_aligned(tensor)) {}
+
+  // Of rows that so many heads share, in turn.
+  template <int heads>
+  __device__ __forceinline__ const operand* row(int row) const {
+    return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
+  }
+};
+
+// Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros where its rows, or
+// `cols` columns, end. Where rows do not lie so, elements are copied at once.
+template <int width, bool whole, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
+                                          int first_row, int first_col, int cols) {
+  constexpr int chunks = width / in_chunk;
+  if (head.aligned) {
+    const operand* from = nullptr;
+    int left = 0;  // rows of the head, from the thread's first one on
+    share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
+      const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
+      const int down = turn * rows_in_turn<chunks>;
+      if (turn == 0) left = head.rows - first_row - row;
+      if (turn == 0 || heads > 1)
+        from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
+      else
+        from += rows_in_turn<chunks> * head.stride;
+      copy_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
+    });
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < height * width; i += threads) {
+      const int row = i / width, col = i % width;
+      const bool inside = first_row + row < head.rows && col < cols;
+      at(tile, row, col / in_chunk)[col % in_chunk] =
+          inside ? head.row<heads>(first_row + row)[first_col + col] : operand(0.0f);
+    }
+  }
+}
+
+// Begins to copy all `cols` columns of rows of a head, filled up with zeros to whole products.
+template <int cols, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
+                                          int first_row) {
+  constexpr int width = cdiv(cols, step) * step;
+  copy_tile<width, cols == width, heads>(tile, head, first_row, 0, cols);
+}
+
+// Whether one of the chunks of V that this thread has copied holds an infinity or NaN: numbers
+// whose exponent is all ones, so that one more in its last place carries into the sign's. Of
+// float32 those count too that are infinite in tf32, to which half of its last place is added.
+template <int height, int columns>
+__device__ __forceinline__ bool is_strange(operand (&V)[height][columns]) {
+  constexpr bool pairs = sizeof(operand) == 2;
+  constexpr unsigned signs = pairs ? 0x80008000 : 0x80000000;
+  constexpr unsigned last_place = !pairs             ? 0x00800000 + 0x1000
+                                  : is_half<operand> ? 0x04000400
+                                                     : 0x00800080;
+  unsigned carries = 0;
+  const auto look_at = [&](unsigned bits) { carries |= (bits & ~signs) + last_place; };
+  share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at(V, row, chunk));
+    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
+  });
+  return carries & signs;
+}
+
+// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
+template <int height, int columns>
+__device__ void apply_sign(operand (&Q)[height][columns], float scale) {
+  constexpr int depth = cdiv(d, step) * step;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Br * depth; i += threads) {
+    operand& q = at(Q, i / depth, i % depth / in_chunk)[i % in_chunk];
+    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
+  }
+}
+
+// O += P V where V holds infinities or NaN, from scores: a masked key has weight 0, but 0 * NaN is
+// NaN, so each row takes the keys that it sees alone.
+__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
+                                                 Fragments<width>& O, Rows& rows, int first_key,
+                                                 int lane) {
+  exponentiate(P, rows);
+#pragma unroll 1
+  for (int key = 0; key < Bc; ++key) {
+    float weights[2 * (Wr / step)];
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      unsigned mine = 0;
+#pragma unroll
+      for (int c = 0; c < Bc / 4; ++c) {
+        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
+        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
+      }
+      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
+    }
+#pragma unroll
+    for (int j = 0; j < width / 4; ++j) {
+      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
+#pragma unroll
+      for (int i = 0; i < 2 * (Wr / step); ++i) {
+        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
+        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
+      }
+    }
+  }
+}

@@ -1,0 +1,43 @@
+#pragma once
+// Tiles in shared memory as tma.cuh copies them and wgmma.cuh multiplies them: boxes of 128
+// bytes a row, 64 columns of 16-bit numbers, one after the other.
+
+#include <tile/math.cuh>
+#include <ptx/tma.cuh>
+
+// So many rows and columns, filled up to whole boxes.
+template <class T, int rows, int columns>
+struct alignas(box_alignment) Boxes {
+  static constexpr int in_row = box_row_bytes / int(sizeof(T));
+  static constexpr int count = cdiv(columns, in_row);
+  T box[count][rows][in_row];
+
+  // The 16 bytes of a row from byte 16 * chunk on; chunks are swizzled within a box.
+  __device__ __forceinline__ T* at(int row, int chunk) {
+    return &box[chunk / 8][row][(chunk ^ row) % 8 * (in_row / 8)];
+  }
+};
+
+// Which of so many buffers comes next, and in which phase its barriers are.
+template <int count>
+struct Turn {
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage < count) return;
+    stage = 0;
+    phase ^= 1;
+  }
+};
+
+// Begins to copy the rows of a head from a row and column on, for which a phase of the barrier
+// waits.
+template <class T, int rows, int columns>
+__device__ __forceinline__ void load_boxes(Boxes<T, rows, columns>& tile, const TensorMap& map,
+                                           Barrier& barrier, int row, int head, int batch,
+                                           int column = 0) {
+  arrive_expecting(barrier, sizeof tile);
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i)
+    load_box(tile.box[i], map, barrier, column + i * tile.in_row, row, head, batch);
+}
