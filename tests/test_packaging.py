@@ -90,7 +90,7 @@ def test_the_wheel_holds_all_and_nothing_else(built):
     assert files - info == expected
     assert "cupyfa/py.typed" in files
     assert "cupyfa/runtime/simulator/runtime.cpp" in files
-    assert "cupyfa/backends/simulator/include/simulator.h" in files
+    assert "cupyfa/runtime/simulator/include/simulator.h" in files
     assert any(file.endswith("licenses/LICENSE") for file in info)
 
 
