@@ -12,10 +12,10 @@ from problems import inputs_of, planned
 import cupyfa
 from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
 from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.tables import compilations, compiled_row
 from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
-from cupyfa.report import tables as report
 from cupyfa.runtime import backend as backends
 from cupyfa.runtime import calls
 from cupyfa.runtime.select import backend_named
@@ -240,10 +240,10 @@ def test_the_compiler_warns_of_products_in_turn(tmp_path):
     warnings = compiling.compile_launch(plan.launches[0], arch).warnings
     assert any("wgmma.mma_async instructions are serialized" in x for x in warnings)
     assert len(set(warnings)) == len(warnings)
-    row = report.compiled_row(plan, compiling.compile_launch(plan.launches[0], arch))
-    table = report.compilations([row], "table")
+    row = compiled_row(plan, compiling.compile_launch(plan.launches[0], arch))
+    table = compilations([row], "table")
     assert f"own, float16, sm_90a: {'; '.join(warnings)}" in table.splitlines()
-    assert "serialized" in report.compilations([row], "json")
+    assert "serialized" in compilations([row], "json")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_colours_stand_out_from_light_and_dark_ground():
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
         return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
 
-    for colour in (*plotting._COLOURS, plotting._INK):
+    for colour in (*plotting.COLOURS, plotting.INK):
         light = luminance(colour)
         assert 1.05 / (light + 0.05) > 2.4, f"{colour} on white"
         assert (light + 0.05) / (luminance("#0d1117") + 0.05) > 3.5, f"{colour} on black"

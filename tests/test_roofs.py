@@ -9,11 +9,11 @@ from test_cli import cli, refused, strict
 import cupyfa
 from cupyfa import Problem
 from cupyfa.analysis import roofline as roofs
+from cupyfa.analysis import roofline_plot as plotting
 from cupyfa.bench.devices import DEVICES, EXP2_PER_CLOCK, known_as, named
 from cupyfa.bench.results import Measurement
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
-from cupyfa.report import plots as plotting
 
 # FLOP per clock and multiprocessor: float16 in, float32 sums, on tensor cores; float32 without.
 PER_CLOCK = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.tables import compilations, compiled_row
 from cupyfa.commands.options import (
     dtype_choice,
     every_option,
@@ -20,7 +21,6 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.problem import Window
-from cupyfa.report import tables as report
 
 
 @click.command("compile")
@@ -76,7 +76,7 @@ def compile_kernels(
         for done, (plan, arch) in enumerate(plans):
             progress(done, len(plans), f"{plan.kernel.name} for sm_{arch}")
             rows += [
-                report.compiled_row(plan, compiling.compile_launch(launch, arch))
+                compiled_row(plan, compiling.compile_launch(launch, arch))
                 for launch in plan.programs
             ]
-    click.echo(report.compilations(rows, form))
+    click.echo(compilations(rows, form))

@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from cupyfa.analysis import roofline as roofs
+from cupyfa.analysis.roofline_plot import draw_roofs
+from cupyfa.analysis.tables import roofs as roofs_table
 from cupyfa.bench.devices import DEVICES
 from cupyfa.commands import WRONG
 from cupyfa.commands.bench import check_target, split
@@ -88,8 +90,8 @@ def roofline(
             **{**sizes, **several},
         )
     if plot:
-        plotting.draw_roofs(rows, plot)
+        draw_roofs(rows, plot)
     click.echo(
-        report.roofs(rows) if form == "table" else report.render([row.row() for row in rows], form)
+        roofs_table(rows) if form == "table" else report.render([row.row() for row in rows], form)
     )
     sys.exit(WRONG if any(row.measured and row.measured.passed is False for row in rows) else 0)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.tables import compiled_row
 from cupyfa.bench import sweeps
 from cupyfa.commands.options import (
     DTYPE,
@@ -94,4 +95,4 @@ def show(
             click.echo(compiling.sass(compiling.compile_launch(launch, arch)))
         else:
             compiled = compiling.compile_launch(launch, arch)
-            click.echo(report.fields(report.compiled_row(plan, compiled)))
+            click.echo(report.fields(compiled_row(plan, compiled)))

@@ -15,8 +15,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cupyfa.analysis.resources import Compiled
-from cupyfa.analysis.roofline import Roof
 from cupyfa.bench.compare import Comparison
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.trial import Trial
@@ -35,7 +33,7 @@ Row = Mapping[str, Any]
 def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
     """The rows in one of FORMATS; their keys are the columns."""
     if form == "table":
-        return _table(rows, width)
+        return table_of(rows, width)
     if form == "json":
         return json.dumps(_plain(rows), indent=2, allow_nan=False)
     if form == "csv":
@@ -148,41 +146,6 @@ def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None
     return _drawn(table, width)
 
 
-def compiled_row(plan: Plan, compiled: Compiled) -> Row:
-    """What the compiler made of one launch."""
-    return {
-        "kernel": plan.kernel.name,
-        "entry": compiled.launch.entry,
-        "dtype": plan.problem.dtype.name,
-        "precision": plan.problem.precision,
-        "d": plan.problem.d,
-        "causal": plan.problem.causal,
-        "window": plan.problem.window_text,
-        "arch": compiled.arch,
-        "registers": compiled.registers,
-        "spilled_bytes": compiled.spilled_bytes,
-        "shared_bytes": compiled.launch.shared_bytes,
-        "blocks_per_sm": compiled.occupancy[0],
-        "limited_by": compiled.occupancy[1],
-        "warnings": "; ".join(compiled.warnings) or None,
-    }
-
-
-def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
-    """What the compiler made of launches; a person reads its warnings below the table."""
-    if form != "table":
-        return render(rows, form)
-    table = [dict(row) for row in rows]
-    warnings = [row.pop("warnings") for row in table]
-    told = [
-        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
-        for row, words in zip(table, warnings)
-        if words
-    ]
-    shown = fields(table[0], width=width) if len(table) == 1 else _table(table, width)
-    return "\n".join([shown, *told])
-
-
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
     """What was measured, as a person reads it: what differs between rows, and notes below.
 
@@ -194,9 +157,9 @@ def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None =
         row.update(rates, ms="WRONG" if row["note"].startswith("WRONG") else row["ms"])
     _drop_sizes(table, rows)
     if all(row["checked_%"] in (None, 100.0) for row in table):
-        _drop(table, "checked_%")
+        drop(table, "checked_%")
     notes = [row.pop("note") for row in table]
-    shown = _table(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
+    shown = table_of(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
     told = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
     return "\n".join([text(about), shown, *told])
 
@@ -206,41 +169,10 @@ def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
     table = [dict(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
     for column in ("factor", "uncertainty"):
-        _drop(table, column)
-    return fields(table[0], width=width) if len(rows) == 1 else _table(table, width)
+        drop(table, column)
+    return fields(table[0], width=width) if len(rows) == 1 else table_of(table, width)
 
 
-def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
-    """What bounds computations, as a person reads it: what differs between them, and notes below.
-
-    Three digits of each number, for they are estimates.
-    """
-    table = [
-        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
-        for row in rows
-    ]
-    _drop_followers(table)
-    notes = [f"note: {x['note']}" for x in table if x["note"]]
-    for column in ("note", *(x for x in table[0] if x.endswith(_DETAILS))):
-        _drop(table, column)
-    if all(row.bytes == row.least_bytes for row in rows):
-        for column in [x for x in table[0] if x.startswith("cached_")]:
-            _drop(table, column)
-    shown = (
-        _table(table, width, spare=_SPARE_OF_ROOFS)
-        if len(rows) > 1
-        else fields(table[0], width=width)
-    )
-    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
-
-
-def _three_digits(value: float) -> float | int:
-    rounded = float(f"{value:.3g}")
-    return int(rounded) if rounded >= 1000 else rounded
-
-
-_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")
-_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "cached_FLOP/B", "ms", "balance", "MB")
 _FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
 # Left out one by one where a table has no room.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
@@ -248,22 +180,22 @@ _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked
 
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
     """Takes out sizes that follow others, the usual scale, and tiles that no kernel changes."""
-    _drop_followers(table)
+    drop_followers(table)
     if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
-        _drop(table, "scale")
+        drop(table, "scale")
     tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
     if len(tiles) == len({kernel for kernel, _ in tiles}):
-        _drop(table, "constants")
+        drop(table, "constants")
 
 
-def _drop_followers(table: Sequence[dict[str, Any]]) -> None:
+def drop_followers(table: Sequence[dict[str, Any]]) -> None:
     """Takes out sizes that are the same as others."""
     for column, same in _FOLLOWS.items():
         if all(row[column] in (None, row[same]) for row in table):
-            _drop(table, column)
+            drop(table, column)
 
 
-def _drop(table: Sequence[dict[str, Any]], column: str) -> None:
+def drop(table: Sequence[dict[str, Any]], column: str) -> None:
     for row in table:
         del row[column]
 
@@ -365,7 +297,7 @@ def _csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _table(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
+def table_of(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
     """Numbers to the right, the rest to the left; what all rows share is said once, above them.
 
     Columns to ``spare`` go, the first one first, until the others fit.

@@ -1,0 +1,77 @@
+"""Tables of what a compiler made of kernels, and of rooflines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cupyfa.analysis.resources import Compiled
+from cupyfa.analysis.roofline import Roof
+from cupyfa.planner.plan import Plan
+from cupyfa.report.tables import Row, drop, drop_followers, fields, render, table_of
+
+_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")
+_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "cached_FLOP/B", "ms", "balance", "MB")
+
+
+def compiled_row(plan: Plan, compiled: Compiled) -> Row:
+    """What the compiler made of one launch."""
+    return {
+        "kernel": plan.kernel.name,
+        "entry": compiled.launch.entry,
+        "dtype": plan.problem.dtype.name,
+        "precision": plan.problem.precision,
+        "d": plan.problem.d,
+        "causal": plan.problem.causal,
+        "window": plan.problem.window_text,
+        "arch": compiled.arch,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.launch.shared_bytes,
+        "blocks_per_sm": compiled.occupancy[0],
+        "limited_by": compiled.occupancy[1],
+        "warnings": "; ".join(compiled.warnings) or None,
+    }
+
+
+def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+    """What the compiler made of launches; a person reads its warnings below the table."""
+    if form != "table":
+        return render(rows, form)
+    table = [dict(row) for row in rows]
+    warnings = [row.pop("warnings") for row in table]
+    told = [
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
+        for row, words in zip(table, warnings)
+        if words
+    ]
+    shown = fields(table[0], width=width) if len(table) == 1 else table_of(table, width)
+    return "\n".join([shown, *told])
+
+
+def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
+    """What bounds computations, as a person reads it: what differs between them, and notes below.
+
+    Three digits of each number, for they are estimates.
+    """
+    table = [
+        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
+        for row in rows
+    ]
+    drop_followers(table)
+    notes = [f"note: {x['note']}" for x in table if x["note"]]
+    for column in ("note", *(x for x in table[0] if x.endswith(_DETAILS))):
+        drop(table, column)
+    if all(row.bytes == row.least_bytes for row in rows):
+        for column in [x for x in table[0] if x.startswith("cached_")]:
+            drop(table, column)
+    shown = (
+        table_of(table, width, spare=_SPARE_OF_ROOFS)
+        if len(rows) > 1
+        else fields(table[0], width=width)
+    )
+    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded
