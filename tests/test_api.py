@@ -6,7 +6,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from problems import FORWARD, name
+from helpers.problems import FORWARD, name
 
 import cupyfa
 from cupyfa.bench.sweeps import usual_dtype

@@ -18,7 +18,7 @@ import pytest
 import cupyfa
 from cupyfa.ladder import LADDER
 
-TREE = Path(__file__).resolve().parent.parent
+TREE = Path(__file__).resolve().parents[1]
 VERSION = cupyfa.__version__
 RUN = ["run", "fa2", "-M", "9", "-N", "9", "-d", "8", "--seed", "1", "--backend", "simulator"]
 # What builds packages; where it is missing, it is fetched.

@@ -41,7 +41,7 @@ that reaches in the plain computation may hold anything.
 Infinity and NaN must be where the reference has them and nowhere else; rows without a visible key
 must be exactly 0 and -inf.
 
-Measured on simulated kernels (tests/test_tolerance.py), as the largest error / bound: a correct
+Measured on simulated kernels (test_tolerance.py), as the largest error / bound: a correct
 kernel that adds term after term, d from 1 to 1024, up to 1024 keys, three distributions, has at
 most 0.39 in float32, 0.44 in float64, 0.26 in float16 and 0.25 in bfloat16; over 64,000 outputs
 0.66 in float32. Faults have, in one problem of 1024 keys, inputs from 0 to 1 and d = 64:
@@ -73,7 +73,7 @@ plain computation errs by is no part of it. Where a result would be beyond its d
 number, and where it is infinite, anything may stand; NaN must be NaN. A key that no query sees and
 a query that sees no key have gradients of exactly 0.
 
-Measured likewise (tests/test_gradients.py): a correct computation has at most 0.27 in float32, 0.23
+Measured likewise (test_gradients.py): a correct computation has at most 0.27 in float32, 0.23
 in float64 and 0.5 in narrow formats, or 0.91 if it rounds P and dS. A fault has, in the worst of
 the outputs that it is in, with 256 keys under a causal mask and d = 64:
 

@@ -1,0 +1,270 @@
+"""The roofline: its formulas, its devices, what bounds what, the command and the picture."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from helpers.cli import cli, refused, strict
+
+import cupyfa
+from cupyfa import Problem
+from cupyfa.analysis import roofline as roofs
+from cupyfa.analysis import roofline_plot as plotting
+from cupyfa.bench.devices import DEVICES, EXP2_PER_CLOCK, known_as, named
+from cupyfa.bench.results import Measurement
+from cupyfa.ladder import LADDER
+from cupyfa.planner.source import ROOT
+
+# FLOP per clock and multiprocessor: float16 in, float32 sums, on tensor cores; float32 without.
+PER_CLOCK = {
+    "75": (1024, 128),
+    "80": (2048, 128),
+    "86": (1024, 256),
+    "89": (1024, 256),
+    "90": (4096, 256),
+    "100": (8192, 256),
+    "120": (512, 256),
+}
+
+
+def rows(*kernels, device="a100", **sizes):
+    return roofs.roofline(kernels, device=device, measure=False, **sizes)
+
+
+def row(kernel, **options):
+    (found,) = rows(kernel, **options)
+    return found
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_peaks_are_what_the_units_of_a_device_can_do(name):
+    device = DEVICES[name]
+    tensor, plain = PER_CLOCK[device.arch]
+    clocks = device.multiprocessors * device.clock / 1e3
+    halved = 2 if device.name.startswith("GeForce") and device.arch != "120" else 1
+    assert device.tensor["float16"] == pytest.approx(clocks * tensor / halved, rel=0.02)
+    # Plain units may run at a higher clock than tensor cores.
+    assert 0.98 < device.plain["float32"] / (clocks * plain) < 1.1
+    assert device.source and device.bandwidth > 0
+    assert device.exponentials == EXP2_PER_CLOCK * clocks
+
+
+def test_devices_by_names():
+    assert known_as("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
+    assert known_as("NVIDIA GeForce RTX 4060") is DEVICES["rtx4060"]
+    assert known_as("NVIDIA GeForce RTX 4060 Ti") is None
+    with pytest.raises(ValueError, match="'h9' is unknown; there are t4, a100, .*, and this"):
+        named("h9")
+
+
+def test_the_balance_of_an_a100():
+    assert row("tiled").balance == pytest.approx(312e12 / 1555e9)
+    assert round(row("tiled").balance) == 201
+
+
+@pytest.mark.parametrize("N, d", [*itertools.product((512, 1024, 4096, 16384), (64, 128))])
+def test_intensities_are_those_of_the_formulas(N, d):
+    naive, tiled = rows("naive", "tiled", batch=1, heads=1, M=N, d=d, dtype="float16")
+    assert (naive.flops, tiled.flops) == (4 * N * N * d,) * 2
+    assert naive.bytes == 8 * N * N + 8 * N * d
+    assert tiled.bytes == 8 * N * d
+    assert naive.intensity == pytest.approx(N * d / (2 * (N + d)))
+    assert tiled.intensity == pytest.approx(N / 2)
+    assert (naive.bound, tiled.bound) == ("memory", "compute")
+    assert naive.tflops == pytest.approx(naive.intensity * 1.555)
+    assert tiled.tflops == pytest.approx(312)
+
+
+def test_short_sequences_are_bound_by_memory_even_when_tiled():
+    assert row("tiled", M=400).bound == "memory"
+    assert row("tiled", M=404).bound == "compute"
+
+
+def test_one_row_of_queries_reads_all_keys():
+    decode = row("tiled", heads=32, kv_heads=8, M=1, N=8192, d=128, dtype="bfloat16")
+    assert decode.intensity == pytest.approx(4, rel=0.01)  # the rows of a group share keys
+    assert decode.bound == "memory"
+
+
+def test_a_mask_halves_the_work_but_not_the_bytes():
+    full, masked = (row("naive", M=4096, causal=causal) for causal in (False, True))
+    assert masked.flops / full.flops == pytest.approx(0.5, abs=0.001)
+    assert masked.bytes == full.bytes
+
+
+def test_exponentials_bound_small_heads():
+    """16 of them a clock, beside 4096 FLOP: 4 d FLOP for each are too few below d = 64."""
+    assert row("tiled", device="h100", d=32).bound == "exponentials"
+    assert row("tiled", device="h100", d=128).bound == "compute"
+    small = row("tiled", device="h100", d=32)
+    assert small.tflops == pytest.approx(989.4 / 2, rel=0.001)
+    assert small.time == pytest.approx(small.exponentials / (16 * 132 * 1.83e9) * 1e3)
+    assert "exponentials" not in row("tiled", dtype="float64").times
+
+
+def test_gradients_take_five_products():
+    forward, backward = row("tiled"), row("tiled", backward=True)
+    assert backward.flops == 2.5 * forward.flops
+    naive = row("naive", batch=1, heads=1, M=1024, backward=True)
+    assert naive.bytes > 10 * 2 * 1024**2
+
+
+def test_rungs_with_and_without_tensor_cores():
+    of_all = rows(*LADDER["forward"], device="h100")
+    tensor = {x.computation for x in of_all if x.on_tensor_cores}
+    expected = {x for x in LADDER["forward"] if x.startswith(("baseline", "v3", "mma", "wgmma"))}
+    assert tensor == expected - {"mma_tf32"}  # which takes no float16
+    peaks = {x.computation: x.peak for x in of_all}
+    assert (peaks["fa2"], peaks["wgmma"]) == (66.9, 989.4)
+    assert row("mma_tf32", dtype="float32", device="h100").peak == 494.7
+    assert row("baseline", dtype="float32", device="h100").peak == 66.9
+    assert row("v3", dtype="float32", device="h100").peak == 989.4
+
+
+def test_float8_is_multiplied_twice_as_fast_where_there_are_such_tensor_cores():
+    rounded = row("tiled", device="h100", d=128, dtype="float16", precision="float8_e4m3")
+    assert rounded.peak == 2 * row("tiled", device="h100", d=128, dtype="float16").peak
+    assert row("wgmma_fp8", device="h100", d=128).peak == rounded.peak
+    assert DEVICES["a100"].peak("float8_e4m3", tensor=True) == DEVICES["a100"].plain["float32"]
+
+
+def test_what_a_device_cannot_do():
+    names = {x.computation for x in rows(device="a100")}
+    assert {"naive", "tiled", "fa2", "mma_async"} <= names
+    assert not any(name.startswith("wgmma") for name in names)
+    tiled, wgmma = rows("tiled", "wgmma")
+    assert tiled.tflops and wgmma.tflops is None
+    assert "wgmma cannot do" in wgmma.row()["note"]
+    with pytest.raises(cupyfa.Unsupported, match="wgmma cannot do"):
+        row("wgmma")
+
+
+def test_loops_ask_for_more_than_must_move():
+    """A block of fa2 keeps Br rows and reads all keys; `rows` of gradients adds to dK and dV."""
+    naive, tiled, baseline, v1, fa2 = rows("naive", "tiled", "baseline", "v1", "fa2")
+    assert v1.bytes > baseline.bytes > naive.bytes > fa2.bytes > tiled.bytes
+    Br = cupyfa.plan(kernel="fa2", limits=roofs.limits_on(DEVICES["a100"]), batch=4, heads=16,
+                     M=2048, d=64, dtype="float16").constants["Br"]  # fmt: skip
+    of_keys = tiled.bytes // 2
+    assert fa2.bytes == pytest.approx(tiled.bytes + (2048 // Br - 1) * of_keys, rel=0.01)
+    lse = 4 * 4 * 16 * 2048
+    assert fa2.least_bytes == tiled.bytes + lse
+    assert fa2.cached.intensity == pytest.approx(fa2.flops / fa2.least_bytes)
+    for found in rows(device="h100", causal=True, backward=True):
+        assert found.least_bytes <= found.bytes
+        assert found.cached.time <= found.time
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="softmax_safe computes softmax"):
+        row("softmax_safe")
+    with pytest.raises(ValueError, match="fa2 computes forward"):
+        row("fa2", backward=True)
+    with pytest.raises(ValueError, match="has no Br"):
+        row("fa2", Br=64)
+
+
+def test_from_the_package():
+    (found,) = cupyfa.roofline("tiled", device="h100", measure=False, M=1024)
+    assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float16")
+
+
+def test_what_is_here_is_measured(monkeypatch):
+    """Whatever it is: here the simulator stands for a device."""
+    monkeypatch.setattr(roofs, "_gpu", cupyfa.Simulator)
+    monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
+    small = {"batch": 1, "heads": 2, "kv_heads": 1, "M": 20, "N": 12, "d": 8, "budget": 0}
+    tiled, fa2 = roofs.roofline(["tiled", "fa2"], causal="top-left", window=(4, None), **small)
+    assert tiled.measured is None
+    assert fa2.measured.passed and fa2.measured.time > fa2.time
+    assert fa2.measured.problem == fa2.problem
+    small |= {"d": 16, "dtype": "float32"}
+    rounded, fa2 = roofs.roofline(["mma_tf32", "fa2"], **small)  # each in its own precision
+    assert (rounded.measured.passed, fa2.measured.passed) == (True, True)
+    assert (rounded.precision, fa2.precision) == ("tf32", "float32")
+    calculated = roofs.roofline(["fa2"], device="a100", **small)
+    assert calculated[0].measured is None
+
+
+@pytest.mark.gpu
+def test_the_rates_of_this_device(cuda):
+    device = roofs.measured_device(cuda)
+    assert device.tensor["float16"] > 2 * device.plain["float32"] > 1
+    assert device.bandwidth > 100 and device.clock > 0.5
+    (found,) = roofs.roofline("tiled", device="this")
+    assert found.device.name == cuda.limits.device
+
+
+# The command
+
+
+def test_the_command_prints_the_table():
+    args = ("-B", 1, "-H", 1, "-p", "M=1024,4096", "-p", "d=64,128", "--device", "a100")
+    found = strict(cli("roofline", "naive", "tiled", *args, "--format", "json").stdout)
+    assert [round(x["FLOP/B"], 1) for x in found] == [30.1, 512, 56.9, 512, 31.5, 2048, 62.1, 2048]
+    assert {round(x["balance"]) for x in found} == {201}
+    shown = cli("roofline", "naive", "tiled", *args).stdout
+    assert "NVIDIA A100 40GB" in shown and "balance=201" in shown and "data sheet" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_dtype_is_one_that_the_kernels_can_do():
+    for arguments in (["mma_tf32"], ["tiled", "--precision", "tf32"]):
+        (found,) = strict(
+            cli("roofline", *arguments, "--device", "h100", "--format", "json").stdout
+        )
+        assert found["dtype"] == "float32"
+
+
+def test_what_the_command_refuses(monkeypatch):
+    monkeypatch.setattr(roofs, "_gpu", lambda: None)
+    assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
+    assert "Br is no size" in refused("roofline", "fa2", "-p", "Br=64", code=2)
+    assert "h9" in refused("roofline", "--device", "h9", code=2)
+
+
+def test_the_page_lists_the_devices():
+    page = (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8")
+    for name, device in DEVICES.items():
+        tensor, plain = device.tensor["float16"], device.plain["float32"]
+        balance = round(1e3 * tensor / device.bandwidth)
+        rates = f"{tensor:g} TFLOP/s | {plain:g} TFLOP/s | {device.bandwidth:g} | {balance}"
+        assert f"| `{name}` | {rates} |" in page
+
+
+# The picture
+
+
+def timed(found, tflops):
+    ms = found.flops / tflops / 1e9
+    return Measurement(found.computation, found.operation, found.problem, {}, [ms])
+
+
+def test_shares_of_what_is_attainable():
+    found = row("fa2", device="h100")
+    assert found.percent is None
+    measured = replace(found, measured=timed(found, 33.45))
+    assert measured.percent == pytest.approx(50)
+    assert measured.row()["measured_TFLOP/s"] == pytest.approx(33.45)
+
+
+def test_a_picture_names_every_computation_once(tmp_path):
+    found = rows(device="h100")
+    texts = [x.get_text() for x in plotting._roofs(found).axes[0].texts]
+    names = [name for text in texts for name in text.replace("\n", " ").split(", ")]
+    assert {x.computation for x in found} <= {*names}
+    assert len(names) == len({*names})
+    plotting.draw_roofs(found, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plotting.draw_roofs([row("tiled", M=0)], tmp_path / "a.svg")
+
+
+def test_a_measured_kernel_is_a_bar_between_its_intensities():
+    found = row("fa2", device="h100")
+    ((bar,),) = plotting._series([replace(found, measured=timed(found, 33.4))])
+    assert bar.measured and bar.height == 33.4
+    assert bar.left == pytest.approx(found.intensity, rel=0.05)
+    assert bar.right == pytest.approx(found.cached.intensity, rel=0.05)
+    ((ring,),) = plotting._series([found])
+    assert ring.left == ring.right and ring.height == pytest.approx(found.tflops, rel=0.01)

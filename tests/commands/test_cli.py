@@ -1,0 +1,586 @@
+"""The command line: what it prints where, and which exit code it ends with."""
+
+import csv
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import own_kernel
+from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict
+from helpers.problems import DTYPES
+
+import cupyfa
+from cupyfa.bench import trial
+from cupyfa.ladder import LADDER
+from cupyfa.planner import source as sources
+from cupyfa.report import tables as report
+from cupyfa.verify.case import Case
+
+KERNELS = [name for kernels in LADDER.values() for name in kernels]
+SOFTMAX_SIZES = ("-M", "9", "-N", "7", "--seed", "3")
+LAST_LINE = own_kernel.MINE.count("\n") - 1  # of code: the one that writes O
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|9[0-7])m")
+
+
+def run(kernel, *args, code=0):
+    """``run KERNEL`` in the simulator, as a row of data."""
+    sizes = SOFTMAX_SIZES if kernel in LADDER["softmax"] else SIZES
+    done = cli("run", kernel, *SIMULATOR, *sizes, "--format", "json", *args, code=code)
+    (row,) = strict(done.stdout)
+    return row
+
+
+# list
+
+
+def test_list_as_json_holds_every_record():
+    rows = strict(cli("list", *SIMULATOR, "--format", "json").stdout)
+    assert [(row["operation"], row["kernel"]) for row in rows] == [
+        (operation, name) for operation in LADDER for name in LADDER[operation]
+    ]
+    for row in rows:
+        kernel = LADDER[row["operation"]][row["kernel"]]
+        assert row["adds"] == kernel.adds
+        assert row["dtypes"] == list(kernel.dtypes)
+        assert row["tile"] in (*kernel.tiles, *sum(kernel.tiles_up_to.values(), ()))
+        rounded = kernel.name in (
+            "v3",
+            "mma_async",
+            "mma_split_k",
+            "mma_slices",
+            "mma_tf32",
+            "wgmma_fp8",
+        )
+        assert row["float32_as"] == (list(kernel.float32_as) if rounded else None)
+        assert (row["largest_d"] is None) == (row["operation"] == "softmax")
+
+
+COLUMNS = ["operation", "kernel", "adds", "dtypes", "tile", "float32_as", "largest_d"]
+
+
+def test_list_as_csv():
+    rows = list(csv.DictReader(cli("list", *SIMULATOR, "--format", "csv").stdout.splitlines()))
+    assert list(rows[0]) == COLUMNS
+    assert [row["kernel"] for row in rows] == KERNELS
+    fa2 = next(row for row in rows if row["kernel"] == "fa2")
+    assert json.loads(fa2["tile"]) == LADDER["forward"]["fa2"].tiles[0]
+    assert json.loads(fa2["dtypes"]) == list(DTYPES)
+
+
+def test_a_cell_of_markdown_stays_in_its_row():
+    row = {"message": "mine.cu:3: error\n  a | b\n", "empty": ""}
+    assert report.markdown([row]).splitlines()[2:] == ["| mine.cu:3: error<br>  a \\| b |  |"]
+
+
+def test_list_as_markdown():
+    head, rule, *rows = cli("list", *SIMULATOR, "--format", "md").stdout.splitlines()
+    assert head == "| operation | kernel | adds | dtypes | tile | float32 as | largest d |"
+    assert rule == "|" + " --- |" * 7
+    assert [row.split(" | ")[1] for row in rows] == KERNELS
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_list_fits_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = cli("list", *SIMULATOR).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    words = " ".join(shown.split())
+    for kernels in LADDER.values():
+        for kernel in kernels.values():
+            assert f"{kernel.name} {kernel.adds}" in words
+
+
+def test_the_largest_d_depends_on_the_dtype():
+    largest = {
+        dtype: {
+            row["kernel"]: row["largest_d"]
+            for row in strict(cli("list", *SIMULATOR, "--dtype", dtype, "--format", "json").stdout)
+        }
+        for dtype in ("float32", "float64")
+    }
+    assert largest["float32"]["fa2"] > largest["float64"]["fa2"] > 0
+    assert (largest["float32"]["v3"], largest["float64"]["v3"]) == ("any", 0)
+    assert "v3" in cli("list", *SIMULATOR, "--dtype", "float64").stdout
+
+
+# run
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
+def test_every_kernel_passes(kernel):
+    row = run(kernel)
+    assert row["passed"] is True
+    assert kernel in ("auto", row["kernel"])
+    assert row["milliseconds"] > 0
+    assert row["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    "kernel, args, expected",
+    [
+        ("fa2", "-B 2", {"batch": 2}),
+        ("fa2", "--batch 3", {"batch": 3}),
+        ("fa2", "-H 4", {"heads": 4, "kv_heads": 4}),
+        ("fa2", "--heads 4 --kv-heads 2", {"heads": 4, "kv_heads": 2}),
+        ("fa2", "-M 5", {"M": 5, "N": 7}),
+        ("fa2", "-N 5", {"M": 9, "N": 5}),
+        ("fa2", "-d 5", {"d": 5, "dv": 5}),
+        ("fa2", "--dv 5", {"d": 8, "dv": 5}),
+        ("fa2", "-d 0", {"d": 0, "dv": 0}),
+        *(("fa2", f"--dtype {dtype}", {"dtype": dtype}) for dtype in DTYPES),
+        ("fa2", "", {"causal": None}),
+        ("fa2", "--causal", {"causal": "bottom-right"}),
+        ("fa2", "--causal top-left", {"causal": "top-left"}),
+        ("fa2", "--causal=bottom-right", {"causal": "bottom-right"}),
+        ("fa2", "--scale -0.3", {"scale": -0.3}),
+        ("fa2", "--layout bshd", {"layout": "bshd"}),
+        ("fa2", "--seed 12", {"seed": 12}),
+        ("fa2", "--backend simulator", {"backend": "simulator", "device": "the simulator"}),
+        ("fa2", "--Br 8 --Bc 4", {"constants": {"Br": 8, "Bc": 4}}),
+        ("fa2", "-c Br=4 --constant Bc=2", {"constants": {"Br": 4, "Bc": 2}}),
+        ("v3", "-c Wr=16", {"constants": {"Br": 64, "Bc": 32, "Wr": 16, "Wc": 16}}),
+        ("softmax_safe", "-M 4 -N 50 --dtype float16", {"M": 4, "N": 50, "dtype": "float16"}),
+    ],
+)
+def test_options_of_run(kernel, args, expected):
+    row = run(kernel, *args.split())
+    assert row["passed"]
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_kv_heads_alone_are_as_many_heads():
+    options = ("--kv-heads", 2, "-M", 5, "-N", 5, "-d", 4, "--format", "json")
+    (row,) = strict(cli("run", "fa2", *SIMULATOR, *options).stdout)
+    assert (row["heads"], row["kv_heads"]) == (2, 2)
+
+
+def test_the_schedule_reaches_the_simulator(monkeypatch):
+    schedules = []
+    honest = trial.trial
+
+    def spy(engine, *args, **options):
+        schedules.append(engine.schedule)
+        return honest(engine, *args, **options)
+
+    monkeypatch.setattr(trial, "trial", spy)
+    in_turn, in_disorder = run("fa2"), run("fa2", "--schedule", "7")
+    assert schedules == [None, 7]
+    assert in_turn["O_error"] == in_disorder["O_error"]
+
+
+def test_run_as_csv_is_run_as_json():
+    done = cli("run", "fa2", *SIMULATOR, *SIZES, "--format", "csv")
+    (row,) = csv.DictReader(done.stdout.splitlines())
+    expected = run("fa2")
+    assert row["passed"] == "True"
+    for name in ("seed", "O_error", "O_bound", "lse_error", "scale"):
+        assert float(row[name]) == expected[name]
+    assert float(row["milliseconds"]) > 0
+    assert json.loads(row["constants"]) == expected["constants"]
+    assert json.loads(row["launches"]) == expected["launches"]
+
+
+def test_attention_without_columns_is_no_softmax():
+    sizes = ("-B", 1, "-H", 1, "-M", 3, "-N", 2, "-d", 0)
+    told = cli("run", "fa2", *SIMULATOR, *sizes, "--causal=top-left").stdout
+    problem = "batch=1 heads=1 M=3 N=2 d=0 float32 causal=top-left scale=1 "
+    assert problem in " ".join(told.split())
+
+
+def test_run_as_markdown():
+    shown = cli("run", "fa2", *SIMULATOR, *SIZES, "--format", "md").stdout.splitlines()
+    head, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown)
+    row = dict(zip(head, cells, strict=True))
+    assert {"passed", "milliseconds", "tflops", "seed", "O error", "lse error"} <= set(row)
+    assert (row["passed"], row["seed"]) == ("True", "3")
+    assert float(row["O error"]) == pytest.approx(run("fa2")["O_error"], rel=1e-3)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_run_for_people_fits_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = cli("run", "baseline", *SIMULATOR, *SIZES, "--causal").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert shown.splitlines()[-1] == "PASS"
+    words = " ".join(shown.split())
+    for part in ("seed=3", "causal=bottom-right", "layout=bhsd", "ms, the median of", "O error"):
+        assert part in words
+
+
+def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():
+    drawn = cli("run", "fa2", *SIMULATOR)
+    seed = re.search(r"seed=(\d+)", drawn.stdout)[1]
+    again = cli("run", "fa2", *SIMULATOR, "--seed", seed)
+    untimed = [re.sub(r"\ntime .*", "", done.stdout) for done in (drawn, again)]
+    assert untimed[0] == untimed[1]
+    (row,) = strict(
+        cli("run", "fa2", *SIMULATOR, "--seed", int(seed) + 1, "--format", "json").stdout
+    )
+    assert f"M={row['M']} N={row['N']} d={row['d']}" not in drawn.stdout
+
+
+# Streams
+
+
+def test_data_goes_to_stdout_and_notes_to_stderr():
+    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = process([*CLI, "run", "fa2", *SIZES, "--format", "json"], env=without_gpu)
+    assert done.returncode == 0, done.stderr
+    assert strict(done.stdout)[0]["passed"]
+    assert re.fullmatch(r"note: no CUDA device .*: running in the simulator.*\n", done.stderr)
+    done = process([*MODULE, "list", "--format", "json"], env=without_gpu)
+    assert len(strict(done.stdout)) == len(KERNELS)
+    assert all(line.startswith("note: ") for line in done.stderr.splitlines())
+
+
+def test_a_reader_that_left_is_not_an_error():
+    command = subprocess.Popen(
+        [*CLI, "list", *SIMULATOR], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()
+    errors = command.stderr.read()
+    command.stderr.close()
+    command.wait()
+    assert all(line.startswith("note: ") for line in errors.splitlines()), errors
+
+
+def in_a_terminal(command, **env):
+    """What a command writes to a terminal."""
+    terminal, slave = pty.openpty()
+    plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+        env={**plain, "TERM": "xterm-256color", "COLUMNS": "80", **env},
+    ) as running:
+        os.close(slave)
+        shown = b""
+        try:
+            while part := os.read(terminal, 4096):
+                shown += part
+        except OSError:  # how a terminal on Linux says that all its writers are gone
+            pass
+    os.close(terminal)
+    assert running.returncode == 0
+    return shown.decode()
+
+
+def test_colours_only_in_a_terminal_that_wants_them():
+    command = [*CLI, "run", "fa2", *SIMULATOR, *SIZES]
+    shown = in_a_terminal(command)
+    assert COLOUR.search(shown) and "PASS" in shown
+    assert not COLOUR.search(in_a_terminal(command, NO_COLOR="1"))
+    assert "\x1b" not in process(command).stdout
+
+
+@pytest.mark.parametrize("command", [CLI, MODULE], ids=["cli.py", "-m cupyfa"])
+def test_as_a_process_from_another_folder(tmp_path, command):
+    done = process([*command, "run", "fa2", *SIMULATOR, *SIZES], cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS"), done.stderr
+    done = process([*command, "--version"], cwd=tmp_path)
+    assert done.stdout == f"cupyfa, version {cupyfa.__version__}\n"
+    done = process([*command, "run", "nope"], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_without_a_command_there_is_help():
+    assert cli().stdout == cli("--help").stdout
+    assert "list" in cli("-h").stdout
+    for option in ("--kv-heads", "--schedule", "NAME=VALUE", "script.py:name"):
+        assert option in cli("run", "-h").stdout
+
+
+# Exit code 1: the kernel is wrong
+
+
+def test_a_wrong_result_fails(tmp_path):
+    script = own_kernel.write(tmp_path, cu=("score *= scale;", "score *= scale * real(1.01);"))
+    row = run(f"{script}:mine", code=1)
+    assert row["passed"] is False
+    assert row["O_ratio"] > 1
+    shown = cli("run", f"{script}:mine", *SIMULATOR, *SIZES, code=1).stdout
+    assert shown.splitlines()[-1] == "FAIL"
+    assert re.search(r"worst at \[\d+, \d+, \d+, \d+\]: .* instead\s+of", shown)
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path):
+    script = own_kernel.write(tmp_path, cu=("i < dv; ++i) O.row", "i < dv - 1; ++i) O.row"))
+    row = run(f"{script}:mine", code=1)
+    assert row["O_error"] is None
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_fault_is_one_line_and_the_seed_of_it(tmp_path, form):
+    script = own_kernel.write(tmp_path, cu=("row)[i] = scalar", "row)[i + 1] = scalar"))
+    command = ("run", f"{script}:mine", *SIMULATOR, *SIZES, "--format", form)
+    message = refused(*command, code=1)
+    assert re.search(r"^mine, block .*past the end of O", message)
+    assert f"mine.cu:{LAST_LINE}" in message or not shutil.which("addr2line")
+    note = "note: this was batch=1 heads=2 M=9 N=7 d=8 float32 scale=0.353553 layout=bhsd seed=3"
+    assert note in cli(*command, code=1).stderr.splitlines()
+
+
+def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
+    def wrote_outside(*_, **__):
+        raise cupyfa.WrongResult("fa2: the kernel wrote 4 bytes outside O")
+
+    monkeypatch.setattr(trial, "trial", wrote_outside)
+    assert "outside O" in refused("run", "fa2", *SIMULATOR, code=1)
+
+
+# Exit code 2: the arguments are bad
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ("run --dtype float16", "Missing argument 'KERNEL'. See cupyfa run --help."),
+        ("ran", "No such command 'ran'"),
+        ("--wrong", "No such option"),
+        ("list extra", "unexpected extra argument (extra)"),
+        ("list --format xml", "'xml' is not one of 'table', 'json', 'csv', 'md'"),
+        ("run nope", f"kernel 'nope' is unknown; there are {', '.join(KERNELS)}, and script"),
+        ("run fa2 -M", "requires an argument"),
+        ("run fa2 -M two", "'two' is not a valid integer"),
+        *((f"run fa2 {size} -3", "-3 is not in the range x>=0") for size in SIZES[:-2:2]),
+        ("run fa2 -H 3 --kv-heads 2", "heads=3 is not a multiple of kv_heads=2"),
+        ("run fa2 --scale inf", "scale is inf; give a finite number"),
+        ("run fa2 --seed -1", "Invalid value for '--seed': -1"),
+        ("run fa2 --schedule -1", "Invalid value for '--schedule': -1"),
+        ("run fa2 --dtype int8", "'int8' is not one of 'float16'"),
+        ("run fa2 --layout bsd", "'bsd' is not one of"),
+        ("run fa2 --causal=upper", "'upper' is not one of 'bottom-right', 'top-left'"),
+        ("run fa2 --Br 0", "Br=0 is no tile size"),
+        ("run fa2 --Br 17 --Bc 17", "breaks its rule: Bc is below 16 or a multiple of it"),
+        ("run fa2 -c X=3", "fa2 has no constant 'X'; it has Br, Bc"),
+        ("run fa2 -c Br", "constant 'Br' is not NAME=VALUE"),
+        ("run fa2 -c Br=-2", "constant 'Br=-2' is not NAME=VALUE"),
+        ("run fa2 -c Br=²", "constant 'Br=²' is not NAME=VALUE"),
+        ("run softmax_safe -d 4", "a softmax is M rows of N scores and has no d"),
+        ("run softmax_safe --causal", "has no causal"),
+        ("run none.py", "'none.py' names no record; write none.py:name"),
+        ("run none.py:mine", "there is no file 'none.py'"),
+    ],
+)
+def test_bad_arguments(args, message):
+    command, *rest = args.split()
+    assert message in refused(command, *SIMULATOR * (command == "run"), *rest, code=2)
+
+
+def test_a_script_without_that_record(tmp_path):
+    script = own_kernel.write(tmp_path)
+    message = refused("run", f"{script}:yours", *SIMULATOR, code=2)
+    assert message == f"{script} has no Kernel named 'yours'; its Kernels: mine"
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("mine = missing\n", r"script\.py:1: NameError: name 'missing' is not defined"),
+        ("\nmine = (\n", r"script\.py: SyntaxError: .*line 2\)"),
+        ("import no_such_module\n", r"script\.py:1: ModuleNotFoundError: .*no_such_module"),
+    ],
+)
+def test_a_script_that_fails(tmp_path, fault, message):
+    script = tmp_path / "script.py"
+    script.write_text(fault)
+    assert re.search(message, refused("run", f"{script}:mine", *SIMULATOR, code=2))
+
+
+def test_a_kernel_file_that_is_missing(tmp_path):
+    script = own_kernel.write(tmp_path)
+    (tmp_path / "mine.cu").unlink()
+    assert str(tmp_path / "mine.cu") in refused("run", f"{script}:mine", *SIMULATOR, code=2)
+
+
+def test_a_kernel_that_does_not_compile(tmp_path):
+    broken = ("real score = 0;", "real score = nought;")
+    script = own_kernel.write(tmp_path, cu=broken)
+    done = cli("run", f"{script}:mine", *SIMULATOR, *SIZES, code=2)
+    line = own_kernel.MINE[: own_kernel.MINE.index(broken[0])].count("\n") + 1
+    assert done.stdout == ""
+    assert re.search(
+        rf"{re.escape(str(tmp_path))}/mine\.cu:{line}:\d+: error: .*nought", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_does_not_compile_for_the_gpu(cuda, tmp_path):
+    script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
+    done = cli("run", f"{script}:mine", "--backend", "cuda", *SIZES, code=2)
+    assert re.search(rf"{re.escape(str(tmp_path))}/mine\.cu\(\d+\): error: .*nought", done.stderr)
+
+
+# Exit code 3: right, but not here
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            "minimal -d 100000",
+            "needs 1,200,004 bytes of shared memory a block; the simulator has 232,448; "
+            "kernels that can: ",
+        ),
+        (
+            "minimal -d 128 --Br 1024 --Bc 1024",
+            "minimal with Br=1024, Bc=1024, d=128, dv=128 needs 5,767,168 bytes of shared memory "
+            "a block; the simulator has 232,448; leave Br, Bc to the plan",
+        ),
+        ("v3 --dtype float64", "its dtypes are float16, bfloat16, float32; kernels that can: "),
+    ],
+)
+def test_unsupported(args, message):
+    assert message in refused("run", *args.split(), *SIMULATOR, code=3)
+
+
+def test_cuda_without_a_device():
+    done = process([*CLI, "run", "fa2", "--backend", "cuda"], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stdout) == (3, "")
+    assert re.fullmatch(r"cupyfa: no CUDA device .*; use backend 'simulator'.*\n", done.stderr)
+
+
+@pytest.mark.gpu
+def test_the_schedule_is_the_simulators(cuda):
+    message = refused("run", "fa2", "--backend", "cuda", "--schedule", 1, code=2)
+    assert "--schedule orders the simulator's threads" in message
+
+
+def test_no_compiler_at_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    message = refused("run", "fa2", *SIMULATOR, code=3)
+    assert "the simulator needs a C++ compiler" in message
+    assert 'pip install "cupyfa[compiler]"' in message
+
+
+def test_more_than_fits_into_memory(monkeypatch):
+    def unable(*_):
+        raise MemoryError("Unable to allocate 7.45 PiB")
+
+    monkeypatch.setattr(Case, "inputs", unable)
+    assert "Unable to allocate" in refused("run", "fa2", *SIMULATOR, code=3)
+
+
+def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "trial", interrupted)
+    cli("run", "fa2", *SIMULATOR, code=130)
+
+
+# compile
+
+
+def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
+    options = ("--arch", "80,90", "--causal", "-d", "40", "--format", "json")
+    done = cli("compile", "fa2", "mma_split_q", *options)
+    rows = strict(done.stdout)
+    found = {(row["kernel"], row["dtype"], row["arch"]) for row in rows}
+    names = {"fa2": DTYPES, "mma_split_q": ("float16", "bfloat16")}
+    assert found == {(k, dtype, arch) for k in names for dtype in names[k] for arch in ("80", "90")}
+    assert all(row["registers"] > 0 and row["shared_bytes"] <= 227 * 1024 for row in rows)
+    assert {(row["d"], row["causal"]) for row in rows} == {(40, "bottom-right")}
+
+
+def test_compile_says_once_what_all_rows_share():
+    lines = cli(
+        "compile", "softmax_safe", "--arch", "80,90", "--dtype", "float32"
+    ).stdout.splitlines()
+    assert lines[0].startswith("kernel=softmax_safe entry=softmax_safe dtype=float32")
+    assert [line.split()[0] for line in lines[-2:]] == ["80", "90"]
+
+
+def test_compile_takes_a_users_kernel(tmp_path):
+    done = cli("compile", f"{own_kernel.write(tmp_path)}:mine", "--arch", "89", "--format", "csv")
+    assert {row["kernel"] for row in csv.DictReader(done.stdout.splitlines())} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        ([], 2, "name kernels, or give --all"),
+        (["fa2", "--all"], 2, "name kernels, or give --all"),
+        (["auto"], 2, "kernel 'auto' is unknown"),
+        (["fa2", "--arch", "61"], 2, "architecture '61' is unknown; there are 75, 80"),
+        (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
+        (["fa2", "-d", "30000"], 3, "bytes of shared memory a block"),
+    ],
+)
+def test_compile_refuses_in_one_line(args, code, message):
+    assert message in refused("compile", *args, code=code)
+
+
+def test_compile_names_the_line_that_does_not_compile(tmp_path):
+    script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
+    done = cli("compile", f"{script}:mine", "--arch", "80", code=2)
+    assert re.search(r"mine\.cu\(\d+\): error: identifier .nought. is undefined", done.stderr)
+
+
+# show
+
+
+def test_show_source_is_the_text_that_is_compiled():
+    shown = cli("show", "fa2", "--source", "--dtype", "float16", "-d", "24", "--Br", "16").stdout
+    assert "using scalar = __half;\n" in shown
+    assert "constexpr int Br = 16;\n" in shown
+    assert "constexpr int d = 24;\n" in shown
+    assert (sources.KERNELS / "forward" / "fa2.cu").read_text() in shown
+
+
+def test_show_plan_has_every_number_of_the_launch():
+    shown = cli(
+        "show", "fa2", "--plan", "-M", "70", "-B", "2", "-H", "3", "--Br", "32", "--Bc", "32"
+    )
+    assert "grid           18 x 1 x 1\n" in shown.stdout
+    assert "shared memory  36,864 bytes\n" in shown.stdout
+    assert "arguments      Q K V O lse M N heads batch" in shown.stdout
+
+
+def test_show_tells_resources_of_every_launch():
+    shown = cli("show", "baseline", "--causal", "--arch", "80").stdout
+    assert [x for x in shown.splitlines() if x.startswith("entry")] == [
+        "entry          softmax_safe",
+        "entry          mend_rows",
+    ]
+    assert "blocks per sm" in shown and "limited by" in shown
+
+
+def test_show_ptx_is_for_the_architecture():
+    assert ".target sm_86" in cli("show", "v2", "--ptx", "--arch", "86").stdout
+
+
+def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "nvdisasm, of the CUDA toolkit" in refused("show", "v2", "--sass", code=3)
+    tool = tmp_path / "nvdisasm"
+    tool.write_text('#!/bin/sh\necho "$1 $2"\n')
+    tool.chmod(0o755)
+    assert re.match(r"-c .*\.cubin", cli("show", "v2", "--sass").stdout)
+
+
+def test_show_refuses_what_does_not_fit():
+    assert "shared memory a block; sm_75 has 65,536" in refused(
+        "show", "fa2", "-d", "128", "--Br", "128", "--arch", "75", code=3
+    )
+
+
+@pytest.mark.parametrize("name", ["check", "compile", "show", "roofline", "bench"])
+def test_help_tells_of_auto_where_it_is_taken(name):
+    text = " ".join(cli(name, "--help").stdout.split())
+    assert ("as for `cupyfa run`" in text) == (name == "bench")
+    assert ("`script.py:name` for a record of your own" in text) == (name != "bench")
+
+
+def test_help_of_clear_leaves_out_what_is_no_kind_of_it():
+    assert "all but cupy, which --cupy adds" in cli("cache", "clear", "--help").stdout

@@ -1,0 +1,91 @@
+"""The command line in this process and in one of its own, and what an error leaves behind."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import cupyfa
+from cupyfa import store
+from cupyfa.planner import source as sources
+
+MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
+CLI = [sys.executable, str(sources.ROOT / "cli.py")]
+MODULE = [sys.executable, "-m", "cupyfa"]
+SIMULATOR = ("--backend", "simulator")
+SIZES = ("-B", "1", "-H", "2", "-M", "9", "-N", "7", "-d", "8", "--seed", "3")
+SMALL = ("-B", "1", "-H", "1", "-M", "5", "-N", "4", "-d", "3", "--seed", "1")
+COMPILED = re.compile(r"[\w-]+-[0-9a-f]{32}\.so")
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+
+def cli(*args, code=0):
+    """One command in this process; returns what it printed."""
+    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
+    assert isinstance(done.exception, (SystemExit, type(None))), done.exception
+    assert done.exit_code == code, done.output
+    return done
+
+
+def strict(text):
+    """JSON without the words that Python alone understands: NaN, Infinity."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def process(command, *, env=None, **options):
+    """One command in a process of its own, without a terminal."""
+    package = str(Path(cupyfa.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": package, **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, **options)
+
+
+def refused(*args, code):
+    """The one line, besides notes, that a command leaves on stderr; stdout stays empty."""
+    done = cli(*args, code=code)
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("cupyfa: ")
+    return lines[0].removeprefix("cupyfa: ")
+
+
+def still_works():
+    """A good call, checked: what was refused before it must not have left anything behind."""
+    out = cupyfa.attention(X, X, X, kernel="fa2", backend="simulator", check=True)
+    assert out.shape == X.shape
+
+
+def files():
+    """All files of the cache, but what was compiled, and of the folder for temporary ones."""
+    folders = (store.folder(), tempfile.gettempdir())
+    found = {os.path.join(at, x) for folder in folders for at, _, xs in os.walk(folder) for x in xs}
+    return {path for path in found if not COMPILED.fullmatch(os.path.basename(path))}
+
+
+def command(*args, code):
+    """One command line in this process, which must end with a code and without a traceback."""
+    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
+    assert isinstance(done.exception, (SystemExit, type(None))), repr(done.exception)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def line_of(stderr):
+    """The one line, besides notes, that a command leaves on stderr."""
+    lines = [line for line in stderr.splitlines() if line and not line.startswith("note: ")]
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("cupyfa: "), stderr
+    return lines[0].removeprefix("cupyfa: ")
+
+
+def says(message, *words):
+    """Whether a message has all the words, each a pattern, in this order."""
+    assert re.search(".*".join(words), message), message

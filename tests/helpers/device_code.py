@@ -1,0 +1,89 @@
+"""Pieces of device code as kernels of the simulator."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupyfa.planner import source as sources
+from cupyfa.runtime.simulator import machine
+
+INCLUDE = [sources.INCLUDE]
+NAMES = "ABCDEFG"  # of a kernel's arrays
+
+
+def launch(body, *arrays, scalars=(), head="", **options):
+    """Runs the kernel of ``source``."""
+    text = source(body, *arrays, scalars=scalars, head=head)
+    options = {"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options}
+    machine.launch(
+        text,
+        "test",
+        [np.uint64(array.ctypes.data) for array in arrays] + list(scalars),
+        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(NAMES, arrays)],
+        include_dirs=INCLUDE,
+        **options,
+    )
+
+
+def source(body, *arrays, scalars=(), head=""):
+    """The text of a kernel `test(A, B, ..., s0, s1, ...)`; its first line is that of the body."""
+    c_names = {"f": "float", "i": "int", "u": "unsigned", "d": "double"}
+    parameters = [f"{_c_type(array)}* {name}" for name, array in zip(NAMES, arrays)]
+    parameters += [f"{c_names[type(s).__name__[0]]} s{i}" for i, s in enumerate(scalars)]
+    body = textwrap.dedent(body).strip("\n")
+    return (
+        f'{head}\nextern "C" __global__ void test({", ".join(parameters)}) {{\n'
+        f'#line 1 "test.cu"\n{body}\n}}\n'
+    )
+
+
+def _c_type(array):
+    types = {
+        "float32": "float", "float64": "double", "int32": "int", "uint32": "unsigned",
+        "uint64": "unsigned long long", "uint16": "unsigned short", "uint8": "unsigned char",
+        "float16": "__half", "bfloat16": "__nv_bfloat16",
+    }  # fmt: skip
+    return types[array.dtype.name]
+
+
+def fault(body, *arrays, **options):
+    with pytest.raises(machine.SimulatorFault) as caught:
+        launch(body, *arrays, **options)
+    return caught.value
+
+
+def fresh(value):
+    """A kernel no cache holds yet."""
+    return f'extern "C" __global__ void fresh(int* A) {{ A[0] = {value}; }}'
+
+
+def run_fresh(value):
+    A = np.zeros(1, np.int32)
+    machine.launch(
+        fresh(value), "fresh", [np.uint64(A.ctypes.data)], grid=(1, 1, 1), threads=1,
+        shared_bytes=0, include_dirs=INCLUDE, buffers=[machine.Buffer("A", A.ctypes.data, 4)],
+    )  # fmt: skip
+    return A[0]
+
+
+def in_new_process(folder, *values, **environment):
+    code = (
+        f"from helpers import device_code as t; print(*[t.run_fresh(v) for v in {list(values)!a}])"
+    )
+    paths = [str(Path(__file__).parents[1]), str(Path(machine.__file__).parents[3])]
+    environment |= {"CUPYFA_CACHE_DIR": str(folder), "PYTHONPATH": ":".join(paths)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def answer(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip()

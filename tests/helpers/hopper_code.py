@@ -1,0 +1,99 @@
+"""Pieces of device code with the headers of Hopper, as kernels of the simulator."""
+
+import textwrap
+
+import numpy as np
+import pytest
+from helpers.device_code import INCLUDE
+
+from cupyfa.runtime.simulator import machine
+
+HEAD = """
+#include <ptx/mbarrier.cuh>
+#include <tile/tma_tile.cuh>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <ptx/named_barrier.cuh>
+#include <tile/shared.cuh>
+#include <ptx/tma.cuh>
+#include <ptx/setmaxnreg.cuh>
+#include <ptx/wgmma.cuh>
+"""
+FILL = """
+template <class T>
+__device__ void fill(void* to, const T* from, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) static_cast<T*>(to)[i] = from[i];
+}
+"""
+WRITE = """
+    for (int j = 0; j < {n} / 2; ++j) {{
+      int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j / 2 % 2 * 8;
+      c[row * {n} + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2] = d[j];
+    }}
+"""
+MAP = np.dtype(
+    [
+        ("address", np.uint64), ("strides", np.int64, 3), ("sizes", np.int32, 4),
+        ("box_rows", np.int32), ("itemsize", np.int32), ("unused", np.int32, 18),
+    ]
+)  # fmt: skip
+
+
+class Map:
+    """The tensor map of an array [batch, heads, rows, columns] in boxes of so many rows."""
+
+    def __init__(self, array, box_rows):
+        self.array = array
+        batch, heads, rows, columns = array.shape
+        batch_stride, head_stride, row_stride, _ = array.strides
+        self.value = np.zeros((), MAP)
+        self.value["address"] = array.ctypes.data
+        self.value["strides"] = row_stride, head_stride, batch_stride
+        self.value["sizes"] = columns, rows, heads, batch
+        self.value["box_rows"] = box_rows
+        self.value["itemsize"] = array.itemsize
+
+
+def launch(body, *arguments, head="", threads=128, shared_bytes=65536, **options):
+    """Runs a kernel `test(a, b, …)`, whose arguments are arrays and tensor maps."""
+    names = "abcdefg"
+    types = {"float32": "float", "int32": "int", "uint16": "unsigned short", "float16": "__half",
+             "bfloat16": "__nv_bfloat16"}  # fmt: skip
+    parameters, values, buffers = [], [], []
+    for name, argument in zip(names, arguments):
+        if isinstance(argument, Map):
+            parameters.append(f"const __grid_constant__ TensorMap {name}")
+            values.append(argument.value)
+            array = argument.array
+        else:
+            array = argument
+            parameters.append(f"{types[array.dtype.name]}* {name}")
+            values.append(np.uint64(array.ctypes.data))
+        span = array if array.base is None else array.base
+        buffers.append(machine.Buffer(name, span.ctypes.data, span.nbytes))
+    text = (
+        f'{HEAD}\n{head}\nextern "C" __global__ void test({", ".join(parameters)}) {{\n'
+        f'#line 1 "test.cu"\n{textwrap.dedent(body).strip()}\n}}\n'
+    )
+    machine.launch(
+        text,
+        "test",
+        values,
+        buffers=buffers,
+        include_dirs=INCLUDE,
+        grid=options.pop("grid", (1, 1, 1)),
+        threads=threads,
+        shared_bytes=shared_bytes,
+        **options,
+    )
+
+
+def fault(body, *arguments, **options):
+    with pytest.raises(machine.SimulatorFault) as caught:
+        launch(body, *arguments, **options)
+    return caught.value
+
+
+def numbers(shape, dtype=np.uint16, seed=0):
+    """Small whole numbers: sums of their products are exact."""
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)

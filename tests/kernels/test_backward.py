@@ -1,0 +1,378 @@
+"""Gradients: every rung of the backward ladder, and the functions that call them."""
+
+import numpy as np
+import pytest
+from helpers.problems import RAGGED, WINDOWED, in_turn, inputs_of, name, planned
+
+import cupyfa
+from cupyfa import Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.bench.trial import difference, trial
+from cupyfa.dtypes import DTYPES
+from cupyfa.ladder import LADDER
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.planner.source import ROOT
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+BACKWARD = LADDER["backward"]
+KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
+MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
+# Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
+_COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
+MMA_TILE = {
+    "mma_columns": _COLUMNS,
+    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_slices_backward": {
+        **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
+        **{"stages": 2, "room": 3},
+    },
+}
+SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
+
+
+def tiles_of(kernel, *sizes):
+    """So many rows, keys and so on, or small ones; what a rung on tensor cores has more of."""
+    if kernel in MMA:
+        tile = MMA_TILE[kernel.name]
+        return dict(zip(tile, sizes or tile.values()))
+    return dict(zip(("Br", "Bc"), sizes))
+
+
+@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
+def test_ragged_shapes(backend, kernel, dtype, sizes):
+    plan = planned(kernel, backend, sizes, dtype, **tiles_of(kernel))
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@KERNELS
+@pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
+def test_layouts(backend, kernel, layout):
+    plan = planned(kernel, backend, {**SMALL, "causal": True}, **tiles_of(kernel))
+    inputs = calls.readable(plan, inputs_of(plan, layout=layout))
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize(
+    "kernel, d",
+    [(k, d) for k in BACKWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
+    ids=name,
+)
+def test_large_head_dimensions(backend, kernel, d):
+    plan = planned(kernel, backend, {"heads": 1, "M": 9, "N": 11, "d": d})
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
+MMA_TILES = {
+    "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
+    "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
+    "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    "kernel, tile",
+    [
+        (k, x)
+        for k in BACKWARD.values()
+        if k in MMA or (k.tiles[0] and not k.rules)
+        for x in MMA_TILES.get(k.name, SCALAR_TILES)
+    ],
+    ids=name,
+)
+def test_tiles_of_other_sizes(backend, kernel, tile):
+    sizes = {"heads": 2, "M": 50, "N": 45, "d": 9, "dv": 6, "window": (17, 2)}
+    plan = planned(kernel, backend, sizes, **tiles_of(kernel, *tile))
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("d", [96, 144])
+@pytest.mark.parametrize("kernel", MMA, ids=name)
+def test_tiles_that_are_measured(backend, kernel, d):
+    """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
+    sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
+    plan = planned(kernel, backend, sizes)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("M", [1025, 4097])
+def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d):
+    sizes = {"heads": 2, "kv_heads": 1 if M == 1025 else 2, "M": M, "N": 130, "d": d}
+    plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})
+    assert len(plan.launches) == (2 if M == 1025 else 3)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@KERNELS
+@pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])
+def test_any_size_may_be_zero(backend, kernel, empty):
+    sizes = {"batch": 2, "heads": 2, "M": 5, "N": 7, "d": 8, "dv": 8, empty: 0}
+    q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes, dtype=usual_dtype(kernel)))
+    grads = cupyfa.attention_backward(
+        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True, **tiles_of(kernel)
+    )
+    for x, grad in zip((q, k, v), grads):
+        assert grad.shape == x.shape and np.isfinite(grad).all()
+    if empty in "MN":
+        assert all((grad == 0).all() for grad in grads)
+
+
+@KERNELS
+def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
+    """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
+    sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
+    usual = {"Br": 8, "Bc": 16} if kernel.tiles[0] and not kernel.rules else {}
+    plan = planned(kernel, backend, sizes, **(tiles_of(kernel) or usual))
+    clean = inputs_of(plan)
+    bad = {name: array.copy() for name, array in clean.items() if name not in ("O", "lse")}
+    bad["dO"][0, 0, 2], bad["K"][0, 0, 30], bad["V"][0, 0, 35, 1] = np.nan, np.nan, np.inf
+    out, lse = reference.attention(
+        bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, diagonal=0
+    )
+    bad["O"], bad["lse"] = out.astype(bad["Q"].dtype), lse.astype(np.float32)
+    results = calls.checked(backend, plan, bad, {})
+    assert np.isnan(results["dQ"][0, 0, 2]).all()
+    assert np.isfinite(results["dQ"][0, 0, 3:30]).all()
+    assert np.isnan(results["dV"][0, 0, :3]).all()
+    assert np.isnan(results["dQ"][0, 0, 30:]).all()
+
+
+@KERNELS
+def test_rows_without_a_key_add_nothing(backend, kernel):
+    sizes = {"heads": 1, "M": 30, "N": 10, "d": 8, "causal": True}
+    plan = planned(kernel, backend, sizes, **tiles_of(kernel))
+    inputs = inputs_of(plan)
+    for name_ in ("Q", "dO"):
+        inputs[name_][0, 0, :20] = np.nan
+    results = calls.checked(backend, plan, inputs, {})
+    assert (results["dQ"][0, 0, :20] == 0).all()
+    assert np.isfinite(results["dK"]).all() and np.isfinite(results["dV"]).all()
+    inputs["K"][...] = np.inf
+    inputs["lse"][...] = -np.inf
+    for result in calls.checked(backend, plan, inputs, {}).values():
+        assert (result == 0).all()
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "reversed"])
+def test_products_that_heads_share(backend, heads, kv_heads, layout):
+    """Those of the baseline, whose sums over a group are added up in memory."""
+    sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "M": 21, "N": 21, "d": 12}
+    for dtype in ("float16", "float32"):
+        plan = planned(BACKWARD["baseline_backward"], backend, sizes, dtype)
+        inputs = calls.readable(plan, inputs_of(plan, layout=layout))
+        calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass"])
+def test_without_atomics_every_run_gives_the_same_bits(kernel):
+    kernel = BACKWARD[kernel]
+    plan = planned(kernel, Simulator(), {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
+    inputs = inputs_of(plan)
+    assert (
+        difference(Simulator(), plan, inputs, calls.checked(Simulator(), plan, inputs, {}), 3)
+        is None
+    )
+
+
+@pytest.mark.parametrize("kernel", ["columns", "rows", "mma_columns"])
+def test_with_atomics_some_do_not_and_are_right_nonetheless(kernel):
+    kernel = BACKWARD[kernel]
+    sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}
+    plan = planned(kernel, Simulator(), sizes, **(tiles_of(kernel) or {"Br": 8, "Bc": 8}))
+    inputs = inputs_of(plan)
+    runs = [calls.checked(Simulator(schedule=i, workers=2), plan, inputs, {}) for i in range(1, 5)]
+    differing = {
+        name for name in plan.outputs if any((x[name] != runs[0][name]).any() for x in runs)
+    }
+    assert differing <= set(kernel.unordered)
+    assert trial(Simulator(), plan, inputs, reruns=2).passed
+
+
+# The functions
+
+
+def forward(p, seed=0):
+    """q, k, v, what attention makes of them, and a gradient of that."""
+    case = cupyfa.Case("backward", p, seed)
+    return tuple(case.inputs()[name] for name in ("Q", "K", "V", "O", "lse", "dO"))
+
+
+def problem(**sizes):
+    return Problem.of_sizes(**{**SMALL, "causal": True, **sizes})
+
+
+def expected(p, q, k, v, dout):
+    return reference.attention_backward(
+        dout, q, k, v, scale=p.scale, diagonal=p.diagonal if p.causal else None
+    )
+
+
+def close(actual, wanted):
+    for one, other in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=5e-6)
+
+
+def test_gradients_of_a_call(backend):
+    p = problem(dv=5)
+    q, k, v, _, _, dout = forward(p)
+    out, lse = cupyfa.attention(q, k, v, causal=True, backend=backend, return_lse=True)
+    grads = cupyfa.attention_backward(
+        *(dout, q, k, v, out, lse), causal=True, backend=backend, check=True
+    )
+    close(grads, expected(p, q, k, v, dout))
+    assert all(type(grad) is np.ndarray for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_pullback_of_a_call(backend, dtype):
+    p = problem(dtype=dtype)
+    q, k, v, _, _, dout = forward(p)
+    out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, backend=backend, scale=0.3)
+    np.testing.assert_array_equal(
+        out, cupyfa.attention(q, k, v, causal=True, backend=backend, scale=0.3)
+    )
+    again = pullback(dout)
+    for grad, x, once in zip(pullback(dout), (q, k, v), again, strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype
+        np.testing.assert_array_equal(grad, once)
+    right = reference.attention_backward(dout, q, k, v, scale=0.3, diagonal=p.diagonal)
+    loose = {"float16": 5e-3, "bfloat16": 4e-2}.get(dtype, 1e-4)
+    for grad, other in zip(again, right):
+        np.testing.assert_allclose(grad.astype(float), other, atol=loose * 2, rtol=loose)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
+def test_leading_axes(backend, lead):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(*lead, n, 4)).astype(np.float32) for n in (9, 7, 7))
+    out, pullback = cupyfa.attention_vjp(q, k, v, backend=backend, check=True)
+    assert [grad.shape for grad in pullback(out)] == [q.shape, k.shape, v.shape]
+
+
+def test_bshd_is_bhsd_with_heads_inside(backend):
+    p = problem(N=19)
+    arrays = forward(p)
+    whole = cupyfa.attention_backward(arrays[5], *arrays[:5], causal=True, backend=backend)
+    q, k, v, out, dout = (np.ascontiguousarray(arrays[i].swapaxes(1, 2)) for i in (0, 1, 2, 3, 5))
+    tokens = cupyfa.attention_backward(
+        *(dout, q, k, v, out, arrays[4]), causal=True, backend=backend, layout="bshd"
+    )
+    for one, other in zip(tokens, whole):
+        np.testing.assert_array_equal(one.swapaxes(1, 2), other)
+
+
+def test_into_arrays_of_the_callers(backend):
+    q, k, v, out, lse, dout = forward(problem())
+    mine = tuple(np.full_like(x, 7) for x in (q, k, v))
+    grads = cupyfa.attention_backward(dout, q, k, v, out, lse, backend=backend, grads=mine)
+    assert all(grad is x for grad, x in zip(grads, mine))
+    close(mine, cupyfa.attention_backward(dout, q, k, v, out, lse, backend=backend))
+    partly = cupyfa.attention_backward(
+        *(dout, q, k, v, out, lse), backend=backend, grads=(None, mine[1], None)
+    )
+    assert partly[1] is mine[1] and partly[0] is not mine[0]
+
+
+def test_cupy_in_cupy_out(cuda):
+    import cupy
+
+    arrays = [cupy.asarray(x) for x in forward(problem())]
+    grads = cupyfa.attention_backward(arrays[5], *arrays[:5], causal=True, deterministic=True)
+    assert all(isinstance(grad, cupy.ndarray) for grad in grads)
+    host = [x.get() for x in arrays]
+    close([grad.get() for grad in grads], expected(problem(), *host[:3], host[5]))
+
+
+def test_deterministic_kernels():
+    limits = Simulator().limits
+    for p in (problem(), problem(dtype="float16", window=(3, None))):
+        chosen = planning.select("auto", "backward", p, limits, deterministic=True)
+        assert not chosen.unordered
+    assert planning.select("two_pass", "backward", p, limits, deterministic=True).name == "two_pass"
+    q, k, v, out, lse, dout = forward(problem())
+    with pytest.raises(cupyfa.Unsupported, match="columns adds up dQ in any order.*two_pass"):
+        cupyfa.attention_backward(
+            *(dout, q, k, v, out, lse), kernel="columns", deterministic=True, backend="simulator"
+        )
+
+
+BAD = {
+    "shape of dout": (lambda a: {"dout": a["dout"][..., :5]}, ValueError, "dout has shape"),
+    "shape of lse": (lambda a: {"lse": a["lse"][..., :5]}, ValueError, "lse has shape"),
+    "dtype of out": (lambda a: {"out": a["out"].astype(np.float64)}, TypeError, "out is float64"),
+    "dtype of lse": (lambda a: {"lse": a["lse"].astype(np.float16)}, TypeError, "lse is float16"),
+    "two arrays": (lambda a: {"grads": (None, None)}, TypeError, "the three arrays"),
+    "one array twice": (lambda a: {"grads": (None, a["new"], a["new"])}, ValueError, "dk and dv"),
+    "an input": (lambda a: {"grads": (a["q"], None, None)}, ValueError, "overlaps the input Q"),
+    "a kernel of attention": (lambda a: {"kernel": "fa2"}, ValueError, "'fa2' computes forward"),
+    "a constant": (lambda a: {"Wr": 3}, ValueError, "has no constant 'Wr'; it has Br, Bc"),
+    "a list": (lambda a: {"dout": [1.0]}, TypeError, "dout is a list"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments(what):
+    names = ("q", "k", "v", "out", "lse", "dout")
+    arrays = dict(zip(names, forward(problem())))
+    changes, error, message = BAD[what]
+    given = {**arrays, **changes({**arrays, "new": np.empty_like(arrays["k"])})}
+    before = {name: x.copy() for name, x in arrays.items()}
+    with pytest.raises(error, match=message):
+        cupyfa.attention_backward(**given, backend="simulator")
+    for name_, x in before.items():
+        np.testing.assert_array_equal(arrays[name_], x)
+
+
+# Other libraries, as docs/semantics.md joins them
+
+
+def joined_to(library):
+    """The function that the page defines for a library; skips without that."""
+    pytest.importorskip(library)
+    page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    names = {}
+    exec(page.split(f"<!-- for_{library}.py -->\n```python\n")[1].split("```")[0], names)
+    return names["attention"]
+
+
+def test_gradients_for_jax():
+    attention = joined_to("jax")
+    import jax
+
+    p = problem()
+    q, k, v, _, _, dout = (jax.numpy.asarray(x) for x in forward(p))
+    options = (("causal", True), ("backend", "simulator"))
+    out, pullback = jax.vjp(lambda *x: attention(*x, options), q, k, v)
+    assert out.shape == dout.shape
+    host = (np.asarray(x) for x in (q, k, v, dout))
+    close(map(np.asarray, pullback(dout)), expected(p, *host))
+
+
+def test_gradients_for_torch():
+    attention = joined_to("torch")
+    import torch
+
+    p = problem()
+    q, k, v, _, _, dout = forward(p)
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    attention(*tensors, causal=True, backend="simulator").backward(torch.from_numpy(dout))
+    close([x.grad.numpy() for x in tensors], expected(p, q, k, v, dout))
+
+
+# On Hopper, above d = 128
+
+
+@pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (40, 250)])
+@pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass"])
+def test_wide_tiles_fit_and_others_are_refused(kernel, d, dv):
+    problem = Problem.of_sizes(M=64, d=d, dv=dv, dtype="float16")
+    wide = planning.plan(BACKWARD[kernel], problem, limits_of("90"))
+    assert [x.entry.endswith("_wide") for x in wide.launches[:2]] == [False, True]
+    assert wide.constants["Bc"] == 64
+    with pytest.raises(ValueError, match="Bc is 128, or 64 above d = 128"):
+        planning.plan(BACKWARD[kernel], problem, limits_of("90"), Bc=128)

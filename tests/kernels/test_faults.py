@@ -1,0 +1,212 @@
+"""Faults planted in a kernel that is right: each must be caught, and by what should catch it."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.left_out import VARIABLE, optional
+from helpers.problems import FORWARD, inputs_of, name, planned
+
+from cupyfa import WrongResult
+from cupyfa.planner import source as sources
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
+
+SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
+
+
+def broken(tmp_path, kernel, right, wrong, header=None):
+    """A copy of a kernel, or of a header it includes, with one piece of text replaced."""
+    file = (sources.INCLUDE / header) if header else sources.KERNELS / f"forward/{kernel}.cu"
+    text = file.read_text()
+    assert right in text, "the fault must change something"
+    (tmp_path / file.name).write_text(text.replace(right, wrong))
+    if header:
+        original = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
+        (tmp_path / f"{kernel}.cu").write_text(original)
+    for launch in FORWARD[kernel].launches:
+        rest = sources.KERNELS / f"forward/{getattr(launch, 'entry', kernel)}.cu"
+        if rest.is_file() and not (tmp_path / rest.name).exists():
+            (tmp_path / rest.name).write_text(rest.read_text())
+    return replace(FORWARD[kernel], folder=tmp_path)
+
+
+def run(kernel, backend, sizes=SIZES, **tiles):
+    plan = planned(kernel, backend, sizes, **tiles)
+    return calls.checked(backend, plan, inputs_of(plan), {})
+
+
+BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
+# compute-sanitizer watches shared memory only, and so does the simulator: these barriers guard a
+# row's maximum and sum, and rows of O, in global memory.
+OF_GLOBAL_MEMORY = (
+    "every lane has read the row's old maximum and sum",
+    "before rows that other lanes wrote are written once more",
+    "before a lane adds to what others have stored",
+)
+# Only where there is no tile of keys may Q still be on its way when O takes its place.
+WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
+
+
+def barriers():
+    """Every barrier of every forward kernel: its number in the file, and what it guards."""
+    files = sorted((sources.KERNELS / "forward").glob("*.cu"))
+    return [
+        pytest.param(file.stem, number, id=f"{file.stem}-{found[1]}")
+        for file in files
+        if file.stem in FORWARD
+        for number, found in enumerate(BARRIER.finditer(file.read_text()), 1)
+        if found[1] not in (*OF_GLOBAL_MEMORY, WHERE_NO_KEYS_ARE)
+    ]
+
+
+@pytest.mark.parametrize("kernel, number", barriers())
+def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
+    text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
+    without = broken(tmp_path, kernel, text, optional(text, BARRIER))
+    monkeypatch.setenv(VARIABLE, str(number))
+    # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
+    # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
+    launch = replace(without.launches[0], grid=lambda p, c: min(2, p.heads))
+    without = replace(without, launches=(launch,))
+    sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
+    # With few stages there are the most barriers.
+    stages = {name: min(x) for name, x in without.candidates.items() if name == "stages"}
+    plan = planned(without, Simulator(), sizes, **stages)
+    inputs = inputs_of(plan)
+    inputs["V"][..., 70, :] = np.nan
+    with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
+        for schedule in (None, 1, 2):
+            calls.checked(Simulator(schedule=schedule), plan, inputs, {})
+
+
+def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
+    barrier = f"__syncthreads();  // {WHERE_NO_KEYS_ARE}"
+    without = broken(tmp_path, "mma_split_k", barrier, ";")
+    plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40})
+    with pytest.raises(SimulatorFault, match="race"):
+        for schedule in (None, 1, 2):
+            calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+
+
+def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
+    file = sources.KERNELS / "forward/merge_parts.cu"
+    (barrier,) = BARRIER.finditer(file.read_text())
+    split = FORWARD["mma_split_k"]
+    for launch in split.launches:
+        path = sources.KERNELS / f"forward/{launch.entry}.cu"
+        (tmp_path / path.name).write_text(path.read_text().replace(barrier[0], ";"))
+    sizes = {"heads": 1, "M": 3, "N": 300, "d": 40, "dv": 70}
+    plan = planned(replace(split, folder=tmp_path), Simulator(), sizes)
+    assert plan.launches[0].numbers["parts"] > 1
+    with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
+        for schedule in (None, 1, 2):
+            calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize(
+    "right, wrong, line",
+    [
+        ("real(shared.Q[threadIdx.x][k])", "real(shared.Q[threadIdx.x][k + 1])", "shared.Q["),
+        ("real(shared.K[first + i][k])", "real(shared.K[first + i + 1][k])", "shared.K["),
+    ],
+    ids=["column", "row"],
+)
+def test_an_index_one_past_a_row_of_shared_memory(tmp_path, right, wrong, line):
+    kernel = broken(tmp_path, "fa2", right, wrong)
+    with pytest.raises(SimulatorFault) as fault:
+        run(kernel, Simulator())
+    file, _, number = fault.value.place.rpartition(":")
+    assert file.endswith("fa2.cu")
+    assert line in (tmp_path / "fa2.cu").read_text().splitlines()[int(number) - 1]
+
+
+PAST_THE_END = ("O.row(batch, head, row)[col] =", "O.row(batch, head, row)[col + 1] =")
+
+
+def test_a_write_past_the_end_of_an_array_in_the_simulator(tmp_path):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O"):
+        run(kernel, Simulator())
+
+
+@pytest.mark.gpu
+def test_a_write_past_the_end_of_an_array_on_the_gpu(tmp_path, cuda):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    with pytest.raises(WrongResult, match="wrote 4 bytes outside O"):
+        run(kernel, cuda)
+
+
+def test_a_read_past_the_end_of_an_array(tmp_path):
+    right = "tensor.row(batch, head, row)[col]"
+    kernel = broken(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
+    with pytest.raises(SimulatorFault, match=r"reads 4 bytes.*past the end of [QKV]"):
+        run(kernel, Simulator())
+
+
+def test_shared_memory_nobody_wrote(tmp_path):
+    kernel = broken(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
+    with pytest.raises(SimulatorFault, match="no thread of this block has written"):
+        run(kernel, Simulator())
+
+
+def test_a_thread_that_misses_a_barrier(tmp_path):
+    right = "    load_row(shared.Q[threadIdx.x], Q,"
+    kernel = broken(tmp_path, "fa2", right, f"    if (row >= M) return;\n{right}")
+    with pytest.raises(SimulatorFault, match=r"returned"):
+        run(kernel, Simulator())
+
+
+RESULTS = {
+    "unwritten output": (
+        "col < dv; ++col) {\n        O.row",
+        "col < dv - 1; ++col) {\n        O.row",
+    ),
+    "unwritten row": ("    if (row < M) {", "    if (row < M - 1) {"),
+    "wrong lse": ("= softmax.lse();", "= softmax.lse() + 1e-2f;"),
+    "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
+    "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
+    "last key dropped": (
+        "visible_keys(row, N, diagonal) : 0",
+        "visible_keys(row, N - 1, diagonal) : 0",
+    ),
+    "mask off by one": (
+        "visible_keys(row, N, diagonal) : 0",
+        "visible_keys(row, N, diagonal - 1) : 0",
+    ),
+    "scale forgotten": ("dots[i] * scale;", "dots[i];"),
+    "old sums not rescaled": ("first + i] * factor;", "first + i];"),
+}
+
+
+@pytest.mark.parametrize("fault", RESULTS, ids=name)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):
+    kernel = broken(tmp_path, "fa2", *RESULTS[fault])
+    with pytest.raises(WrongResult, match=r"fa2 on batch=2 heads=2.*\n  (O|lse): "):
+        plan = planned(kernel, backend, SIZES, dtype)
+        calls.checked(backend, plan, inputs_of(plan), {})
+
+
+def test_unwritten_elements_are_counted(tmp_path, backend):
+    kernel = broken(tmp_path, "fa2", *RESULTS["unwritten output"])
+    with pytest.raises(WrongResult, match=f"{2 * 2 * 50} elements are NaN"):
+        run(kernel, backend)
+
+
+def test_a_written_input_is_found(tmp_path, backend):
+    right = "    *lse.row(batch, head, row) = softmax.lse();"
+    wrong = right + "\n      if (row == 0) const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
+    kernel = broken(tmp_path, "fa2", right, wrong)
+    with pytest.raises(WrongResult, match="wrote its input K, first at byte"):
+        run(kernel, backend)
+
+
+def test_a_fault_leaves_the_simulator_in_order(tmp_path):
+    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    for _ in range(2):
+        with pytest.raises(SimulatorFault):
+            run(kernel, Simulator())
+        run(FORWARD["fa2"], Simulator())

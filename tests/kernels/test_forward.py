@@ -1,0 +1,117 @@
+"""Every rung of the forward ladder is right: ragged shapes, both backends, every dtype."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.problems import FORWARD, RAGGED, in_turn, inputs_of, name, planned
+
+import cupyfa
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+
+@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
+def test_ragged_shapes(backend, kernel, dtype, sizes):
+    plan = planned(kernel, backend, sizes, dtype)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_token_major_layout_is_read_in_place(backend, kernel):
+    plan = planned(kernel, backend, {**RAGGED[0], "d": 24})
+    inputs = inputs_of(plan, layout="bshd")
+    assert inputs["Q"].strides[1] < inputs["Q"].strides[2]
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
+    plan = planned(kernel, backend, {"batch": 2, "heads": 2, "M": 19, "N": 23, "d": 8})
+    inputs = {x: array[:, ::-1, ::-1] for x, array in inputs_of(plan).items()}
+    inputs["K"] = np.broadcast_to(inputs["K"][:1], inputs["K"].shape)
+    if plan.boxed:
+        inputs = calls.readable(plan, inputs)  # the copy engine cannot go backwards
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize(
+    "kernel, d",
+    [(k, d) for k in FORWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
+    ids=name,
+)
+def test_large_head_dimensions(backend, kernel, d):
+    plan = planned(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize(
+    "kernel, tiles",
+    [
+        (kernel, tile)
+        for kernel in FORWARD.values()
+        for tile in (*kernel.tiles[1:], *sum(kernel.tiles_short.values(), ()))
+        if kernel.name != "fa2"  # the same as fa2_coalesced's
+    ]
+    + [
+        (FORWARD["minimal"], {"Br": 5, "Bc": 11}),
+        (FORWARD["v2"], {"Br": 3, "Bc": 5}),
+        (FORWARD["v3"], {"Br": 32, "Bc": 32, "Wr": 16, "Wc": 32}),
+        (FORWARD["v3"], {"Br": 16, "Bc": 48, "Wr": 16, "Wc": 16}),
+        (FORWARD["fa2"], {"Br": 40, "Bc": 16}),
+        (FORWARD["fa2_coalesced"], {"Br": 7, "Bc": 3}),
+    ],
+    ids=name,
+)
+def test_tiles_of_other_sizes(backend, kernel, tiles):
+    sizes = {"heads": 2, "M": 50, "N": 45, "d": 24, "dv": 17, "causal": True}
+    plan = planned(kernel, backend, sizes, **tiles)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("Bc", [64, 128])
+def test_tiles_of_few_blocks_keep_out_what_a_mask_hides(backend, Bc):
+    """Infinities and NaN in values that only some rows of a tile see."""
+    sizes = {"heads": 1, "M": 150, "N": 170, "d": 24, "causal": True}
+    plan = planned(FORWARD["mma_async"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
+    inputs = inputs_of(plan)
+    inputs["V"][..., 7, 1], inputs["V"][..., 60, :4] = np.nan, -np.inf
+    inputs["V"][..., 165, 3] = np.inf
+    calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_another_order_of_threads_gives_the_same_bits(kernel):
+    plan = planned(kernel, Simulator(), RAGGED[0])
+    inputs = inputs_of(plan)
+    results = [
+        calls.checked(Simulator(schedule=schedule, workers=workers), plan, inputs, {})
+        for schedule, workers in ((None, 1), (1, 2), (2, 1))
+    ]
+    for result in results[1:]:
+        for key, array in result.items():
+            np.testing.assert_array_equal(array, results[0][key])
+
+
+def largest_scores(kernel, backend, score):
+    """O and lse of 16-bit inputs whose largest score by its size is this one."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 64)).astype(np.float16) for n in (70, 140, 140))
+    scale = score / np.abs(q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2)).max()
+    given = {"scale": scale, "return_lse": True, "kernel": kernel, "backend": backend}
+    return (*cupyfa.attention(q, k, v, **given), np.abs(v).max())
+
+
+@pytest.mark.parametrize("kernel", ["mma_async", "wgmma_persistent"])
+def test_how_large_scores_may_be(backend, kernel, monkeypatch):
+    """A GPU multiplies and subtracts at once, and so does the simulator where the CPU can."""
+    if backend.name == "simulator":
+        cpu = Path("/proc/cpuinfo")
+        if not cpu.exists() or " fma " not in cpu.read_text():
+            pytest.skip("this CPU does not multiply and add at once")
+        monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O2 -mfma -ffp-contract=fast")
+    out, lse, most = largest_scores(kernel, backend, 2.0**26)
+    assert np.isfinite(lse).all()
+    assert (np.abs(out) <= 1.01 * most).all()
+    out, lse, _ = largest_scores(kernel, backend, 2.0**30)
+    assert not np.isfinite(out).all()

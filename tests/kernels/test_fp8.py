@@ -1,0 +1,202 @@
+"""float8_e4m3: its conversions and products in the simulator, who gets it, how far it is off."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.hopper_code import FILL, WRITE, launch
+from helpers.problems import FORWARD, inputs_of
+
+import cupyfa
+from cupyfa import Problem
+from cupyfa.numerics import reference, tolerance
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+FP8 = FORWARD["wgmma_fp8"]
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def as_e4m3(x):
+    return np.clip(x, -448, 448).astype(np.float32).astype(E4M3)
+
+
+def planned(backend=None, tiles=None, **sizes):
+    problem = Problem.of_sizes(**{"heads": 1, "dtype": "float16", **sizes})
+    return planning.plan(FP8, problem, (backend or Simulator()).limits, **(tiles or {}))
+
+
+def test_conversions_are_to_nearest_even_and_saturate():
+    every = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    every = np.sort(every[np.isfinite(every)])
+    between = (every[1:] + every[:-1]) / 2
+    beside = np.nextafter(between, np.float32(np.inf)), np.nextafter(between, -np.float32(np.inf))
+    rng = np.random.default_rng(0)
+    random = rng.normal(size=2000).astype(np.float32) * np.exp2(rng.integers(-20, 12, 2000))
+    special = [449, 463, 464, 465, 1e30, -1e30, np.inf, -np.inf, np.nan, 0.0, 1e-30, -1e-40]
+    x = np.concatenate([every, between, *beside, random, special]).astype(np.float32)
+    x = np.resize(x, -(-x.size // 512) * 512)
+    bits = np.zeros(x.size // 4, np.int32)
+    body = """
+        for (int i = threadIdx.x; i < COUNT; i += blockDim.x)
+          b[i] = pack_e4m3(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+    """
+    launch(body.replace("COUNT", str(bits.size)), x, bits)
+    got, want = bits.view(np.uint8), as_e4m3(x).view(np.uint8)
+    numbers = ~np.isnan(x)
+    assert (got[numbers] == want[numbers]).all()
+    assert (got[~numbers] & 0x7F == 0x7F).all()
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_products(in_registers):
+    """A [64][128] times B [128][32], whose values sum exactly."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-4, 5, (n, 128)).astype(np.float32) for n in (64, 32))
+    order = np.arange(8) ^ np.arange(64)[:, None] % 8
+
+    def boxed(x):
+        chunks = x.astype(E4M3).view(np.uint16).reshape(len(x), 8, 8)
+        return np.take_along_axis(chunks, order[: len(x), :, None], 1).copy()
+
+    head = "struct Shared { Boxes<E4m3, 64, 128> A; Boxes<E4m3, 32, 128> B; };"
+    registers = """
+        unsigned r[4];
+        for (int i = 0; i < 4; ++i) {
+          int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
+          int column = 32 * k + threadIdx.x % 4 * 4 + i / 2 * 16;
+          const E4m3* at = shared.A.at(row, column / 16) + column % 16;
+          r[i] = at[0].bits | at[1].bits << 8 | at[2].bits << 16 | at[3].bits << 24;
+        }
+        begin_products();
+        multiply<E4m3>(d, r, by_rows(shared.B.box[0]) + 32 * k, k > 0);
+    """
+    from_shared = """
+        multiply<E4m3>(d, by_rows(shared.A.box[0]) + 32 * k, by_rows(shared.B.box[0]) + 32 * k,
+                       k > 0);
+    """
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 64);
+        fill(&shared.B, b, 32 * 64);
+        publish_to_copies();
+        __syncthreads();
+        float d[16];
+        begin_products();
+        for (int k = 0; k < 4; ++k) {{ {registers if in_registers else from_shared} }}
+        commit_products();
+        wait_for_products<0>(d);
+    """
+    c = np.zeros((64, 32), np.float32)
+    launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=FILL + head)
+    assert (c == a @ b.T).all()
+
+
+# Who gets it
+
+
+def test_it_is_only_for_who_asks():
+    problem = Problem.of_sizes(M=64, d=64, dtype="float16")
+    limits = Limits("an H100", 232448, arch="90")
+    assert planning.select("auto", "forward", problem, limits).name != "wgmma_fp8"
+    for dtype in ("float16", "bfloat16", "float32"):
+        asked = Problem.of_sizes(M=64, d=64, dtype=dtype, precision="float8_e4m3")
+        assert planning.select("auto", "forward", asked, limits).name == "wgmma_fp8"
+        named = planning.plan(FP8, Problem.of_sizes(M=64, d=64, dtype=dtype), limits)
+        assert named.problem.precision == named.rounding == "float8_e4m3"
+    asked = Problem.of_sizes(M=64, d=64, dtype="float16", precision="float8_e4m3")
+    with pytest.raises(cupyfa.Unsupported, match=r"computes float16 in float16; .*wgmma_fp8"):
+        planning.plan(FORWARD["wgmma"], asked, limits)
+    with pytest.raises(cupyfa.Unsupported) as refused:  # no remedy that nobody asked for
+        planning.plan(FORWARD["mma_async"], replace_d(problem, 300), limits)
+    assert "wgmma_fp8" not in str(refused.value)
+
+
+def replace_d(problem, d):
+    return Problem.of_sizes(M=problem.M, d=d, dtype=problem.dtype.name)
+
+
+@pytest.mark.parametrize(
+    "dtype, precision", [("float16", "tf32"), ("bfloat16", "float16"), ("float64", "float8_e4m3")]
+)
+def test_other_precisions_are_for_float32(dtype, precision):
+    with pytest.raises(ValueError, match="is for float32"):
+        Problem.of_sizes(M=4, d=8, dtype=dtype, precision=precision)
+
+
+def test_by_the_api():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 70, 40), np.float32).astype(np.float16)
+    out = cupyfa.attention(q, k, v, precision="float8_e4m3", backend="simulator", check=True)
+    assert out.dtype == np.float16
+
+
+# Scales
+
+
+def test_what_is_hidden_does_not_change_others():
+    """A power of two more for a tile changes no bit of what is not 2^15 times smaller."""
+    plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
+    inputs = inputs_of(plan)
+    before = calls.checked(Simulator(), plan, inputs, {})
+    inputs["K"][..., 50:, :] *= 8
+    inputs["V"][..., 50:, :] *= 8
+    after = calls.checked(Simulator(), plan, inputs, {})
+    assert (after["lse"][..., :50] == before["lse"][..., :50]).all()
+    assert (after["O"][..., :50, :] == before["O"][..., :50, :]).mean() > 0.99
+
+
+@pytest.mark.parametrize("sizes", [(1, 1e3, 1e-3, 0), (1e-3, 1e3, 1, 1e4)])
+def test_tiles_of_different_size(sizes):
+    plan = planned(M=70, N=256, d=32, tiles={"Br": 64, "Bc": 64})
+    inputs = inputs_of(plan)
+    for name in "KV":
+        for i, size in enumerate(sizes):
+            inputs[name][..., 64 * i : 64 * (i + 1), :] *= size if name == "V" else min(size, 2)
+    calls.checked(Simulator(), plan, inputs, {})
+
+
+# Bounds
+
+
+def test_faults_exceed_the_bounds():
+    problem = Problem.of_sizes(M=40, N=48, d=64, dtype="float16", heads=2)
+    inputs = cupyfa.Case("forward", problem, values="uniform").inputs()
+    q, k, v = (inputs[name] for name in "QKV")
+    want = tolerance.expected_attention(
+        q, k, v, scale=problem.scale, diagonal=None, dtype="float16", rounding="float8_e4m3"
+    )
+
+    def ratio(scale=problem.scale, keys=48):
+        kept = (x[:, :, :keys] for x in (k, v))
+        out, lse = reference.attention(q, *kept, scale=scale, precision="float8_e4m3")
+        return max(x.ratio for x in tolerance.compare({"O": out, "lse": lse}, want))
+
+    assert ratio() < 0.5
+    assert ratio(keys=32) > 1
+    assert ratio(scale=1.5 * problem.scale) > 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"kernels": "columns"}, "columns computes backward"),
+        ({"kernels": "fa9"}, "'fa9' is unknown"),
+        ({"kernels": "fa2", "Q": 3}, "forward has no Q"),
+        ({"kernels": "fa2", "values": ["odd"]}, "'odd' is unknown"),
+    ],
+)
+def test_what_accuracy_refuses(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        cupyfa.accuracy(**{"M": 8, "N": 8, "d": 8, "backend": "simulator", **arguments})
+
+
+def test_accuracy():
+    found = cupyfa.accuracy(
+        ["wgmma_overlap", "wgmma_fp8"], M=64, N=256, d=64, dtype="float16", backend="simulator"
+    )
+    errors = {(x.kernel, x.case.values): x.rmse / x.rms for x in found}
+    for values in ("normal", "outliers"):
+        half, eighth = errors["wgmma_overlap", values], errors["wgmma_fp8", values]
+        assert half < 2e-3 < eighth < 0.15

@@ -1,0 +1,116 @@
+"""Every wait, arrival, fence and barrier of the rungs for Hopper is needed: without it, a fault."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from helpers.left_out import VARIABLE, optional
+from helpers.problems import inputs_of
+
+from cupyfa import Problem, WrongResult
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
+
+ORDERS = re.compile(
+    r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expecting|barrier_sync|barrier_arrive"
+    r"|publish_to_copies|publish_barriers|begin_products|commit_products|wait_for_products<\w+>"
+    r"|pass_turn|commit_stores|wait_until_stores_have_read|wait_for_stores|__syncthreads)\([^;{]*\);"
+)
+RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
+# Tiles with which stages come again; of dS there is but one.
+TILES = {
+    "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
+    "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
+    "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
+}
+# Headers that order things, each with a rung that needs all that it says.
+HEADERS = {
+    "consumers.cuh": "wgmma",
+    "tma_tile.cuh": "wgmma",
+    "ping_pong.cuh": "wgmma_overlap",
+    "gradient_warpgroups.cuh": "wgmma_two_pass",
+    "last_block.cuh": "wgmma_columns",
+}
+SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
+# For files of their own above d = 128.
+WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
+# Turns are for speed, so nobody need wait for them.
+AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
+# Registers written since the last wait must be announced to a device's products alone.
+ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    begin_products();"
+# Sums that came out as NaN would be computed once more.
+MENDED = "recompute_gradients.cuh", ("return __any_sync(full_warp, strange);", "return false;")
+
+
+def tiles_of(kernel):
+    return TILES.get(kernel, {"Br": 128, "Bc": 64, "stages": 2})
+
+
+def text_of(file):
+    return next(sources.KERNELS.rglob(file)).read_text()
+
+
+def files_of(kernel):
+    return [f"{launch.entry}.cu" for launch in RUNGS[kernel].launches]
+
+
+def places():
+    """Each statement that orders something: its kernel, its file, and its number there."""
+    files = [(kernel, file) for file, kernel in HEADERS.items()]
+    files += [
+        (name, file)
+        for name in RUNGS
+        if name.startswith("wgmma")
+        for file in files_of(name)
+        if file.startswith("wgmma")
+    ]
+    for kernel, file in files:
+        text = text_of(file)
+        for number, found in enumerate(ORDERS.finditer(text), 1):
+            announces = text[: found.end()].endswith(ANNOUNCES_REGISTERS)
+            if found[0] != AWAITS_TURN and not announces:
+                line = text[: found.start()].count("\n") + 1
+                about_turns = file == "ping_pong.cuh" or "pass_turn" in found[0]
+                place = (kernel, file, number, about_turns)
+                yield pytest.param(*place, id=f"{file}:{line}-{found[0]}")
+
+
+def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
+    """Runs a kernel without a statement of a file: two warpgroups, stages that come again, Q < 0.
+
+    Unless that is about turns, nobody waits for them, so that they make up for nothing.
+    """
+    mended, change = MENDED
+    (folder / mended).write_text(text_of(mended).replace(*change))
+    for name in {*HEADERS, *files_of(kernel)}:
+        text = optional(text_of(name), ORDERS) if name == file else text_of(name)
+        (folder / name).write_text(text if with_turns else text.replace(AWAITS_TURN, ";"))
+    broken = replace(RUNGS[kernel], folder=folder)
+    sizes, tiles = (WIDE, {}) if str(file).endswith("_wide.cu") else (SIZES, tiles_of(kernel))
+    problem = Problem.of_sizes(**sizes, scale=-0.2, dtype="float16")
+    limits = replace(Simulator().limits, multiprocessors=2)
+    plan = planning.plan(broken, problem, limits, **tiles)
+    for schedule in schedules:
+        calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
+def test_what_is_removed_is_missed(tmp_path, monkeypatch, kernel, file, number, about_turns):
+    monkeypatch.setenv(VARIABLE, str(number))
+    with pytest.raises((SimulatorFault, WrongResult)):
+        run_without(tmp_path, kernel, file, about_turns)
+
+
+@pytest.mark.parametrize("kernel, file", sorted({place.values[:2] for place in places()}))
+def test_with_nothing_removed_nothing_is_missed(tmp_path, monkeypatch, kernel, file):
+    monkeypatch.setenv(VARIABLE, "0")
+    run_without(tmp_path, kernel, file, with_turns=False, schedules=(None, 1))
+
+
+@pytest.mark.parametrize("kernel", ["wgmma_overlap", "wgmma_persistent"])
+def test_results_do_not_depend_on_turns(tmp_path, kernel):
+    run_without(tmp_path, kernel, None, with_turns=False)

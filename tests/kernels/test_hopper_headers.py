@@ -1,0 +1,643 @@
+"""The headers of Hopper, mbarrier.cuh, tma.cuh, wgmma.cuh and setmaxnreg.cuh, in the simulator."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
+
+from cupyfa.runtime.simulator import machine
+
+TYPES = pytest.mark.parametrize(
+    "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
+)
+SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
+SEEDS = (None, 1, 2, 3)
+# tma.cuh and mbarrier.cuh
+
+BOX = """
+struct Shared {
+  Boxes<unsigned short, 16, 128> tile;
+  Barrier full;
+};
+"""
+
+COPY = """
+    Shared& shared = shared_memory<Shared>();
+    if (threadIdx.x == 0) {
+      make_barrier(shared.full, 1);
+      publish_barriers();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      arrive_expecting(shared.full, sizeof shared.tile);
+      for (int i = 0; i < 2; ++i)
+        load_box(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
+    }
+    wait(shared.full, 0);
+    for (int i = threadIdx.x; i < 16 * 16; i += blockDim.x) {
+      int row = i / 16, chunk = i % 16;
+      unsigned short* at = shared.tile.at(row, chunk);
+      for (int j = 0; j < 8; ++j) c[row * 128 + chunk * 8 + j] = at[j]++;
+    }
+    publish_to_copies();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) store_box(b, shared.tile.box[i], 64 * i - 3, 21, 1, 1);
+      commit_stores();
+      wait_until_stores_have_read();
+    }
+"""
+
+
+def copied(**options):
+    memory = np.arange(2 * 3 * 29 * 104, dtype=np.uint16).reshape(2, 29, 3, 104)
+    source = memory.transpose(0, 2, 1, 3)[..., :99]
+    target = np.zeros((2, 3, 29, 96), np.uint16)
+    tile = np.full((16, 128), 7, np.uint16)
+    launch(COPY, Map(source, 16), Map(target[..., :93], 16), tile, head=BOX, **options)
+    return source, target, tile
+
+
+@SCHEDULES
+def test_boxes_end_where_the_array_ends(schedule):
+    source, target, tile = copied(schedule=schedule)
+    want = np.zeros((16, 128), np.uint16)
+    want[:8, 3:102] = source[1, 1, 21:29]
+    assert (tile == want).all()
+    stored = np.zeros_like(target)
+    stored[1, 1, 21:29, :93] = want[:8, 3:96] + 1
+    assert (target == stored).all()
+
+
+# wgmma.cuh
+
+
+def boxes(matrix):
+    """The chunks of a matrix [rows][columns of whole boxes] in the order of Boxes."""
+    rows, columns = matrix.shape
+    chunks = matrix.reshape(rows, columns // 64, 8, 8).transpose(1, 0, 2, 3)
+    order = np.arange(8) ^ np.arange(rows)[:, None] % 8
+    return np.take_along_axis(chunks, order[None, :, :, None], 2).copy()
+
+
+COLUMNS = pytest.mark.parametrize("n", [16, 48, 64, 80, 128, 256])
+
+
+@TYPES
+@COLUMNS
+def test_products_by_rows(c_type, dtype, n):
+    A, B = numbers((64, 128), dtype), numbers((n, 128), dtype, 1)
+    start = numbers((64, n), np.float32, 2)
+    got = start.copy()
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 128);
+        fill(&shared.B, b, {n} * 128);
+        publish_to_copies();
+        __syncthreads();
+        float d[{n} / 2];
+        for (int j = 0; j < {n} / 2; ++j) {{
+          int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j / 2 % 2 * 8;
+          d[j] = c[row * {n} + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2];
+        }}
+        begin_products();
+        for (int k = 0; k < 8; ++k) {{
+          multiply<{c_type}>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
+                             by_rows(shared.B.box[k / 4]) + k % 4 * 32, true);
+        }}
+        commit_products();
+        wait_for_products<0>(d);
+        {WRITE.format(n=n)}
+    """
+    shared = f"struct Shared {{ Boxes<{c_type}, 64, 128> A; Boxes<{c_type}, {n}, 128> B; }};"
+    launch(body, boxes(A), boxes(B), got, head=FILL + shared, shared_bytes=1 << 17)
+    assert (got == start + A.astype(np.float32) @ B.astype(np.float32).T).all()
+
+
+@TYPES
+@COLUMNS
+def test_products_by_columns_with_registers(c_type, dtype, n):
+    wide = -(-n // 64) * 64
+    A, B = numbers((64, 32), dtype), numbers((32, wide), dtype, 1)
+    got = np.zeros((64, n), np.float32)
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared, b, 32 * {wide});
+        publish_to_copies();
+        __syncthreads();
+        float d[{n} / 2];
+        begin_products();
+        for (int k = 0; k < 2; ++k) {{
+          unsigned registers[4];
+          for (int i = 0; i < 4; ++i) {{
+            int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
+            int column = k * 16 + threadIdx.x % 4 * 2 + i / 2 * 8;
+            registers[i] = *reinterpret_cast<const unsigned*>(a + row * 32 + column);
+          }}
+          multiply<{c_type}>(d, registers, by_columns(&shared, 32) + k * 2048, k > 0);
+        }}
+        commit_products();
+        wait_for_products<0>(d);
+        {WRITE.format(n=n)}
+    """
+    shared = f"using Shared = Boxes<{c_type}, 32, {wide}>;"
+    launch(body, A, boxes(B), got, head=FILL + shared)
+    assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
+
+
+def test_every_finite_half_is_multiplied_exactly():
+    A = np.arange(65536, dtype=np.uint16).view(np.float16)
+    A = np.where(np.isfinite(A), A, 0).reshape(64, 1024).astype(np.float16)
+    got = np.zeros((64, 64), np.float32)
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 64);
+        fill(&shared.B, b, 64 * 64);
+        publish_to_copies();
+        __syncthreads();
+        float d[32];
+        begin_products();
+        for (int k = 0; k < 4; ++k) {{
+          multiply<__half>(d, by_rows(shared.A.box[0]) + k * 32, by_rows(shared.B.box[0]) + k * 32,
+                           k > 0);
+        }}
+        commit_products();
+        wait_for_products<0>(d);
+        {WRITE.format(n=64)}
+    """
+    shared = "struct Shared { Boxes<__half, 64, 64> A; Boxes<__half, 64, 64> B; };"
+    for start in range(0, 1024, 64):
+        part = A[:, start : start + 64]
+        launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=FILL + shared)
+        assert (got == part).all()
+
+
+# A producer and its consumers
+
+RING_HEAD = """
+constexpr int bytes = 64 * 128 + 32 * 128;
+struct Shared {
+  Boxes<__half, 64, 64> A[2];
+  Boxes<__half, 32, 64> B[2];
+  Barrier full[2];
+  Barrier empty[2];
+};
+"""
+RING = """
+    Shared& shared = shared_memory<Shared>();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) make_barrier(shared.full[i], 1);
+      for (int i = 0; i < 2; ++i) make_barrier(shared.empty[i], 4);
+      publish_barriers();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 128) {  // produce
+      give_registers<24>();
+      if (threadIdx.x < 160 && is_elected()) {
+        for (int i = 0; i < 5; ++i) {
+          wait(shared.empty[i % 2], (i / 2 + 1) % 2);
+          arrive_expecting(shared.full[i % 2], bytes);
+          load_box(&shared.A[i % 2], a, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
+          load_box(&shared.B[i % 2], b, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
+        }
+      }
+      return;
+    }
+    take_registers<240>();
+    float d[16];
+    for (int i = 0; i < 5; ++i) {
+      wait(shared.full[i % 2], i / 2 % 2);
+      begin_products();
+      for (int k = 0; k < 4; ++k) {
+        multiply<__half>(d, by_rows(&shared.A[i % 2]) + k * 32, by_rows(&shared.B[i % 2]) + k * 32,
+                         i + k > 0);
+      }
+      commit_products();
+      wait_for_products<0>(d);
+      if (is_elected()) arrive(shared.empty[i % 2]);
+    }
+    c += blockIdx.x * 64 * 32;
+""" + WRITE.format(n=32)
+
+
+def ring(body=RING, **options):
+    """The kernel's result, and what it should be, for 5 tiles; the last is partly outside."""
+    A, B = numbers((1, 3, 64, 304), np.float16), numbers((1, 3, 27, 304), np.float16, 1)
+    got = np.zeros((3, 64, 32), np.float32)
+    launch(
+        body, Map(A, 64), Map(B, 32), got, head=RING_HEAD, threads=256, grid=(3, 1, 1), **options
+    )
+    want = np.zeros_like(got)
+    want[:, :, :27] = A[0].astype(np.float32) @ B[0].astype(np.float32).transpose(0, 2, 1)
+    return got, want
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_a_ring_of_two_stages(schedule):
+    got, want = ring(schedule=schedule)
+    assert (got == want).all()
+
+
+FAULTS = {
+    "the wrong phase of an empty stage": (
+        "(i / 2 + 1) % 2", "i / 2 % 2",
+        r"waits for ever: 128 threads wait for phase 0 of the barrier at byte 24576 of shared "
+        r"memory, at test.cu:23; it is in phase 0, 0 of 1 arrivals came; 1 thread waits .* at byte "
+        r"24592 .*, at test.cu:12; it is in phase 0, 0 of 4 arrivals came",
+        23,
+    ),
+    "the wrong phase of a full stage": (
+        "i / 2 % 2);\n      begin", "(i / 2 + 1) % 2);\n      begin",
+        r"no thread of this block has written|a box that .* loads at test.cu:1[45] is under way",
+        26,
+    ),
+    "no wait for an empty stage": (
+        "wait(shared.empty[i % 2], (i / 2 + 1) % 2);", "",
+        r"arrive_expecting on the barrier .* where all 1 arrivals of its phase 0 came and 12288 "
+        r"bytes are under way|a box that .* wrote and this thread writes|a product .* and this",
+        None,
+    ),
+    "no wait for a full stage": (
+        "wait(shared.full[i % 2], i / 2 % 2);", "",
+        r"no thread of this block has written|a box that .* loads at test.cu:1[45] is under way",
+        26,
+    ),
+    "a stage given back too early": (
+        "wait_for_products<0>(d);\n      if (is_elected()) arrive(shared.empty[i % 2]);",
+        "if (is_elected()) arrive(shared.empty[i % 2]);\n      wait_for_products<0>(d);",
+        r"a product of warpgroup 0 at test.cu:26 (is under way|read) and this thread writes", 14,
+    ),
+    "too few bytes expected": (
+        "expecting(shared.full[i % 2], bytes)", "expecting(shared.full[i % 2], bytes - 128)",
+        r"loads a box of 4096 bytes, of which its barrier at byte \d+ .* did not expect 128", 15,
+    ),
+    "too many bytes expected": (
+        "expecting(shared.full[i % 2], bytes)", "expecting(shared.full[i % 2], bytes + 128)",
+        r"128 threads wait for phase 0 .* 1 of 1 arrivals came and 128 expected bytes are missing",
+        23,
+    ),
+    "no bytes expected": (
+        "arrive_expecting(shared.full[i % 2], bytes)", "arrive(shared.full[i % 2])",
+        r"a box that .* is under way|no thread of this block|did not expect 8192", None,
+    ),
+    "no arrival": (
+        "if (is_elected()) arrive(shared.empty[i % 2]);", "",
+        r"128 threads wait .*; 1 thread waits for phase 0 .* 0 of 4 arrivals came", 23,
+    ),
+    "more arrivals than the barrier was made for": (
+        "if (is_elected()) arrive", "arrive", r"race|waits for ever|where all", None,
+    ),
+    "barriers that copies do not see": ("publish_barriers();", "", "publish_barriers after", 14),
+    "barriers that threads do not see": (
+        "    __syncthreads();\n", "\n", r"none|wrote and this thread updates", None,
+    ),
+    "a barrier that was not made": (
+        "make_barrier(shared.full[i], 1)", "",
+        r"calls (wait|arrive_expecting) on a barrier at byte \d+ .* make_barrier has made none",
+        None,
+    ),
+    "threads that wait elsewhere": (
+        "if (is_elected()) arrive", "barrier_sync(3, 256); arrive",
+        r"waits for ever: 1 thread waits for phase 0 .* 0 of 4 arrivals came; 128 threads wait in "
+        r"barrier_sync on barrier 3 at test.cu:31, where 128 of 256 arrived",
+        12,
+    ),
+    "products that no fence begins": (
+        "begin_products();", "", "multiplies without begin_products", 26,
+    ),
+    "products that no group holds": ("commit_products();", "", "that no group holds", 30),
+    "products that nobody waits for": (
+        "wait_for_products<0>(d);", "", "multiplies|is under way|waited for", None,
+    ),
+    "an operand that begins in the middle of the pattern": (
+        "+ k * 32, by", "+ k * 64, by", "multiplies with A at byte 128 of shared memory", 26,
+    ),
+    "products of one warp": (
+        "multiply<", "if (threadIdx.x < 32) multiply<",
+        r"of other products than the rest|waits for products, at test.cu:30", None,
+    ),
+    "a box at no multiple of 1024": (
+        "load_box(&shared.A[i % 2],", "load_box(shared.A[i % 2].box[0][1],",
+        "calls load_box with a box at byte 128 of shared memory", 14,
+    ),
+    "a barrier that is overwritten": (
+        "    c += blockIdx.x * 64 * 32;",
+        "    shared.full[1].state = 3; arrive(shared.full[1]);",
+        "the barrier at byte .* which has been overwritten|race", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_a_ring(name):
+    right, wrong, message, line = FAULTS[name]
+    assert RING.count(right) == 1
+    for schedule in SEEDS:
+        with pytest.raises(machine.SimulatorFault, match=message) as caught:
+            ring(RING.replace(right, wrong), schedule=schedule)
+        assert caught.value.place.startswith("test.cu:")
+        if line is not None:
+            assert caught.value.place == f"test.cu:{line}"
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
+    A, B = numbers((64, 128), np.float16), numbers((64, 128), np.float16, 1)
+    got = np.zeros((2, 64, 64), np.float32)
+    body = """
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 128);
+        fill(&shared.B, b, 64 * 128);
+        publish_to_copies();
+        __syncthreads();
+        float d[32], other[32];
+        begin_products();
+        for (int k = 0; k < 8; ++k) {
+          multiply<__half>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
+                           by_rows(shared.B.box[k / 4]) + k % 4 * 32, k > 0);
+        }
+        commit_products();
+        multiply<__half>(other, by_rows(&shared.B), by_rows(&shared.A), false);
+        commit_products();
+        bool early = d[3] == d[3];
+        wait_for_products<1>(d);
+        early = early || other[5] == other[5];
+        for (int j = 0; j < 32; ++j) d[j] = early ? 7777 : d[j] * 2;
+        begin_products();
+        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), true);
+        commit_products();
+        wait_for_products<1>(other);
+        for (int j = 0; j < 32; ++j) other[j] = -other[j];
+        wait_for_products<0>(d);
+        if (threadIdx.x >= 128) for (int j = 0; j < 32; ++j) d[j] = other[j];
+        int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+        for (int j = 0; j < 32; ++j) {
+          int row = thread / 32 * 16 + thread % 32 / 4 + j / 2 % 2 * 8;
+          c[group * 4096 + row * 64 + j / 4 * 8 + thread % 4 * 2 + j % 2] = d[j];
+        }
+    """
+    shared = "struct Shared { Boxes<__half, 64, 128> A; Boxes<__half, 64, 128> B; };"
+    launch(body, boxes(A), boxes(B), got, head=FILL + shared, threads=256, schedule=schedule)
+    A, B = A.astype(np.float32), B.astype(np.float32)
+    assert (got[0] == 2 * A @ B.T + A[:, :16] @ B[:, :16].T).all()
+    assert (got[1] == -B[:, :16] @ A[:, :16].T).all()
+
+
+PRODUCT_FAULTS = {
+    "written without publish_to_copies": (
+        "publish_to_copies();", "", "wrote byte 0 of shared memory without publish_to_copies",
+    ),
+    "written after publish_to_copies": (
+        "__syncthreads();",
+        "__syncthreads(); if (threadIdx.x == 0) shared.A.box[0][9][2] = 1; __syncthreads();",
+        r"wrote byte 11\d\d of shared memory without publish_to_copies",
+    ),
+    "no barrier behind the writes": ("__syncthreads();", "", "race: thread .* wrote"),
+    "written while it is read": (
+        "wait_for", "if (threadIdx.x == 95) shared.B.box[0][0][0] = 2; wait_for",
+        r"a product of warpgroup 0 at test.cu:8 is under way and this thread writes byte 8192",
+    ),
+    "a wait for a group too few": (
+        "wait_for_products<0>(d)", "wait_for_products<1>(d)", "waits for D while a product of one",
+    ),
+    "other operands in one warp": (
+        "by_rows(&shared.A)", "by_rows(&shared.A) + threadIdx.x / 96 * 32",
+        r"multiplies other matrices than thread \(\d+, 0, 0\) of its warpgroup does at test.cu:8",
+    ),
+    "returned too early": ("wait_for_products<0>(d);", "", "returns before its products were"),
+    "registers of another product": (
+        "commit", "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
+        "by_rows(&shared.B), false); commit", "that another product under way is to write",
+    ),
+    "B by columns": ("by_rows(&shared.B)", "by_columns(&shared.B, 64)", "A or B by_columns"),
+    "outside shared memory": (
+        "by_rows(&shared.B)", "by_rows(&shared.B) + 60 * 1024",
+        "multiplies with 8192 bytes at byte 69632 of shared memory|not all in the block",
+    ),
+    "half a warpgroup": ("", "", "in a warpgroup of less than 128 threads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCT_FAULTS)
+def test_faults_of_products(name):
+    right, wrong, message = PRODUCT_FAULTS[name]
+    body = """
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.A, a, 64 * 64);
+        fill(&shared.B, a, 64 * 64);
+        publish_to_copies();
+        __syncthreads();
+        float d[32];
+        begin_products();
+        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), false);
+        commit_products();
+        wait_for_products<0>(d);
+    """
+    shared = "struct Shared { Boxes<__half, 64, 64> A; Boxes<__half, 64, 64> B; };"
+    A = numbers((64, 64), np.float16)
+    threads = 64 if name == "half a warpgroup" else 128
+    launch(body, A, head=FILL + shared)
+    assert right in body
+    body = body.replace(right, wrong) if right else body
+    caught = fault(body, A, head=FILL + shared, threads=threads)
+    assert re.search(message, str(caught)), str(caught)
+    assert caught.place.startswith("test.cu:")
+
+
+COPY_FAULTS = {
+    "stored without publish_to_copies": (
+        "publish_to_copies();\n", "\n", r"wrote byte \d+ of shared memory without publish", 21,
+    ),
+    "stored without a barrier": (
+        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
+        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
+        "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
+    ),
+    "overwritten while it is stored": (
+        "wait_until_stores_have_read();", "shared.tile.box[1][2][3] = 1;",
+        r"a box that thread \(0, 0, 0\) stores at test.cu:21 is under way and this thread",
+        23,
+    ),
+    "not waited for": (
+        "wait_until_stores_have_read();", "", "returns before a box that it stores was read", 21,
+    ),
+    "no group": ("commit_stores();", "", "that no group holds; commit_stores first", 23),
+    "read too early": (
+        "    wait(shared.full, 0);\n", "    __syncthreads();\n",
+        r"a box that thread \(0, 0, 0\) loads at test.cu:10 is under way and this thread", 16,
+    ),
+    "nobody waits": (
+        "    wait(shared.full, 0);", "    return;", "that no thread waits for before the block", 10,
+    ),
+    "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
+    "a barrier made twice": (
+        "      publish", "make_barrier(shared.full, 2); publish", "where there is one", 4,
+    ),
+    "a barrier out of place": (
+        "wait(shared.full, 0);",
+        "wait(*reinterpret_cast<Barrier*>(4 + reinterpret_cast<char*>(&shared.full)), 0);",
+        "not a multiple of 8", 12,
+    ),
+    "a barrier elsewhere": (
+        "wait(shared.full, 0);", "Barrier mine; wait(mine, 0);", "not in shared memory", 12,
+    ),
+    "a box past the end": (
+        "load_box(shared.tile.box[i],", "load_box(shared.tile.box[i] + 16 * 31,",
+        "loads a box to 2048 bytes at byte 65536|loads a box to 2048 bytes at", 10,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPY_FAULTS)
+def test_faults_of_copies(name):
+    right, wrong, message, line = COPY_FAULTS[name]
+    assert COPY.count(right) == 1
+    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    caught = fault(
+        COPY.replace(right, wrong), Map(source, 16), Map(source.copy(), 16), tile, head=BOX
+    )
+    assert re.search(message, str(caught)), str(caught)
+    assert line is None or caught.place == f"test.cu:{line}", str(caught)
+
+
+@pytest.mark.parametrize("barrier", ["__syncwarp();", "__syncthreads();", "__ballot_sync(~0u, 1);"])
+def test_a_wait_counts_for_one_lane_until_a_barrier(barrier):
+    body = COPY.replace(
+        "wait(shared.full, 0);", f"if (threadIdx.x == 0) wait(shared.full, 0); {barrier}"
+    )
+    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    arguments = Map(source, 16), Map(source.copy(), 16), tile
+    if "__sync" in barrier:
+        launch(body, *arguments, head=BOX, threads=32)
+        return
+    caught = fault(body, *arguments, head=BOX, threads=32)
+    assert "race: a box that thread (0, 0, 0) loads at test.cu:10 wrote" in caught.what
+
+
+def test_an_array_smaller_than_its_map_says():
+    array, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
+    wrong = Map(array, 16)
+    wrong.value["address"] += 1 << 32  # where no other array can be
+    caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
+    assert re.search("reads .* bytes.* (past the end|before the start|outside)", caught.what)
+    assert caught.place == "test.cu:10"
+    for field in ("address", "sizes", "unused"):
+        wrong = Map(array, 16)
+        wrong.value[field] = -1 if field == "sizes" else 3
+        caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
+        assert "with what is no tensor map" in str(caught)
+
+
+# Bytes as they lie, and floats that are added
+
+ADD = """
+    struct Shared { alignas(16) float numbers[64], more[4]; Barrier full; };
+    Shared& shared = shared_memory<Shared>();
+    if (threadIdx.x == 0) {
+      make_barrier(shared.full, 1);
+      publish_barriers();
+      arrive_expecting(shared.full, 256);
+      load_bytes(shared.numbers, a + blockIdx.x * 64, 256, shared.full);
+    }
+    __syncthreads();
+    for (int round = 0; round < 3; ++round) {
+      if (round == 0) wait(shared.full, 0);
+      for (int i = threadIdx.x; i < 64; i += blockDim.x) shared.numbers[i] += 1;
+      publish_to_copies();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        add_floats(b, shared.numbers, 64);
+        commit_stores();
+        wait_until_stores_have_read();
+      }
+      __syncthreads();
+    }
+"""
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_floats_of_all_blocks_are_added(schedule):
+    numbers_, sums = numbers((7, 64), np.float32), numbers(64, np.float32, 1)
+    want = sums + (3 * numbers_ + 6).sum(0)
+    launch(ADD, numbers_, sums, grid=(7, 1, 1), schedule=schedule)
+    assert (sums == want).all()
+
+
+ADD_FAULTS = {
+    "read too early": ("if (round == 0) wait(shared.full, 0);", "", "loads at test.cu:7 is under"),
+    "not published": ("publish_to_copies();", "", "without publish_to_copies"),
+    "no barrier": ("publish_to_copies();\n      __syncthreads();", "publish_to_copies();", "race"),
+    "not waited for": ("wait_until_stores_have_read();", "", "stores at test.cu:16 is under way"),
+    "no group": ("commit_stores();", "", "commit_stores first"),
+    "bytes missing": ("shared.full, 256)", "shared.full, 272)", "16 expected bytes are missing"),
+    "no whole pieces": ("shared.numbers, 64)", "shared.numbers, 63)", "add_floats with 252 bytes"),
+    "not at a piece": ("a + blockIdx.x * 64, 256", "a + 1, 240", "multiples of 16"),
+    "past the end": ("add_floats(b,", "add_floats(b + 4,", "updates 256 bytes.*past the end"),
+}
+
+
+@pytest.mark.parametrize("name", ADD_FAULTS)
+def test_faults_of_bytes_and_additions(name):
+    right, wrong, message = ADD_FAULTS[name]
+    assert ADD.count(right) == 1
+    caught = fault(ADD.replace(right, wrong), np.ones(64, np.float32), np.ones(64, np.float32))
+    assert re.search(message, str(caught)), str(caught)
+
+
+# Matrices that are transposed as they are stored, and multiplied from there
+
+
+@TYPES
+@pytest.mark.parametrize("n", [16, 64, 112])
+def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
+    wide = -(-n // 64) * 64
+    A, B = numbers((64, 64), dtype), numbers((64, wide), dtype, 1)
+    got = np.zeros((64, n), np.float32)
+    body = f"""
+        Shared& shared = shared_memory<Shared>();
+        fill(&shared.B, b, 64 * {wide});
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int k = 0; k < 4; ++k) {{
+          unsigned registers[4];
+          for (int i = 0; i < 4; ++i) {{
+            // Of A transposed, rows of which are this warp's.
+            int row = warp * 16 + lane / 4 + i % 2 * 8, column = k * 16 + lane % 4 * 2 + i / 2 * 8;
+            {c_type} pair[2] = {{a[column * 64 + row], a[(column + 1) * 64 + row]}};
+            registers[i] = *reinterpret_cast<unsigned*>(pair);
+          }}
+          store_matrices_transposed(
+              shared.A.at(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2), registers);
+        }}
+        publish_to_copies();
+        __syncthreads();
+        float d[{n} / 2];
+        begin_products();
+        for (int k = 0; k < 4; ++k) {{
+          multiply_columns<{c_type}>(d, by_rows(shared.A.box) + k * 32,
+                                     by_columns(shared.B.box, 64) + k * 2048, k > 0);
+        }}
+        commit_products();
+        wait_for_products<0>(d);
+        {WRITE.format(n=n)}
+    """
+    shared = f"struct Shared {{ Boxes<{c_type}, 64, 64> A; Boxes<{c_type}, 64, {wide}> B; }};"
+    launch(body, A, boxes(B), got, head=FILL + shared)
+    assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
+
+
+# setmaxnreg.cuh
+
+
+@pytest.mark.parametrize("schedule", SEEDS)
+def test_one_lane_of_each_warp_is_elected(schedule):
+    elected = np.zeros(256, np.int32)
+    launch("a[threadIdx.x] = is_elected() + is_elected();", elected, threads=256, schedule=schedule)
+    assert (np.sort(elected.reshape(8, 32))[:, -2:] == [0, 2]).all()
+
+
+@pytest.mark.parametrize("count", [20, 44, 264])
+def test_registers_come_in_eights(count):
+    with pytest.raises(machine.CompileError, match="a number of registers"):
+        launch(f"take_registers<{count}>();")

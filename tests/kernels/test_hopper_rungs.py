@@ -1,0 +1,208 @@
+"""The rungs for Hopper: what the tests of all rungs do not reach, in the simulator and on a GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.problems import FORWARD, inputs_of, name
+
+import cupyfa
+from cupyfa import Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+RUNGS = [kernel for kernel in FORWARD.values() if kernel.name.startswith("wgmma")]
+EACH = pytest.mark.parametrize("kernel", RUNGS, ids=name)
+PERSISTENT = FORWARD["wgmma_persistent"]
+SMALL = {"Br": 64, "Bc": 32}
+MASKS = (
+    {},
+    {"causal": "bottom-right"},
+    {"causal": "top-left"},
+    {"window": (9, 3)},
+    {"causal": "bottom-right", "window": (40, None)},
+)
+
+
+def planned(kernel, backend, dtype="float16", multiprocessors=None, tiles=SMALL, **sizes):
+    """A plan with tiles so small that there are many of them."""
+    problem = Problem.of_sizes(**{"heads": 1, "d": 16, **sizes}, dtype=dtype)
+    limits = backend.limits
+    if not planning.can(kernel, problem, limits):
+        pytest.skip(f"{limits.device} is not of sm_90")
+    if multiprocessors is not None:
+        limits = replace(limits, multiprocessors=multiprocessors)
+    return planning.plan(kernel, problem, limits, **tiles)
+
+
+def checked(backend, plan, inputs=None):
+    return calls.checked(backend, plan, inputs_of(plan) if inputs is None else inputs, {})
+
+
+# Scales
+
+
+@EACH
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-30, -1e-30, 30.0, -30.0, 1e36, -1e36])
+def test_any_scale(backend, kernel, scale):
+    plan = planned(kernel, backend, M=70, N=100, causal="top-left", scale=scale)
+    checked(backend, plan)
+
+
+@EACH
+@pytest.mark.parametrize("step", [0.5, 7.9, 8.1, 40.0, -20.0])
+def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
+    """By less and by more than the slack of a maximum, which is 2^8; a row goes by its own."""
+    plan = planned(kernel, backend, M=70, N=200, scale=np.log(2))
+    inputs = inputs_of(plan)
+    inputs["Q"][...] = 0
+    inputs["K"][...] = 0
+    inputs["Q"][..., 0] = np.linspace(-1, 1, 70)
+    inputs["K"][..., 0] = np.arange(200) // 32 * step
+    checked(backend, plan, inputs)
+
+
+# Infinity and NaN
+
+
+@EACH
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+def test_rows_that_do_not_see_it_are_as_if_it_were_not_there(backend, kernel, mask, poison, scale):
+    sizes = {"heads": 4, "kv_heads": 2, "M": 70, "N": 110, "d": 40, "dv": 24}
+    plan = planned(kernel, backend, **sizes, **mask, scale=scale, multiprocessors=3)
+    inputs = inputs_of(plan)
+    clean = checked(backend, plan, inputs)
+    inputs["V"][:, 1, 33, 5] = inputs["K"][:, 1, 50, 7] = poison
+    spoilt = checked(backend, plan, inputs)
+    # K is poison for scores, all columns and lse; V for one column.
+    at = np.arange(70)[:, None] + (0 if mask.get("causal") == "top-left" else 110 - 70)
+    left, right = mask.get("window", (None, 0))
+    left, right = 110 if left is None else left, right or 0
+    sees = (np.arange(110) >= at - left) & (np.arange(110) <= at + right)
+    lse = spoilt["lse"][0]
+    assert (lse[:2] == clean["lse"][0, :2]).all()
+    assert (lse[2:, ~sees[:, 50]] == clean["lse"][0, 2:, ~sees[:, 50]].T).all()
+    out, before = spoilt["O"][0].astype(float), clean["O"][0].astype(float)
+    assert (out[:2] == before[:2]).all()
+    unspoilt = ~sees[:, 50] & ~sees[:, 33]
+    np.testing.assert_allclose(out[2:, unspoilt], before[2:, unspoilt], atol=2e-3)
+    others = np.delete(out[2:, ~sees[:, 50]], 5, axis=-1)
+    np.testing.assert_allclose(others, np.delete(before[2:, ~sees[:, 50]], 5, axis=-1), atol=2e-3)
+    assert not np.isfinite(out[2:, sees[:, 33], 5]).any()
+
+
+# Lengths
+
+
+@EACH
+@pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 64, 65])
+def test_short_lengths(backend, kernel, N):
+    for M in (1, 64, 65):
+        for mask in MASKS:
+            plan = planned(kernel, backend, heads=2, M=M, N=N, **mask, multiprocessors=3)
+            checked(backend, plan)
+
+
+# Rows that cannot be boxed, and outputs that are not aligned
+
+
+@EACH
+@pytest.mark.parametrize(
+    "d, dv, dtype",
+    [(33, 9, "float16"), (40, 24, "bfloat16"), (7, 72, "bfloat16"), (130, 65, "float16")],
+)
+def test_outputs_anywhere(backend, kernel, d, dv, dtype):
+    plan = planned(kernel, backend, dtype, heads=2, kv_heads=1, M=70, N=45, d=d, dv=dv)
+    q, k, v = inputs_of(plan).values()
+    room = np.full((1, 2, 70, dv + 3), 7, q.dtype)
+    backwards = room[:, :, ::-1, 1:-2]
+    options = {"kernel": kernel, "backend": backend, "check": True}
+    done = cupyfa.attention(q, k, v, out=backwards, **options)
+    expected = cupyfa.attention(q, k, v, **options)
+    assert done is backwards
+    assert (done.view(np.uint16) == expected.view(np.uint16)).all()
+    assert (room[..., 0] == 7).all() and (room[..., -2:] == 7).all()
+
+
+# Which block does what
+
+
+@EACH
+def test_a_head_is_the_same_whatever_is_computed_with_it(backend, kernel):
+    sizes = {"M": 200, "N": 150, "d": 24, "causal": "bottom-right"}
+    many = planned(kernel, backend, batch=2, heads=4, kv_heads=2, **sizes, multiprocessors=5)
+    inputs = inputs_of(many)
+    together = checked(backend, many, inputs)
+    alone = planned(kernel, backend, **sizes, multiprocessors=5)
+    for batch, head in ((0, 1), (1, 3)):
+        kv_head = head // 2
+        one = {"Q": inputs["Q"][batch : batch + 1, head : head + 1]}
+        one |= {x: inputs[x][batch : batch + 1, kv_head : kv_head + 1] for x in "KV"}
+        result = checked(backend, alone, one)
+        for key, array in result.items():
+            assert (array[0, 0] == together[key][batch, head]).all()
+
+
+@pytest.mark.parametrize("Q_stages", [1, 2])
+@pytest.mark.parametrize("mask", MASKS[:4], ids=str)
+def test_blocks_share_tasks_whatever_their_number(backend, mask, Q_stages):
+    """Rows are written once each, to the same bits: by one block or by one for each tile."""
+    results = []
+    for count in (1, 2, 3, 5, 7, 13, 64):
+        tiles = {**SMALL, "Q_stages": Q_stages}
+        sizes = {"batch": 2, "heads": 3, "M": 290, "N": 75, **mask}
+        plan = planned(PERSISTENT, backend, **sizes, multiprocessors=count, tiles=tiles)
+        assert plan.launches[0].grid[0] == min(count, 5 * 6)
+        results.append(checked(backend, plan))
+    for result in results[1:]:
+        assert all((result[key] == results[0][key]).all() for key in result)
+
+
+@pytest.mark.parametrize("Q_stages", [1, 2])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"Br": 128, "Bc": 32, "stages": 2},
+        {"Br": 128, "Bc": 16, "stages": 3},
+        {"Br": 192, "Bc": 64, "stages": 2},
+        {"Br": 192, "Bc": 32, "stages": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
+def test_warpgroups_leave_out_no_more_tiles_than_there_are_buffers(backend, mask, sizes, Q_stages):
+    """Of a task before another one, whose Q comes only when the V of all tiles has."""
+    plan = planned(
+        PERSISTENT,
+        backend,
+        **{"heads": 2, "M": 390, "N": 400, **mask},
+        multiprocessors=1,
+        tiles={**sizes, "Q_stages": Q_stages},
+    )
+    checked(backend, plan)
+
+
+def test_there_are_no_more_blocks_than_multiprocessors():
+    for M, heads, blocks in ((64, 2, 2), (192, 132, 132), (193, 100, 132), (100_000, 16, 132)):
+        problem = Problem.of_sizes(M=M, heads=heads, d=64, dtype="float16")
+        plan = planning.plan(PERSISTENT, problem, limits_of("90"))
+        assert plan.launches[0].grid[0] == blocks
+
+
+@pytest.mark.parametrize("consumers, threads", [(1, 256), (2, 384), (3, 512)])
+@EACH
+def test_up_to_three_warpgroups_of_consumers(kernel, consumers, threads):
+    if "span" in kernel.tiles[0]:
+        pytest.skip("its tiles are tested where it is")
+    engine = Simulator()
+    tiles = {"Br": 64 * consumers, "Bc": 96 if kernel.rounding else 48, "stages": 3}
+    sizes = {"M": 210, "N": 200, "causal": "top-left", "scale": -0.4}
+    plan = planned(kernel, engine, **sizes, tiles=tiles)
+    assert plan.launches[-1].threads == threads
+    results = [checked(Simulator(schedule=schedule), plan) for schedule in (None, 1, 2)]
+    for result in results[1:]:
+        assert all((result[key] == results[0][key]).all() for key in result)

@@ -1,0 +1,69 @@
+"""Query heads that share rows of a tile, where one head has few queries."""
+
+import numpy as np
+import pytest
+from helpers.problems import usual_dtype
+
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.problem import Problem
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import Case
+
+FORWARD = LADDER["forward"]
+PACKING = ["mma_async", "mma_tf32"]
+MASKS = [
+    {},
+    {"causal": "bottom-right"},
+    {"causal": "top-left"},
+    {"window": (9, 3)},
+    {"causal": "bottom-right", "window": (5, None)},
+]
+
+
+def planned(kernel, limits, **sizes):
+    sizes = {"batch": 2, "heads": 6, "kv_heads": 2, "d": 24, "dtype": usual_dtype(kernel), **sizes}
+    return planning.plan(kernel, Problem.of_sizes(**sizes), limits)
+
+
+@pytest.mark.parametrize("kernel", PACKING)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("M, N", [(1, 70), (5, 150), (13, 7), (40, 40)])
+def test_packed_rows_are_right(backend, kernel, mask, M, N):
+    plan = planned(FORWARD[kernel], backend.limits, M=M, N=N, **mask)
+    assert plan.launches[-1].constants["packed"] == 3
+    calls.checked(backend, plan, Case("forward", plan.problem).inputs(), {})
+
+
+@pytest.mark.parametrize("kernel", PACKING)
+def test_heads_share_a_tile_only_where_one_does_not_half_fill_it(kernel):
+    limits = Simulator().limits
+    for M, pack in ((1, 3), (64, 3), (65, 1), (300, 1)):
+        (launch,) = planned(FORWARD[kernel], limits, M=M, N=100, d=64).launches
+        rows = launch.constants["Br"]
+        assert launch.constants["packed"] == pack
+        assert launch.grid[0] == -(-M * pack // rows) * 6 // pack * 2
+
+
+def test_packing_changes_no_result():
+    """Each row is computed as it would be alone, so that the results are the same bits."""
+    engine = Simulator()
+    kernel, sizes = FORWARD["mma_async"], {"M": 5, "N": 90, "causal": "bottom-right"}
+    plan = planned(kernel, engine.limits, **sizes)
+    inputs = Case("forward", plan.problem).inputs()
+    packed = calls.checked(engine, plan, inputs, {})
+    for head in range(6):
+        one = {"Q": inputs["Q"][:, [head]]} | {x: inputs[x][:, [head // 3]] for x in "KV"}
+        alone = planned(
+            FORWARD["mma_async"],
+            engine.limits,
+            M=5,
+            N=90,
+            heads=1,
+            kv_heads=1,
+            causal="bottom-right",
+        )
+        assert alone.launches[-1].constants["packed"] == 1
+        its = calls.checked(engine, alone, one, {})
+        np.testing.assert_array_equal(its["O"][:, 0], packed["O"][:, head])

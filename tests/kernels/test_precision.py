@@ -1,0 +1,372 @@
+"""precision=: what float32 inputs may be rounded to, who does it, and how that is said."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.cli import SIMULATOR, SIZES, cli, strict
+from helpers.problems import FORWARD, RAGGED, name
+
+import cupyfa
+from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.bench import peers, sweeps
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import Tuned
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify import failures
+from cupyfa.verify.case import Case
+
+H100 = Limits("an H100", shared_bytes=232448, arch="90")
+TURING = Limits("a T4", shared_bytes=65536, arch="75")
+SMALL = {"heads": 2, "M": 9, "N": 7, "d": 8}
+ROUNDING = [
+    *(("mma_tf32", "tf32"), ("mma_async", "float16")),
+    *(("mma_slices", "float16"), ("v3", "float16")),
+]
+
+
+def problem(precision=None, dtype="float32", **sizes):
+    return Problem.of_sizes(**{"M": 64, "d": 64, **sizes}, dtype=dtype, precision=precision)
+
+
+def plan(kernel, *args, limits=H100, **sizes):
+    return planning.plan(FORWARD[kernel], problem(*args, **sizes), limits)
+
+
+def arrays(seed=0, size=1.0, **sizes):
+    case = Case("forward", Problem.of_sizes(**{**SMALL, **sizes}), seed)
+    return [np.float32(size) * x for x in case.inputs().values()]
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    "precision, dtype, message",
+    [
+        ("fp8", "float32", "precision 'fp8' is unknown; use one of float32, tf32, float16"),
+        (16, "float32", "precision 16 is unknown"),
+        ("tf32", "float16", "precision='tf32' is for float32, and the dtype is float16; leave"),
+        ("float16", "float16", "the dtype is float16"),
+        ("float32", "float64", "the dtype is float64"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(precision, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        problem(precision, dtype)
+    q, k, v = (x.astype(dtype) for x in arrays())
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention(q, k, v, precision=precision, backend="simulator")
+
+
+def test_a_problem_says_its_precision():
+    assert "float32 precision=tf32 causal" in str(problem("tf32", causal=True))
+    assert "precision" not in str(problem())
+    assert problem("tf32").arithmetic == "float32 as tf32"
+    assert problem("float32").arithmetic == problem().arithmetic == "float32"
+
+
+# Who does it
+
+
+@pytest.mark.parametrize("kernel, own", ROUNDING)
+def test_a_kernel_that_is_named_runs_at_the_only_precision_it_has(kernel, own):
+    for asked in (None, own):
+        made = plan(kernel, asked)
+        assert (made.problem.precision, made.rounding) == (own, own)
+    with pytest.raises(Unsupported, match=f"it computes float32 in {own}; kernels that can: base"):
+        plan(kernel, "float32")
+
+
+def test_a_kernel_of_float32_accuracy_rounds_nothing():
+    for asked in (None, "float32"):
+        assert plan("fa2", asked).rounding is None
+    message = "it computes float32 in float32; kernels that can: mma_tf32$"
+    with pytest.raises(Unsupported, match=message):
+        plan("fa2", "tf32")
+    with pytest.raises(
+        Unsupported, match="kernels that can: v3, mma_async, mma_split_k, mma_slices$"
+    ):
+        plan("fa2", "float16")
+    with pytest.raises(Unsupported, match="no other kernel can either"):
+        plan("fa2", "bfloat16")
+
+
+def test_inputs_of_16_bits_are_rounded_as_ever():
+    assert plan("mma_async", dtype="float16").rounding is None
+    assert plan("v3", dtype="bfloat16").rounding == "float16"
+    with pytest.raises(Unsupported, match="its dtypes are float16, bfloat16"):
+        plan("mma_split_q")
+
+
+def test_tf32_needs_tensor_cores_that_have_it():
+    with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75; no other"):
+        plan("mma_tf32", "tf32", limits=TURING)
+    assert plan("mma_async", "float16", limits=TURING).rounding == "float16"
+
+
+@pytest.mark.parametrize(
+    "precision, d, limits, chosen",
+    [
+        (None, 64, H100, "fa2_coalesced"),
+        ("float32", 64, H100, "fa2_coalesced"),
+        ("tf32", 256, H100, "mma_tf32"),
+        ("float16", 64, TURING, "mma_async"),
+        ("float16", 257, H100, "mma_slices"),
+    ],
+)
+def test_auto_takes_one_that_has_the_precision(precision, d, limits, chosen):
+    asked = problem(precision, d=d)
+    assert planning.select("auto", "forward", asked, limits).name == chosen
+
+
+def test_auto_finds_none():
+    with pytest.raises(Unsupported, match="precision=tf32.*no other kernel can"):
+        planning.select("auto", "forward", problem("tf32", d=257), H100)
+
+
+def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
+    slow, fast = {"float32 as float16": {64: 1.0}}, {"float32 as float16": {64: 2.0}}
+    monkeypatch.setitem(FORWARD, "v3", replace(FORWARD["v3"], tflops=fast))
+    monkeypatch.setitem(FORWARD, "mma_async", replace(FORWARD["mma_async"], tflops=slow))
+    assert planning.select("auto", "forward", problem("float16"), H100).name == "v3"
+    here = [
+        Tuned(kernel, None, "float32 as float16", 64, 64, (), tflops)
+        for kernel, tflops in (("v3", 1.0), ("mma_async", 3.0))
+    ]
+    here = replace(H100, tuned=tuple(here))
+    assert planning.select("auto", "forward", problem("float16"), here).name == "mma_async"
+
+
+def test_tiles_that_were_tuned_are_those_of_the_precision():
+    constants = (("Br", 64), ("Bc", 16), ("Wr", 16), ("stages", 1))
+    tuned = Tuned("mma_async", None, "float32 as float16", 64, 64, constants, 1.0)
+    here = replace(H100, tuned=(tuned,))
+    assert plan("mma_async", limits=here).constants == dict(constants)
+    assert plan("mma_async", dtype="float16", limits=here).constants != dict(constants)
+
+
+def test_rounded_copies_exist_only_where_they_are_asked_for():
+    made = plan("mma_async", batch=2, heads=4, kv_heads=2, M=70, N=45, d=33, dv=9)
+    assert [x.entry for x in made.launches] == ["round_operands", "mma_async"]
+    assert made.scratch == {
+        "Q16": ((2, 4, 70, 40), np.float16),
+        "K16": ((2, 2, 45, 40), np.float16),
+        "V16": ((2, 2, 45, 16), np.float16),
+    }
+    Br = made.constants["Br"]
+    assert made.launches[0].grid == (2 * (4 * -(-70 // Br) + 2 * -(-45 // Br)), 1, 1)
+    text = sources.text(made.launches[1])
+    assert "using scalar = float;\nusing operand = __half;" in text and "cuda_fp16.h" in text
+    half = plan("mma_async", dtype="float16")
+    assert [x.entry for x in half.launches] == ["mma_async"] and not half.scratch
+
+
+def test_a_record_may_round_to_what_it_likes():
+    launch = Launch("own", args="Q", grid=lambda p, c: 1, threads=lambda p, c: 32)
+    own = Kernel(name="own", adds="", launches=(launch,), rounding="bfloat16")
+    made = planning.plan(own, problem(), H100)
+    assert made.rounding == made.problem.precision == "bfloat16"
+    both = replace(own, rounding=None, precisions=("tf32",))
+    assert planning.plan(both, problem(), H100).rounding is None
+    assert planning.plan(both, problem("tf32"), H100).rounding == "tf32"
+    with pytest.raises(ValueError, match="precisions are float32, tf32, .*but here"):
+        replace(own, precisions="tf32")
+
+
+def test_peers_have_no_such_option():
+    for peer in peers.NAMES:
+        with pytest.raises(Unsupported, match="its attention has no tf32 for float32 inputs"):
+            peers.peer(peer, Simulator(), problem("tf32"), {})
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("sizes", RAGGED, ids=name)
+@pytest.mark.parametrize("kernel, precision", ROUNDING)
+def test_results_are_within_the_bounds_of_the_precision(backend, kernel, precision, sizes):
+    made = planning.plan(FORWARD[kernel], problem(precision, **sizes), backend.limits)
+    inputs = Case("forward", made.problem, layout="gaps").inputs()
+    results = calls.checked(backend, made, inputs, {})
+    assert results["O"].dtype == results["lse"].dtype == np.float32
+    exact, _ = reference.attention(
+        *inputs.values(),
+        scale=made.problem.scale,
+        diagonal=made.problem.diagonal if made.problem.causal else None,
+    )
+    assert np.abs(results["O"] - exact).max() > 1e-5, "something was rounded"
+
+
+@pytest.mark.parametrize("precision", ["tf32", "float16"])
+def test_attention_rounds_only_when_asked(backend, precision):
+    q, k, v = arrays(M=40, N=70, d=64)
+    plain, rounded = (
+        cupyfa.attention(q, k, v, precision=x, backend=backend, check=True)
+        for x in (None, precision)
+    )
+    scale = 64**-0.5
+    exact, _ = reference.attention(q, k, v, scale=scale)
+    assert rounded.dtype == np.float32
+    assert np.abs(plain - exact).max() < 1e-5 < np.abs(rounded - exact).max() < 5e-3
+
+
+def test_the_range_of_tf32_is_that_of_float32_and_float16_ends_early(backend):
+    q, k, v = arrays(seed=1)
+    v[..., 3, :] = 1e5
+    options = {"backend": backend, "check": True}
+    assert np.isfinite(cupyfa.attention(q, k, v, precision="tf32", **options)).all()
+    ended = cupyfa.attention(q, k, v, precision="float16", **options)
+    assert not np.isfinite(ended).any()
+    before = cupyfa.attention(q, k, v, precision="float16", causal="top-left", **options)
+    assert np.isfinite(before[..., :3, :]).all() and not np.isfinite(before[..., 3:, :]).any()
+
+
+def test_a_hidden_value_that_is_infinite_in_tf32_alone_does_not_matter(backend):
+    q, k, v = arrays(seed=1)
+    v[..., 3, :] = np.finfo(np.float32).max
+    out = cupyfa.attention(q, k, v, precision="tf32", causal="top-left", backend=backend)
+    assert np.isfinite(out[..., :3, :]).all()
+
+
+@pytest.mark.parametrize("d, dv", [(1, 8), (24, 3), (47, 130), (80, 16), (112, 48), (255, 144)])
+def test_every_head_dimension(backend, d, dv):
+    for kernel, precision in ROUNDING[:2]:
+        made = planning.plan(FORWARD[kernel], problem(precision, M=20, N=37, d=d, dv=dv), H100)
+        inputs = Case("forward", made.problem).inputs()
+        calls.checked(backend, made, inputs, {})
+
+
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"d": 0}, {"dv": 0}, {"M": 0}, {"heads": 0}], ids=name)
+def test_sizes_of_zero(backend, sizes):
+    q, k, v = arrays(**{**SMALL, **sizes})
+    for precision in ("tf32", "float16"):
+        exact, same = (
+            cupyfa.attention(q, k, v, precision=x, backend=backend) for x in (None, precision)
+        )
+        np.testing.assert_allclose(same, exact, atol=2e-3)
+
+
+# What is said
+
+
+def test_run_says_what_the_kernel_rounds_to():
+    said = cli("run", "v3", *SIMULATOR, *SIZES, "--dtype", "float32").stdout
+    assert "float32 precision=float16" in " ".join(said.split())
+    done = cli("run", "mma_async", *SIMULATOR, *SIZES, "--precision", "float16", "--format", "json")
+    (row,) = strict(done.stdout)
+    assert (row["dtype"], row["precision"], row["passed"]) == ("float32", "float16", True)
+    assert [x["entry"] for x in row["launches"]] == ["round_operands", "mma_async"]
+    done = cli("run", "auto", *SIMULATOR, *SIZES, "--precision", "tf32", "--format", "json")
+    assert strict(done.stdout)[0]["kernel"] == "mma_tf32"
+
+
+@pytest.mark.parametrize(
+    "command, code, said",
+    [
+        ("run fa2 --precision tf32", 3, "it computes float32 in float32; kernels that can: mma_"),
+        ("run fa2 --precision fp8", 2, "'fp8' is not one of 'float32', 'tf32'"),
+        ("run fa2 --precision tf32 --dtype float16", 2, "the dtype is float16; leave it out"),
+        ("run softmax_safe --precision tf32", 2, "has no precision; leave it out"),
+        ("bench softmax_safe -p precision=tf32", 2, "has no precision; leave it out"),
+        ("bench fa2 -p precision=fp8", 2, "precision 'fp8' is unknown"),
+        ("compile fa2 --precision tf32", 3, "it computes float32 in float32"),
+        ("show mma_tf32 --plan --arch 75", 3, "it needs sm_80 for float32"),
+        ("show v3 --plan --precision float32", 3, "it computes float32 in float16"),
+        ("tune fa2 --precision tf32 --backend simulator", 3, "it computes float32 in float32"),
+    ],
+)
+def test_refusals(command, code, said):
+    assert said in cli(*command.split(), code=code).stderr
+
+
+def test_show_plans_in_a_precision():
+    said = cli("show", "mma_async", "--plan", "--precision", "float16").stdout
+    assert said.count("precision=float16") == 2 and "Q16 K16 V16" in said
+    assert "precision" not in cli("show", "mma_async", "--plan").stdout
+    assert "precision=tf32" in cli("show", "mma_tf32", "--plan").stdout
+
+
+def test_check_says_what_is_rounded_and_takes_a_precision():
+    options = ("--grid", "fuzz", "--samples", "2", "--jobs", "0", *SIMULATOR)
+    done = cli("check", "v3", "fa2", *options, "--dtype", "float32")
+    assert "note: v3 computes float32 in float16" in done.stderr and "fa2 comp" not in done.stderr
+    done = cli("check", "mma_tf32", "fa2", *options, "--precision", "tf32")
+    assert "2 of 2 runs right" in done.stdout and "2 it computes float32 in float32" in done.stdout
+    assert "note" not in done.stderr
+    assert "note" not in cli("check", "v3", *options, "--dtype", "float16").stderr
+
+
+def test_bench_has_a_column_for_it():
+    sizes = ("-B", "1", "-H", "1", "-M", "16", "-d", "8", "--budget", "0.01")
+    done = cli("bench", "fa2", "mma_async", "mma_tf32", *SIMULATOR, *sizes, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [(x["kernel"], x["dtype"]) for x in rows] == [
+        ("fa2", "float32"),
+        ("mma_async", "float32"),
+        ("mma_tf32", "float32"),
+    ]
+    assert [x["precision"] for x in rows] == ["", "float16", "tf32"]
+    swept = ("-p", "precision=float32,tf32", "--format", "json")
+    rows = strict(cli("bench", "mma_tf32", "--alone", *SIMULATOR, *sizes, *swept).stdout)
+    assert [(x["precision"], x["ms"] is None) for x in rows] == [("float32", True), ("tf32", False)]
+    assert rows[0]["note"] == "it computes float32 in tf32"
+
+
+def test_options_and_files_keep_the_precision(tmp_path):
+    case = Case("forward", problem("tf32", **SMALL), seed=3)
+    words = case.options()
+    assert words[words.index("--precision") + 1] == "tf32"
+    outcome = failures.Outcome("mma_tf32", failures.WRONG_RESULT, arrays=case.inputs())
+    failure = failures.Failure(case, outcome, failures.command(case, outcome, {}))
+    path = failures.write(tmp_path, failure, reruns=0, made_with={"device": "", "cupyfa": ""})
+    assert failures.read(path).case == case
+    done = cli("replay", path, *SIMULATOR)
+    assert "precision=tf32" in done.stdout and "PASS" in done.stdout
+
+
+def test_a_measurement_keeps_the_precision(tmp_path):
+    row = cupyfa.bench(
+        "mma_tf32", backend="simulator", alone=True, budget=0.01, batch=1, heads=1, M=8, d=8
+    )[0]
+    assert row.problem.precision == "tf32"
+    assert type(row).of_record(json.loads(json.dumps(row.record()))) == row
+
+
+def test_tuning_is_told_apart_by_precision(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
+    tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
+    cupyfa.tune(
+        replace(FORWARD["mma_tf32"], candidates={}, tiles=(tiles,)),
+        backend=Simulator(),
+        **{"batch": 1, "heads": 1, "M": 16, "d": 8, "budget": 0.01},
+    )
+    (file,) = (tmp_path / "tuned").glob("*.json")
+    (fact,) = json.loads(file.read_text()).values()
+    assert fact["dtype"] == "float32 as tf32"
+
+
+def test_sweeps_go_through_precisions():
+    found = sweeps.problems("forward", {"precision": ["float32", "tf32"], "d": 8})
+    assert [x.precision for x in found] == ["float32", "tf32"]
+    assert sweeps.usual_dtype(FORWARD["mma_async"]) == "float16"
+    assert sweeps.usual_dtype(FORWARD["mma_async"], precision="float16") == "float32"
+
+
+@pytest.mark.parametrize("kernel, precision", [("mma_async", "float16"), ("mma_tf32", "tf32")])
+def test_a_window_and_a_precision_go_together(backend, kernel, precision):
+    p = Problem.of_sizes(
+        M=70, N=131, heads=2, kv_heads=1, d=20, dv=9, window=(30, 5), precision=precision
+    )
+    assert f"precision={precision} window=30,5 " in str(p)
+    options = " ".join(Case("forward", p).options())
+    assert f"--precision {precision}" in options and "--window=30,5" in options
+    made = planning.plan(FORWARD[kernel], p, backend.limits)
+    assert made.problem == p
+    calls.checked(backend, made, Case("forward", p).inputs(), {})

@@ -1,0 +1,129 @@
+"""The rung mma_slices_backward: many cases of few texts, which take seconds to compile."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.problems import inputs_of, name, planned
+
+from cupyfa import Problem
+from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.bench.trial import difference
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+SLICES = LADDER["backward"]["mma_slices_backward"]
+TILE = {"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16, "stages": 2, "room": 3}
+CAUSAL = {"d": 40, "causal": True}
+SIZES = (
+    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # heads in rounds
+    {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # keys in rounds
+    {"heads": 2, "M": 37, "N": 140, "causal": "top-left"},  # rounds without a visible key
+    {"heads": 1, "M": 90, "N": 20, "scale": 0.0},
+    {"batch": 2, "heads": 2, "M": 5, "N": 0},
+    {"heads": 2, "kv_heads": 1, "M": 0, "N": 7},
+    {"heads": 3, "M": 1, "N": 1},
+)
+
+
+def plan_of(backend, sizes, dtype="float16"):
+    return planned(SLICES, backend, sizes, dtype, **TILE)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=name)
+def test_rounds_of_heads_and_keys(backend, sizes):
+    plan = plan_of(backend, {**CAUSAL, **sizes})
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("layout", ["bshd", "reversed", "unaligned"])
+def test_layouts(backend, layout):
+    plan = plan_of(backend, {**CAUSAL, "heads": 2, "kv_heads": 1, "M": 19, "N": 23})
+    calls.checked(backend, plan, calls.readable(plan, inputs_of(plan, layout=layout)), {})
+
+
+def test_what_is_hidden_does_not_show(backend):
+    """NaN and infinity of keys, values and gradients; rows that see no key, by mask or by lse."""
+    plan = plan_of(backend, {**CAUSAL, "heads": 1, "M": 60, "N": 50})
+    inputs = inputs_of(plan)
+    for array in ("Q", "dO"):
+        inputs[array][0, 0, :10] = np.nan
+    calls.checked(backend, plan, inputs, {})
+    inputs["K"][0, 0, 40], inputs["V"][0, 0, 45, 1] = np.nan, np.inf
+    inputs["lse"][0, 0, 50:] = np.nan
+    inputs["dO"][0, 0, 12] = np.inf
+    results = calls.checked(backend, plan, inputs, {})
+    assert np.isfinite(results["dQ"][0, 0, 13:50]).all()
+    assert np.isnan(results["dQ"][0, 0, 50:]).all()
+    inputs["K"][...], inputs["lse"][...] = np.inf, -np.inf
+    for result in calls.checked(backend, plan, inputs, {}).values():
+        assert (result == 0).all()
+
+
+def test_columns_of_several_tiles_and_widths(backend):
+    sizes = {"heads": 2, "M": 37, "N": 50, "d": 130, "dv": 263, "window": (20, 3)}
+    plan = plan_of(backend, sizes)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+def test_every_run_gives_the_same_bits():
+    plan = plan_of(Simulator(), {**CAUSAL, **SIZES[1]})
+    inputs = inputs_of(plan)
+    right = calls.checked(Simulator(), plan, inputs, {})
+    assert difference(Simulator(), plan, inputs, right, 2) is None
+
+
+def test_no_text_spills():
+    problem = Problem.of_sizes(M=1024, d=512, dtype="float16", causal=True)
+    plan = planning.plan(SLICES, problem, limits_of("90"))
+    assert (plan.constants["Br"], plan.constants["Bc"]) == (128, 256)
+    for launch in plan.programs[1:3]:  # the third has less to do than the second
+        made = compile_launch(launch, "90")
+        assert made.spilled_bytes == 0 and not made.warnings
+
+
+def test_tiles_fit_the_shared_memory_of_a_device():
+    for arch, tile in {
+        "75": (64, 128),
+        "80": (128, 128),
+        "86": (128, 128),
+        "90": (128, 256),
+    }.items():
+        for d in (264, 5000):
+            problem = Problem.of_sizes(M=64, d=d, dtype="float16")
+            constants = planning.plan(SLICES, problem, limits_of(arch)).constants
+            assert (constants["Br"], constants["Bc"]) == tile
+
+
+def test_scratch_is_bounded_by_rounds():
+    def plan_of_sizes(**sizes):
+        problem = Problem.of_sizes(**{"M": 1024, "d": 512, "dtype": "float16", **sizes})
+        return planning.plan(SLICES, problem, limits_of("90"))
+
+    few, many = (plan_of_sizes(heads=heads) for heads in (64, 6400))
+    assert len(few.programs) == len(many.programs) == 4
+    assert (len(few.launches), len(many.launches)) == (1 + 3, 1 + 3 * 100)
+    scores = 2 * 2 * 64 * 1024 * 1024
+    assert [x.scratch_bytes - 4 * x.problem.heads * 1024 for x in (few, many)] == [scores] * 2
+    long = plan_of_sizes(M=65536)  # 64 rounds of 1024 keys, between which dQ waits
+    assert len(long.launches) == 1 + 3 * 64
+    assert long.scratch_bytes == 4 * 65536 * 1024 + 4 * 65536 * 512 + 4 * 65536
+
+
+def test_auto_takes_it_where_no_other_rung_has_tensor_cores():
+    for d, dtype, expected in (
+        (257, "float16", "mma_slices_backward"),
+        (4096, "bfloat16", "mma_slices_backward"),
+        (256, "float16", "mma_columns"),
+        (257, "float32", "rows"),
+    ):
+        problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
+        assert planning.select("auto", "backward", problem, limits_of("80")).name == expected
+
+
+def test_a_formula_of_rounds_must_give_a_number():
+    broken = replace(SLICES, rounds=lambda p, c: 0)
+    with pytest.raises(ValueError, match="formula for rounds gives 0"):
+        planning.plan(broken, Problem.of_sizes(M=8, d=8, dtype="float16"), limits_of("80"))

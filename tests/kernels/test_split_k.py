@@ -1,0 +1,198 @@
+"""The rung mma_split_k: keys shared out to blocks, and the launch that merges what they found."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.problems import FORWARD, inputs_of, name, planned
+
+from cupyfa import Kernel, Launch, Problem
+from cupyfa.analysis.resources import limits_of
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+
+SPLIT = FORWARD["mma_split_k"]
+H100 = limits_of("90")
+SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
+# Some with more parts than a row's visible keys have tiles; one part of each, if fill is 1.
+SIZES = (
+    {"heads": 16, "M": 1, "N": 70, "d": 24},
+    {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},
+    {"heads": 3, "kv_heads": 1, "M": 40, "N": 90, "d": 40, "causal": True},
+    {"heads": 2, "M": 1, "N": 70, "d": 33, "dv": 9},
+    {"heads": 2, "kv_heads": 1, "M": 5, "N": 333, "d": 20, "window": (9, 3)},
+    {"heads": 2, "kv_heads": 1, "M": 33, "N": 100, "d": 16, "window": (20, None)},
+    {"heads": 1, "M": 64, "N": 300, "d": 40, "dv": 72, "causal": "top-left", "scale": -2.0},
+    {"heads": 1, "M": 40, "N": 7, "d": 16, "causal": True},
+    {"heads": 1, "M": 1, "N": 200, "d": 256, "scale": 0.0},
+    {"heads": 2, "M": 3, "N": 0, "d": 16},
+)
+
+
+def parts(plan):
+    """The number of parts, which all launches of a plan are told."""
+    (found,) = {launch.numbers["parts"] for launch in plan.launches if launch.numbers}
+    return found
+
+
+FILLS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("sizes, fill", FILLS, ids=name)
+def test_parts_are_merged(backend, sizes, fill):
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=fill)
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("M", [1, 16, 64])
+def test_the_tiles_of_few_rows_are_right(backend, M):
+    sizes = {"heads": 4, "kv_heads": 1, "M": M // 4 or 1, "N": 700, "d": 65, "causal": True}
+    plan = planned(SPLIT, backend, sizes, "bfloat16")
+    assert plan.constants["Br"] >= max(M, 4) and parts(plan) > 1
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+def test_float32_inputs_are_rounded_first(backend):
+    sizes = {"heads": 4, "kv_heads": 2, "M": 2, "N": 150, "d": 33}
+    plan = planned(SPLIT, backend, sizes, "float32")
+    assert [x.entry for x in plan.launches] == ["round_operands", "mma_split_k", "merge_parts"]
+    assert parts(plan) > 1
+    calls.checked(backend, plan, inputs_of(plan), {})
+
+
+def test_strange_numbers_stay_in_their_rows(backend):
+    """In parts before others and after them, some hidden from some of the rows."""
+    sizes = {"heads": 2, "M": 20, "N": 300, "d": 24, "causal": True}
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=5)
+    assert parts(plan) > 3
+    inputs = inputs_of(plan)
+    inputs["Q"][:, 0, 3] = np.nan
+    inputs["K"][:, 1, 290, 2] = np.nan
+    inputs["V"][..., 5, 1] = np.inf
+    inputs["V"][..., 150, 4] = np.nan
+    inputs["V"][..., 285, 7:9] = -np.inf
+    results = calls.checked(backend, plan, inputs, {})
+    assert np.isnan(results["O"][:, 0, 3]).all() and np.isnan(results["lse"][:, 0, 3]).all()
+    assert np.isfinite(np.delete(results["lse"][:, 0], 3, axis=-1)).all()
+    hidden = np.delete(results["O"][:, 0, :5], 3, axis=1)  # rows that see keys 0 … 284
+    assert np.isfinite(np.delete(hidden, [1, 4], axis=-1)).all()
+
+
+def test_maxima_of_parts_may_lie_far_apart(backend):
+    """Of all parts but one nothing is left, wherever that one is; sums must not overflow."""
+    sizes = {"heads": 1, "M": 2, "N": 200, "d": 16, "scale": 1.0}
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=3)
+    for key in (0, 100, 199):
+        inputs = inputs_of(plan)
+        inputs["Q"][...] = 60
+        inputs["K"][...] = np.abs(inputs["K"])
+        inputs["K"][..., key, :] = 50
+        calls.checked(backend, plan, inputs, {})
+
+
+def test_results_are_the_same_bits_in_any_order_of_blocks():
+    engine = Simulator()
+    plan = planned(SPLIT, engine, {"heads": 2, "M": 5, "N": 300, "d": 24}, "float16")
+    inputs = inputs_of(plan)
+    assert parts(plan) > 1
+    first = calls.checked(engine, plan, inputs, {})
+    for seed in (1, 2):
+        again = calls.checked(engine.reordered(seed), plan, inputs, {})
+        for array, other in zip(first.values(), again.values()):
+            np.testing.assert_array_equal(array, other)
+
+
+def h100(**sizes):
+    problem = Problem.of_sizes(**{"d": 128, "dtype": "bfloat16", **sizes})
+    return planning.plan(SPLIT, problem, H100)
+
+
+DECODE = {"heads": 32, "kv_heads": 8, "M": 1}
+
+
+@pytest.mark.parametrize("batch, N", [(1, 8192), (1, 131072), (4, 32768), (16, 8192), (128, 4096)])
+def test_parts_fill_the_device(batch, N):
+    plan = h100(batch=batch, N=N, **DECODE)
+    blocks, at_a_time = plan.launches[0].grid[0], 132 * plan.constants["fill"]
+    assert blocks == 8 * batch * parts(plan)
+    assert blocks / (-(-blocks // at_a_time) * at_a_time) >= 0.9
+    fewer = blocks - 8 * batch
+    assert parts(plan) == 1 or fewer / (-(-fewer // at_a_time) * at_a_time) < 0.9
+
+
+def test_a_part_has_at_least_a_tile_of_keys_that_are_seen():
+    Bc = h100(N=100, **DECODE).constants["Bc"]
+    assert parts(h100(N=100, **DECODE)) == -(-100 // Bc)
+    assert parts(h100(N=1, **DECODE)) == parts(h100(N=0, **DECODE)) == 1
+    window = h100(N=131072, window=(256, 0), **DECODE)
+    assert parts(window) == -(-(1 + 256) // Bc)
+    assert parts(h100(N=131072, window=(256, None), **DECODE)) > 20
+
+
+def test_one_part_needs_no_scratch_and_merges_nothing():
+    plan = h100(batch=64, heads=64, M=300, N=300)
+    assert parts(plan) == 1 and plan.scratch_bytes == 0
+    assert plan.launches[1].grid == (1, 1, 1)
+    several = h100(batch=1, N=8192, **DECODE)
+    assert several.launches[1].grid == (32, 1, 1)
+    assert several.scratch_bytes == 4 * 32 * parts(several) * (128 + 2)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The record as it is when its speed is known."""
+    kernel = replace(SPLIT, tflops={"float16": {128: 1}})
+    monkeypatch.setitem(FORWARD, SPLIT.name, kernel)
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "sizes, is_taken",
+    [
+        ({"N": 8192, **DECODE}, True),
+        ({"N": 4096, "batch": 128, **DECODE}, True),
+        ({"N": 8192, **DECODE, "M": 16}, True),
+        ({"N": 131072, "heads": 8, "M": 100}, True),
+        ({"N": 500, **DECODE}, False),
+        ({"N": 131072, "window": (500, 0), **DECODE}, False),
+        ({"N": 2048, "heads": 16, "M": 2048}, False),
+        ({"N": 8192, "d": 264, **DECODE}, False),
+        ({"N": 8192, "dtype": "float32", **DECODE}, False),
+    ],
+)
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_auto_takes_it_for_few_rows_and_many_keys_alone(measured, sizes, is_taken, arch):
+    problem = Problem.of_sizes(**{"d": 128, "dtype": "float16", **sizes})
+    chosen = planning.select("auto", "forward", problem, limits_of(arch))
+    assert (chosen is measured) == is_taken
+
+
+def test_auto_takes_it_for_float32_that_may_be_rounded(measured):
+    problem = Problem.of_sizes(N=8192, d=64, dtype="float32", precision="float16", **DECODE)
+    assert planning.select("auto", "forward", problem, H100) is measured
+
+
+def test_auto_never_takes_it_unmeasured(monkeypatch):
+    monkeypatch.setitem(FORWARD, SPLIT.name, replace(SPLIT, tflops={}))
+    problem = Problem.of_sizes(N=8192, d=64, dtype="float16", **DECODE)
+    assert planning.select("auto", "forward", problem, H100).name != SPLIT.name
+
+
+@pytest.mark.parametrize("number", [0.5, 2**31, "one"])
+def test_a_formula_of_a_number_must_give_one(number):
+    launch = Launch(
+        "mine",
+        args="Q.data laps",
+        grid=lambda p, c: 1,
+        threads=lambda p, c: 32,
+        numbers={"laps": lambda p, c: number},
+    )
+    with pytest.raises(ValueError, match="formula for laps gives"):
+        planning.plan(Kernel("mine", "", (launch,)), Problem.of_sizes(M=8, d=8), H100)
+
+
+def test_numbers_are_arguments():
+    (launch, *_) = SPLIT.launches
+    with pytest.raises(ValueError, match="numbers are .*, of names that the args have"):
+        replace(launch, numbers={"others": lambda p, c: 1})

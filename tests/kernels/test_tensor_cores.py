@@ -1,0 +1,467 @@
+"""The headers mma.cuh and cp_async.cuh: which lane holds what, and when copies land."""
+# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.device_code import INCLUDE, fault, launch, source
+
+from cupyfa.numerics import reference
+
+MMA = "#include <ptx/mma.cuh>\n#include <cuda_bf16.h>"
+COPIES = "#include <ptx/cp_async.cuh>"
+TYPES = pytest.mark.parametrize(
+    "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
+)
+SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
+
+
+@pytest.fixture
+def run(backend):
+    """Runs a kernel of one block, as ``launch`` does, on each backend."""
+    return launch if backend.name == "simulator" else launch_on_device
+
+
+def launch_on_device(body, *arrays, scalars=(), head="", threads=32):
+    import cupy
+
+    text = source(body, *arrays, scalars=scalars, head=head)
+    module = cupy.RawModule(code=text, options=tuple(f"-I{folder}" for folder in INCLUDE))
+    copies = [cupy.asarray(array) for array in arrays]
+    module.get_function("test")((1,), (threads,), (*copies, *scalars))
+    for array, copy in zip(arrays, copies):
+        array[...] = cupy.asnumpy(copy)
+
+
+def random(shape, dtype, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+
+
+def pairs(matrix):
+    """The rows of a matrix of 16-bit numbers, two neighbours in a word."""
+    return np.ascontiguousarray(matrix).view(np.uint32)
+
+
+# mma.cuh
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
+    tile = np.arange(1000, 1256, dtype=np.uint16).reshape(32, 8)
+    got = np.zeros((4, 32), np.uint32)
+    body = f"""
+        __shared__ __align__(16) unsigned short tile[32][8];
+        for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = A[threadIdx.x * 8 + i];
+        __syncwarp();
+        unsigned r[4];
+        load_matrices{"_transposed" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
+        for (int i = 0; i < 4; ++i) B[i * 32 + threadIdx.x] = r[i];
+    """
+    run(body, tile, got, head=MMA)
+    matrices = tile[np.arange(32) ^ 13].reshape(4, 8, 8)
+    want = pairs(matrices.swapaxes(1, 2) if transposed else matrices)
+    assert (got == want.reshape(4, 32)).all()
+
+
+def fragments(A, B, D):
+    """What the lanes hold of three matrices, by the header's comment."""
+    a, b = pairs(A), pairs(B.T)
+    parts_a = [a[:8, :4], a[8:, :4], a[:8, 4:], a[8:, 4:]]
+    parts_b = [b[:, :4], b[:, 4:]]
+    parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
+    return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
+
+
+def multiply(run, c_type, A, B, D):
+    """D + A B of one instruction."""
+    a, b, d = fragments(A, B, D)
+    body = f"""
+        int lane = threadIdx.x;
+        const unsigned a[4] = {{A[lane], A[32 + lane], A[64 + lane], A[96 + lane]}};
+        float d[4];
+        for (int i = 0; i < 4; ++i) d[i] = C[i * 32 + lane];
+        multiply_add<{c_type}>(d, a, B[lane], B[32 + lane]);
+        for (int i = 0; i < 4; ++i) C[i * 32 + lane] = d[i];
+    """
+    run(body, a, b, d, head=MMA)
+    got = np.empty((16, 8), np.float32)
+    for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
+        got[rows : rows + 8, first::2] = part.reshape(8, 4)
+    return got
+
+
+@TYPES
+def test_products_are_those_of_numpy(run, c_type, dtype):
+    A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), np.float32, 2)
+    want = D + A.astype(float) @ B.astype(float)
+    np.testing.assert_allclose(multiply(run, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
+
+
+@TYPES
+def test_infinities_and_nan_go_where_ieee_sends_them(run, c_type, dtype):
+    A, B, D = np.ones((16, 16), dtype), np.ones((16, 8), dtype), np.zeros((16, 8), np.float32)
+    A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
+    with np.errstate(invalid="ignore"):
+        want = D + (A.astype(np.float32)[:, :, None] * B.astype(np.float32)).sum(1)
+    assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
+    np.testing.assert_array_equal(multiply(run, c_type, A, B, D), want)
+
+
+@TYPES
+@pytest.mark.parametrize("load, transposed", [("", True), ("_transposed", False)])
+def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
+    """And a product, packed, is the first operand of the next."""
+    A, B = random((16, 16), dtype), random((16, 16), dtype, 1)
+    tiles, out = np.concatenate([A, B]).view(np.uint16), np.zeros((2, 16, 16), np.float32)
+    rows = "lane % 8 + lane / 16 * 8" if transposed else "lane % 16"
+    column = "lane / 8 % 2 * 8" if transposed else "lane / 16 * 8"
+    body = f"""
+        __shared__ __align__(16) unsigned short tiles[32][24];
+        int lane = threadIdx.x, r = lane / 4, c = 2 * (lane % 4);
+        for (int i = 0; i < 16; ++i) tiles[lane][i] = A[lane * 16 + i];
+        __syncthreads();
+        unsigned a[4], b[4];
+        load_matrices(a, &tiles[lane % 16][lane / 16 * 8]);
+        load_matrices{load}(b, &tiles[16 + {rows}][{column}]);
+        for (int turn = 0; turn < 2; ++turn) {{
+          float d[2][4] = {{}};
+          for (int half = 0; half < 2; ++half) {{
+            multiply_add<{c_type}>(d[half], a, b[2 * half], b[2 * half + 1]);
+            for (int i = 0; i < 4; ++i) {{
+              B[turn * 256 + (r + i / 2 * 8) * 16 + half * 8 + c + i % 2] = d[half][i];
+            }}
+          }}
+          for (int i = 0; i < 4; ++i) {{
+            a[i] = pack<{c_type}>(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]);
+          }}
+        }}
+    """
+    run(body, tiles, out, head=MMA)
+    right = B.astype(float).T if transposed else B.astype(float)
+    np.testing.assert_allclose(out[0], A.astype(float) @ right, rtol=1e-5, atol=1e-5)
+    packed = out[0].astype(dtype).astype(float)
+    np.testing.assert_allclose(out[1], packed @ right, rtol=1e-5, atol=1e-4)
+
+
+@TYPES
+def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
+    bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
+    ties = random(2048, dtype).astype(np.float32).view(np.uint32)
+    ties += np.uint32(0x1000 if dtype == np.float16 else 0x8000)
+    numbers = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
+    numbers[np.isnan(numbers)] = np.inf
+    got = np.zeros(numbers.size // 2, np.uint32)
+    body = f"""
+        for (int i = threadIdx.x; i < s0; i += 32) B[i] = pack<{c_type}>(A[2 * i], A[2 * i + 1]);
+    """
+    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    with np.errstate(over="ignore"):
+        want = numbers.astype(dtype)
+    assert (got.view(np.uint16) == want.view(np.uint16)).all()
+
+
+ROWS = """
+    __shared__ __align__(16) unsigned short tile[64][8];
+    for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = i;
+    __syncwarp();
+    unsigned r[4];
+    load_matrices(r, {row});
+"""
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ("&tile[threadIdx.x][threadIdx.x / 31 * 4]", "at a multiple of 16 bytes"),
+        ("A", "not in shared memory"),
+        ("tile[threadIdx.x + 1]", "that no thread of this block has written"),
+    ],
+)
+def test_wrong_rows_of_matrices(row, said):
+    A = np.zeros(16, np.uint16)
+    caught = fault(ROWS.format(row=row), A, head=MMA)
+    assert said in caught.what and caught.place == "test.cu:5"
+
+
+@SCHEDULES
+def test_rows_are_read_by_other_lanes_than_wrote_them(schedule):
+    A, body = np.zeros(16, np.uint16), ROWS.format(row="tile[threadIdx.x]")
+    launch(body, A, head=MMA, schedule=schedule)
+    early = body.replace("__syncwarp();", "")
+    assert "race" in fault(early, A, head=MMA, schedule=schedule).what
+
+
+def test_matrices_take_a_whole_warp():
+    A = np.zeros(16, np.uint16)
+    assert "32 threads" in fault(ROWS.format(row="tile[0]"), A, head=MMA, threads=40).what
+    body = "unsigned a[4] = {}; float d[4] = {}; multiply_add<__half>(d, a, 0, 0);"
+    assert "32 threads" in fault(body, head=MMA, threads=16).what
+    late = "if (threadIdx.x < 9) return;\n" + body
+    assert "wait in multiply_add" in fault(late, head=MMA).what
+
+
+# tf32
+
+
+def tf32_fragments(A, B, D):
+    """What the lanes hold of the matrices of a tf32 product, by the header's comment."""
+    parts_a = [A[:8, :4], A[8:, :4], A[:8, 4:], A[8:, 4:]]
+    parts_b = [B.T[:, :4], B.T[:, 4:]]
+    parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
+    return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
+
+
+def multiply_tf32(run, A, B, D):
+    """D + A B of one instruction, on numbers as they are."""
+    a, b, d = tf32_fragments(A, B, D)
+    body = """
+        int lane = threadIdx.x;
+        unsigned a[4], b[2];
+        float d[4];
+        for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(A[i * 32 + lane]);
+        for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(B[i * 32 + lane]);
+        for (int i = 0; i < 4; ++i) d[i] = C[i * 32 + lane];
+        multiply_add_tf32(d, a, b[0], b[1]);
+        for (int i = 0; i < 4; ++i) C[i * 32 + lane] = d[i];
+    """
+    run(body, a, b, d, head=MMA)
+    got = np.empty((16, 8), np.float32)
+    for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
+        got[rows : rows + 8, first::2] = part.reshape(8, 4)
+    return got
+
+
+def cut(x):
+    """What a product takes of a float: the bits that it does not look at are 0."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
+
+
+def test_products_of_tf32_do_not_look_at_the_last_bits(run):
+    A, B, D = (random(x, np.float32, i) for i, x in enumerate([(16, 8), (8, 8), (16, 8)]))
+    got = multiply_tf32(run, A, B, D)
+    np.testing.assert_allclose(got, D + cut(A) @ cut(B), rtol=1e-5, atol=1e-5)
+    assert np.abs(got - (D + A.astype(float) @ B)).max() > 1e-4
+
+
+def test_infinities_and_nan_in_products_of_tf32(run):
+    A, B, D = (np.ones(x, np.float32) for x in [(16, 8), (8, 8), (16, 8)])
+    A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
+    with np.errstate(invalid="ignore"):
+        want = D + (A[:, :, None] * B).sum(1)
+    assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
+    np.testing.assert_array_equal(multiply_tf32(run, A, B, D), want)
+
+
+def test_tf32_is_rounded_as_the_reference_rounds(run):
+    bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
+    ties = bits & np.uint32(0xFFFFE000) | np.uint32(0x1000)
+    numbers = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
+    got = np.zeros(numbers.size, np.uint32)
+    body = "for (int i = threadIdx.x; i < s0; i += 32) B[i] = round_to_tf32(A[i]);"
+    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    nan = np.isnan(numbers)
+    want = reference.rounded(numbers[~nan], "tf32")
+    normal = np.abs(want) >= 2.0**-126  # a device may flush the others to zero
+    assert (got[~nan][normal] == want.view(np.uint32)[normal]).all()
+    assert np.isnan(got.view(np.float32)[nan]).all()
+
+
+def test_matrices_of_floats_are_operands_of_tf32(run):
+    """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
+    A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
+    tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
+    body = """
+        __shared__ __align__(16) float tiles[32][8];
+        int lane = threadIdx.x;
+        for (int i = 0; i < 8; ++i) tiles[lane][i] = A[lane * 8 + i];
+        __syncthreads();
+        unsigned a[4], b[4];
+        load_matrices(a, &tiles[lane % 16][lane / 16 * 4]);
+        load_matrices(b, &tiles[16 + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 4]);
+        for (int half = 0; half < 2; ++half) {
+          float d[4] = {};
+          multiply_add_tf32(d, a, b[2 * half], b[2 * half + 1]);
+          for (int i = 0; i < 4; ++i) {
+            B[(lane / 4 + i / 2 * 8) * 16 + half * 8 + 2 * (lane % 4) + i % 2] = d[i];
+          }
+        }
+    """
+    run(body, tiles, out, head=MMA)
+    np.testing.assert_allclose(out, cut(A) @ cut(B).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
+def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
+    """Eight rows' chunks of a column, which ldmatrix reads, and of every second row two chunks."""
+    places = np.zeros((16, chunks), np.int32)
+    body = f"""
+        for (int i = threadIdx.x; i < 16 * {chunks}; i += 32) {{
+          int row = paired<{chunks}>(i / {chunks});
+          A[i] = row * {chunks} + swizzled<{chunks}>(row, i % {chunks});
+        }}
+    """
+    launch(body, places, head="#include <tile/swizzle.cuh>")
+    assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
+    groups = places % 8  # of 4 banks
+    for first in (0, 8):
+        for chunk in range(chunks):
+            assert len(set(groups[first : first + 8, chunk])) == 8
+        for second in (0, 1):
+            for chunk in range(0, chunks, 2):
+                rows = groups[first + second : first + 8 : 2, chunk : chunk + 2]
+                assert len(set(rows.ravel())) == 8
+
+
+# cp_async.cuh
+
+TILE = """
+    __shared__ __align__(16) unsigned short tile[64][8];
+    int me = threadIdx.x;
+    for (int i = 0; i < 8; ++i) tile[me][i] = 7;
+    __syncthreads();
+"""
+
+
+def numbers(count):
+    return np.arange(1, 1 + 8 * count, dtype=np.uint16).reshape(count, 8)
+
+
+def test_part_of_a_copy_is_zeros_and_nothing_is_read_for_none(run):
+    A, B = numbers(32), np.ones((32, 8), np.uint16)
+    body = (
+        TILE
+        + """
+        int bytes = me % 9 * 2;
+        copy_async(tile[me], bytes == 0 ? A + s0 : A + me * 8, bytes);
+        commit_copies();
+        wait_for_copies<0>();
+        for (int i = 0; i < 8; ++i) B[me * 8 + i] = tile[me][i];
+    """
+    )
+    run(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
+    assert (B == np.where(np.arange(8) < np.arange(32)[:, None] % 9, A, 0)).all()
+
+
+def test_many_copies_in_many_groups(run):
+    """More than a warp's threads can keep in one piece of storage, and stages that are reused."""
+    A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
+    body = """
+        __shared__ __align__(16) unsigned short tile[3][20][32][8];
+        int me = threadIdx.x;
+        for (int stage = 0; stage < 5; ++stage) {
+          if (stage < 3) {
+            for (int i = 0; i < 20; ++i) {
+              copy_async(tile[stage][i][me], A + ((stage * 20 + i) * 32 + me) * 8, 16);
+            }
+          }
+          commit_copies();
+          wait_for_copies<2>();
+          __syncthreads();
+          if (stage < 2) continue;
+          for (int i = 0; i < 20; ++i) {
+            for (int j = 0; j < 8; ++j) {
+              B[(((stage - 2) * 20 + i) * 32 + me) * 8 + j] = tile[stage - 2][i][31 - me][j];
+            }
+          }
+        }
+    """
+    run(body, A, B, head=COPIES)
+    assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
+
+
+def test_copies_land_in_the_wait_that_requires_it():
+    """Here as late as a device may let them: what is read too early is the old data."""
+    A, B = numbers(64), np.zeros((5, 32), np.uint16)
+    body = (
+        TILE
+        + """
+        copy_async(tile[me], A + me * 8, 16);
+        commit_copies();
+        copy_async(tile[me], A + (32 + me) * 8, 16);
+        commit_copies();
+        copy_async(tile[me], A, 0);
+        B[me] = tile[me][0];
+        wait_for_copies<2>();
+        B[32 + me] = tile[me][0];
+        wait_for_copies<1>();
+        B[64 + me] = tile[me][0];
+        wait_for_copies<0>();
+        B[96 + me] = tile[me][0];
+        commit_copies();
+        wait_for_copies<0>();
+        B[128 + me] = tile[me][0];
+    """
+    )
+    launch(body, A, B, head=COPIES)
+    assert (B[:2] == 7).all() and (B[4] == 0).all()
+    assert (B[2:4] == A[:, 0].reshape(2, 32)).all()
+    never_written = body.replace("tile[me][i] = 7", "")
+    assert "no thread of this block has written" in fault(never_written, A, B, head=COPIES).what
+
+
+SHARE = (
+    TILE
+    + """
+    copy_async(tile[me], A + me * 8, 16);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    B[me] = tile[me ^ s0][0];
+"""
+)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("other", [1, 33])
+def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
+    A, B = numbers(64), np.zeros(64, np.uint16)
+    options = {"scalars": (np.int32(other),), "head": COPIES, "threads": 64, "schedule": schedule}
+    launch(SHARE, A, B, **options)
+    assert (B == A[np.arange(64) ^ other, 0]).all()
+    before, after = SHARE.rsplit("__syncthreads();", 1)
+    caught = fault(before + after, A, B, **options)
+    assert "race" in caught.what and caught.place in ("test.cu:6", "test.cu:10")
+    waits_too_late = before.replace("wait_for_copies<0>();", "") + "__syncthreads();"
+    waits_too_late += "wait_for_copies<0>();" + after
+    assert "race" in fault(waits_too_late, A, B, **options).what
+
+
+@SCHEDULES
+def test_a_copy_to_what_others_still_read(schedule):
+    body = (
+        TILE
+        + """
+        B[me] = tile[me ^ 33][0];
+        __syncthreads();
+        copy_async(tile[me], A + me * 8, 16);
+        __syncthreads();
+        commit_copies();
+        wait_for_copies<0>();
+    """
+    )
+    A, B = numbers(64), np.zeros(64, np.uint16)
+    options = {"head": COPIES, "threads": 64, "schedule": schedule}
+    launch(body, A, B, **options)
+    # The barrier after it is none between: the copy may have begun.
+    late = body.replace("[0];\n        __syncthreads();", "[0];\n")
+    caught = fault(late, A, B, **options)
+    assert "race" in caught.what and caught.place in ("test.cu:6", "test.cu:8")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("tile[0], A + 4, 16", "multiple of 16"),
+        ("&tile[0][2], A, 16", "multiple of 16"),
+        ("tile[0], A, 17", "more than 16"),
+        ("tile[0], A, -1", "less than 0"),
+        ("A, A, 16", "from global to shared"),
+        ("tile[0], tile[1], 16", "from global to shared"),
+        ("tile[0], A + 8, 8", "reads 8 bytes, just past the end of A"),
+    ],
+)
+def test_wrong_copies(arguments, said):
+    body = f"__shared__ __align__(16) unsigned short tile[2][8];\n\ncopy_async({arguments});"
+    A = np.zeros(8, np.uint16)
+    caught = fault(body, A, head=COPIES, threads=1)
+    assert said in caught.what and caught.place == "test.cu:3"

@@ -1,0 +1,468 @@
+"""Windows: what they mean, who can do them, and that keys nobody sees cost nothing."""
+
+import json
+import runpy
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers.problems import FORWARD, inputs_of, name
+
+import cupyfa
+from cupyfa import Case, Problem
+from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.bench import peers
+from cupyfa.bench.results import Measurement
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.numerics import reference
+from cupyfa.operations import visible_scores
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.problem import MOST
+from cupyfa.runtime import calls
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator.machine import SimulatorFault
+from cupyfa.verify import failures
+from cupyfa.verify import shrink as shrinking
+
+MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
+ABLE = [kernel for kernel in FORWARD.values() if "window" in kernel.features]
+UNABLE = [kernel for kernel in FORWARD.values() if "window" not in kernel.features]
+EACH = pytest.mark.parametrize("kernel", ABLE, ids=name)
+MASKS = (None, "bottom-right", "top-left")
+WINDOWS = ((0, 0), (7, None), (None, 7), (20, 3), (0, None), (None, 0), (2**31 - 1, 2**31 - 1))
+SHAPES = ((70, 45), (45, 70), (130, 131), (1, 40), (40, 1), (5, 0))
+H100 = limits_of("90")
+
+
+def dense_mask(p):
+    """Which query sees which key, as one would say it."""
+    left, right = p.window
+    right = 0 if p.causal else right
+    at = np.arange(p.M)[:, None] + (0 if p.causal == "top-left" else p.N - p.M)
+    key = np.arange(p.N)
+    seen = np.ones((p.M, p.N), bool)
+    if left is not None:
+        seen &= key >= at - left
+    if right is not None:
+        seen &= key <= at + right
+    return seen
+
+
+def dense(inputs, p):
+    """Attention through all scores, in float64."""
+    q, k, v = (inputs[x].astype(np.float64) for x in "QKV")
+    k, v = (np.repeat(x, p.group, axis=1) for x in (k, v))
+    weights = np.where(dense_mask(p), np.exp(p.scale * q @ k.mT), 0)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return weights @ v / np.where(total == 0, 1, total), np.log(total)[..., 0]
+
+
+def mask_of(p):
+    return {
+        "diagonal": None if p.right is None else p.diagonal,
+        "lower": None if p.left is None else p.lower,
+    }
+
+
+def problem(M, N, causal=None, window=None, **sizes):
+    sizes = {"heads": 4, "kv_heads": 2, "d": 20, "dv": 9, "dtype": "float16", **sizes}
+    return Problem.of_sizes(M=M, N=N, causal=causal, window=window, **sizes)
+
+
+# What it means
+
+
+@pytest.mark.parametrize("causal", MASKS)
+@pytest.mark.parametrize("M, N", SHAPES)
+def test_the_reference_is_what_one_would_write_first(M, N, causal, monkeypatch):
+    monkeypatch.setattr(reference, "_TILE_SCORES", 1)
+    monkeypatch.setattr(reference, "_TILE_ROWS", 16)
+    for window in WINDOWS:
+        p = problem(M, N, causal, window, dtype="float64")
+        inputs = Case("forward", p).inputs()
+        actual = reference.attention(*inputs.values(), scale=p.scale, **mask_of(p))
+        for one, other in zip(actual, dense(inputs, p)):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+        assert visible_scores(p) == dense_mask(p).sum()
+
+
+@pytest.mark.parametrize("precision", ["float16", "tf32"])
+def test_the_rounded_reference_has_the_same_mask(precision):
+    p = problem(30, 50, "bottom-right", (9, None))
+    inputs = Case("forward", p).inputs()
+    out, lse = reference.attention(
+        *inputs.values(), scale=p.scale, **mask_of(p), precision=precision
+    )
+    expected_out, expected_lse = dense(inputs, p)
+    np.testing.assert_allclose(out, expected_out, atol=5e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=5e-3)
+
+
+def test_gradients_are_finite_differences():
+    p = problem(6, 7, None, (2, 1), d=3, dv=2, heads=2, kv_heads=1, dtype="float64")
+    inputs = list(Case("forward", p).inputs().values())
+    dout = np.random.default_rng(1).normal(size=(1, 2, 6, 2))
+    grads = reference.attention_backward(dout, *inputs, scale=0.7, **mask_of(p))
+
+    def loss():
+        return (reference.attention(*inputs, scale=0.7, **mask_of(p))[0] * dout).sum()
+
+    for x, grad in zip(inputs, grads):
+        index = np.random.default_rng(2).integers(0, x.size, 8)
+        for i in index:
+            kept = x.flat[i]
+            x.flat[i] = kept + 1e-6
+            above = loss()
+            x.flat[i] = kept - 1e-6
+            below = loss()
+            x.flat[i] = kept
+            assert abs((above - below) / 2e-6 - grad.flat[i]) < 1e-7
+
+
+def test_causal_is_the_right_side():
+    assert problem(5, 9, True, (3, 0)) == problem(5, 9, True, (3, None))
+    assert problem(5, 9, True, (3, 4)) == problem(5, 9, True, (3, None))
+    assert problem(5, 9, window=(None, None)) == problem(5, 9)
+    assert str(problem(5, 9, True, (3, 0))).split()[-3:-1] == ["causal=bottom-right", "window=3,-"]
+    assert (dense_mask(problem(5, 9, window=(None, 0))) == dense_mask(problem(5, 9, True))).all()
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), [-5, None]])
+def test_negative_numbers_are_refused(window):
+    with pytest.raises(ValueError, match=r"window=\(.*\) has a negative number; give 0 or more"):
+        problem(5, 9, window=window)
+
+
+@pytest.mark.parametrize("window", [5, (1,), (1, 2, 3), "1,2", {1: 2}])
+def test_what_is_no_pair_is_refused(window):
+    with pytest.raises(ValueError, match=r"is no pair; give the keys to the left and to the right"):
+        problem(5, 9, window=window)
+
+
+@pytest.mark.parametrize("window", [(1.0, 0), (True, 0), (None, "3")])
+def test_what_are_no_whole_numbers_is_refused(window):
+    with pytest.raises(TypeError, match="sizes are whole numbers"):
+        problem(5, 9, window=window)
+
+
+def test_a_limit_too_large_for_the_kernels_integers():
+    with pytest.raises(ValueError, match="sizes are 0 to 2,147,483,647"):
+        problem(5, 9, window=(2**31, 0))
+
+
+# Kernels
+
+
+@EACH
+@pytest.mark.parametrize("causal", MASKS)
+def test_kernels_are_right(backend, kernel, causal):
+    """Among canaries, on shapes with rows that see no key; GQA; several blocks and tiles."""
+    every = list(product(SHAPES, WINDOWS))
+    for (M, N), window in every[MASKS.index(causal) :: len(MASKS)]:
+        p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
+        plan = planning.plan(kernel, p, backend.limits)
+        results = calls.checked(backend, plan, inputs_of(plan), {})
+        empty = ~dense_mask(p).any(-1)
+        assert (results["O"][:, :, empty] == 0).all()
+        assert (results["lse"][:, :, empty] == -np.inf).all()
+
+
+@EACH
+@pytest.mark.parametrize("schedule", [1, 2])
+def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
+    p = problem(100, 140, window=(30, 9), scale=-0.2, dtype=usual_dtype(kernel))
+    engine = Simulator(schedule=schedule)
+    plan = planning.plan(kernel, p, engine.limits)
+    calls.checked(engine, plan, inputs_of(plan), {})
+
+
+@EACH
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
+    """A window of 16 keys at N = 512: what no row sees is poisoned."""
+    p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
+    plan = planning.plan(kernel, p, backend.limits)
+    inputs = Case("forward", p).inputs()
+    clean = calls.checked(backend, plan, inputs, {})
+    unseen = ~dense_mask(p).any(0)
+    assert unseen.sum() == 512 - 40 - 16
+    inputs["K"][:, :, unseen] = inputs["V"][:, :, unseen] = poison
+    spoilt = calls.checked(backend, plan, inputs, {})
+    np.testing.assert_array_equal(spoilt["lse"], clean["lse"])
+    np.testing.assert_allclose(spoilt["O"], clean["O"], atol=2e-3)  # sums in another order
+    # Key 480 is seen by some rows of the tile alone, and its value spoils their columns.
+    inputs["V"][:, :, 480, 3] = poison
+    some = calls.checked(backend, plan, inputs, {})
+    rows = dense_mask(p)[:, 480]
+    assert 0 < rows.sum() < 40
+    assert (np.isfinite(some["O"][..., 3]) == ~rows).all()
+    assert np.isfinite(np.delete(some["O"], 3, axis=-1)).all()
+
+
+# A line that faults as soon as a block comes to a tile of keys that none of its rows sees.
+LOOPS = {
+    "fa2": "first_key < visible_to_tile; first_key += Bc) {\n",
+    "fa2_coalesced": "first_key < visible_to_tile; first_key += Bc) {\n",
+    "mma_split_q": "first_key < seen_by_some; first_key += Bc) {\n",
+    "mma_swizzled": "first_key < seen_by_some; first_key += Bc) {\n",
+    "mma_async": "first_key < end; first_key += Bc) {\n",
+    "mma_tf32": "first_key < end; first_key += Bc) {\n",
+    "wgmma": "turn.advance()) {\n    const int i = turn.stage;\n    wait(shared.K_empty",
+    "wgmma_overlap": "turn.advance()) {\n    const int i = turn.stage;\n    wait(shared.K_empty",
+    "wgmma_persistent": "turn.advance()) {\n      const int i = turn.stage;\n",
+}
+TRAP = """
+  if (first_key + Bc <= {first} || first_key >= {end}) *reinterpret_cast<volatile int*>(16) = 0;
+"""
+
+
+@pytest.mark.parametrize("kernel", LOOPS)
+def test_tiles_that_nobody_sees_are_passed_over(tmp_path, kernel):
+    text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
+    sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "work.row"}[kernel.split("_")[0]]
+    sees = "task.row" if kernel == "wgmma_persistent" else sees
+    trap = TRAP.format(first=f"{sees} + 480 - 16", end=f"{sees} + Br + 480 + 2")
+    assert text.count(LOOPS[kernel]) == 1
+    loop = LOOPS[kernel].replace("{\n", "{\n" + trap, 1)
+    (tmp_path / f"{kernel}.cu").write_text(text.replace(LOOPS[kernel], loop))
+    trapped = replace(FORWARD[kernel], folder=tmp_path)
+    engine = Simulator()
+    for window in ((16, 2), (16, None), (None, 2)):
+        p = problem(96, 576, window=window, d=16, dv=16, dtype=usual_dtype(trapped))
+        rows = 64 if kernel.startswith("wgmma") else 32
+        plan = planning.plan(trapped, p, engine.limits, Br=rows, Bc=16)
+        inputs = Case("forward", p).inputs()
+        if None in window:
+            with pytest.raises(SimulatorFault, match="writes 4 bytes"):
+                calls.checked(engine, plan, inputs, {})
+        else:
+            calls.checked(engine, plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel", ["fa2_coalesced", "mma_async"])
+def test_a_window_takes_less_time(kernel):
+    """The work is that of the keys that are seen: here about 1/16 of all."""
+    sizes = {"batch": 1, "heads": 1, "M": 64, "N": 4096, "d": 32, "dtype": "float16"}
+    windows = [(None, None), (100, 100)]
+    rows = cupyfa.bench(
+        kernel, backend="simulator", budget=0.1, alone=True, window=windows, **sizes
+    )
+    whole, windowed = (row.time for row in rows)
+    assert windowed < whole / 4
+
+
+FAULTS = {
+    "one key too many": ("fa2", ("hidden_keys(row, N, lower)", "hidden_keys(row, N, lower - 1)")),
+    "one key too few": ("fa2", ("hidden_keys(row, N, lower)", "hidden_keys(row, N, lower + 1)")),
+    "a tile too few": ("mma_async", ("N, lower) / Bc * Bc;", "N, lower) / Bc * Bc + Bc;")),
+    "unmasked tiles": ("mma_async", (" && first_key >= hidden_from_some)", ")")),
+    "another first tile": ("mma_async", ("K[0], keys, start)", "K[0], keys, 0)")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_window_is_found(tmp_path, backend, fault):
+    kernel, (right, wrong) = FAULTS[fault]
+    text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
+    assert text.count(right) == 1
+    (tmp_path / f"{kernel}.cu").write_text(text.replace(right, wrong))
+    p = problem(70, 150, window=(9, None), dtype="float16")
+    broken = replace(FORWARD[kernel], folder=tmp_path)
+    plan = planning.plan(broken, p, backend.limits, Br=32, Bc=32)
+    with pytest.raises(cupyfa.WrongResult, match="window=9,-"):
+        calls.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@EACH
+def test_windowed_kernels_compile_without_warnings(kernel, causal):
+    dtype = usual_dtype(kernel)
+    p = Problem.of_sizes(M=64, d=64, dtype=dtype, causal=causal, window=(9, None))
+    arches = [x for x in ("80", "90", "120") if planning.can(kernel, p, limits_of(x))]
+    assert "90" in arches
+    for arch in arches:
+        for launch in planning.plan(kernel, p, limits_of(arch)).launches:
+            made = compile_launch(launch, arch)
+            assert made.warnings == ()
+            assert made.spilled_bytes == 0 or not launch.entry.startswith(("mma_", "wgmma"))
+
+
+# Planning
+
+
+@pytest.mark.parametrize("kernel", UNABLE, ids=name)
+def test_who_cannot_says_who_can(kernel):
+    planning.plan(kernel, problem(5, 9, window=(None, 2)), H100)  # the right side alone is a mask
+    with pytest.raises(cupyfa.Unsupported) as refused:
+        planning.plan(kernel, problem(5, 9, window=(2, None)), H100)
+    assert "window=2,-" in str(refused.value)
+    assert "it lacks window; kernels that can: " in str(refused.value)
+    assert "mma_async" in str(refused.value) and "v2" not in str(refused.value).split("can: ")[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("d", [16, 128, 1000])
+def test_auto_takes_who_can(dtype, d):
+    p = Problem.of_sizes(M=64, d=d, dtype=dtype, window=(5, 5))
+    chosen = planning.select("auto", "forward", p, H100)
+    assert "window" in chosen.features
+
+
+def test_constants_and_numbers_of_a_plan():
+    plan = cupyfa.plan(kernel="fa2", limits=H100, M=10, N=30, d=8, window=(4, None))
+    assert plan.launches[0].constants["windowed"] is True
+    assert plan.launches[0].constants["causal"] is False
+    assert (plan.problem.lower, plan.problem.diagonal) == (16, 0)
+    plan = cupyfa.plan(kernel="fa2", limits=H100, M=10, N=30, d=8, window=(None, 4))
+    assert plan.launches[0].constants["windowed"] is False
+    assert plan.launches[0].constants["causal"] is True
+    assert plan.problem.diagonal == 24
+    top = cupyfa.plan(
+        kernel="fa2", limits=H100, M=10, N=30, d=8, window=(4, None), causal="top-left"
+    ).problem
+    assert (top.lower, top.diagonal) == (-4, 0)
+
+
+def test_numbers_stay_within_the_kernels_integers():
+    p = problem(MOST, 5, window=(2**31 - 1, 2**31 - 1))
+    assert (p.lower, p.diagonal) == (-MOST, 4)
+
+
+# The library and the command line
+
+
+def test_attention_takes_a_window(backend):
+    p = problem(20, 33, window=(4, 1), dtype="float32")
+    q, k, v = Case("forward", p).inputs().values()
+    out = np.empty((1, 4, 20, 9), np.float32)
+    options = {"window": (4, 1), "backend": backend, "check": True, "return_lse": True}
+    got, lse = cupyfa.attention(q, k, v, **options, out=out)
+    expected_out, expected_lse = dense({"Q": q, "K": k, "V": v}, p)
+    assert got is out
+    np.testing.assert_allclose(out, expected_out, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    bshd = cupyfa.attention(
+        *(x.swapaxes(1, 2) for x in (q, k, v)), window=(4, 1), layout="bshd", backend=backend
+    )
+    np.testing.assert_allclose(bshd.swapaxes(1, 2), expected_out, atol=1e-5)
+
+
+def cli(*args, code=0):
+    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
+    assert done.exit_code == code, done.output
+    return done
+
+
+SIZES = ("-B", 1, "-H", 2, "-M", 20, "-N", 30, "-d", 16, "--backend", "simulator")
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (("--window", "5,2"), (None, "5,2")),
+        (("--window", "-,2"), (None, "-,2")),
+        (("--window=3,-", "--causal"), ("bottom-right", "3,-")),
+        (("--window", "3,1", "--causal", "top-left"), ("top-left", "3,-")),
+        (("--window", "-,-"), (None, None)),
+    ],
+)
+def test_run_takes_a_window(options, problem):
+    shown = cli("run", "fa2", *SIZES, *options, "--seed", 1, "--format", "json").stdout
+    (row,) = json.loads(shown)
+    assert row["passed"] and (row["causal"], row["window"]) == problem
+
+
+def test_a_case_is_repeated_by_its_options():
+    case = Case("forward", problem(5, 9, "top-left", (3, None)), 7)
+    assert "--window=3,-" in case.options()
+    shown = cli("run", "auto", *case.options(), "--backend", "simulator").stdout
+    assert str(case) in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run fa2 --window 5",
+        "run fa2 --window 5,x",
+        "bench fa2 -p window=5/6,1",
+        "show fa2 --window 1,2,3",
+    ],
+)
+def test_what_is_no_window_on_the_command_line(command):
+    done = cli(*command.split(), code=2)
+    assert "is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run fa2 --window -1,0", "compile fa2 --window 0,-1", "bench fa2 -p window=-1,-"],
+)
+def test_negative_numbers_on_the_command_line(command):
+    done = cli(*command.split(), code=2)
+    assert "has a negative number; give 0 or more keys" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_run_of_who_cannot_ends_with_3():
+    assert "it lacks window" in cli("run", "v1", *SIZES, "--window", "5,-", code=3).stderr
+
+
+def test_a_softmax_has_no_window():
+    done = cli("run", "softmax_safe", "--window", "5,-", "--backend", "simulator", code=2)
+    assert "has no window" in done.stderr
+
+
+def test_windows_are_swept():
+    options = ("-p", "window=5,0/-,-", "--alone", "--budget", 0.01, "--format", "json")
+    rows = json.loads(cli("bench", "fa2", *SIZES, *options).stdout)
+    assert [row["window"] for row in rows] == ["5,0", None]
+    flops = [row["TFLOP/s"] * row["ms"] for row in rows]
+    seen = dense_mask(problem(20, 30, window=(5, 0))).sum()
+    assert flops[0] / flops[1] == pytest.approx(seen / 600)
+
+
+def test_show_and_compile_know_windows():
+    shown = cli("show", "mma_async", "--plan", "--window", "64,-", "-M", 100).stdout
+    assert "window=64,-" in shown and "diagonal lower scale" in shown
+    text = cli("show", "fa2", "--source", "--window", "64,-").stdout
+    assert "constexpr bool windowed = true;" in text and "constexpr bool causal = false;" in text
+    rows = cli("compile", "fa2", "--arch", 90, "--dtype", "float16", "--window", "9,0")
+    assert "9,0" in rows.stdout
+
+
+# What keeps problems
+
+
+def test_files_of_failures_and_of_results_hold_windows(tmp_path):
+    case = Case("forward", problem(5, 9, "top-left", (3, None)))
+    outcome = failures.Outcome("fa2", failures.WRONG_RESULT, arrays=case.inputs())
+    made_with = {"device": "none"}
+    file = failures.write(
+        tmp_path, failures.Failure(case, outcome, "command"), reruns=0, made_with=made_with
+    )
+    assert failures.read(file).case == case
+    row = Measurement("fa2", "forward", case.problem)
+    again = Measurement.of_record(json.loads(json.dumps(row.record())))
+    assert again.problem == row.problem
+    assert again.row() == row.row()
+
+
+def test_a_failure_is_made_small():
+    case = Case("forward", problem(90, 70, "bottom-right", (33, None)))
+    assert shrinking.shrunk(case, lambda x: True).problem.window == (None, None)
+    left = shrinking.shrunk(case, lambda x: (x.problem.left or 0) > 20).problem
+    assert left.window[0] in range(21, 34) and left.causal is None
+    both = Case("forward", problem(90, 70, window=(33, 12)))
+    assert shrinking.shrunk(both, lambda x: x.problem.right is not None).problem.window == (None, 0)
+
+
+@pytest.mark.parametrize("peer", peers.NAMES)
+def test_peers_decline_in_words(peer):
+    p = problem(5, 9, window=(3, None))
+    arrays = Case("forward", p).inputs()
+    with pytest.raises(cupyfa.Unsupported, match=r"cannot do .*window=3,-.*: .*windows"):
+        peers.peer(peer, Simulator(), p, arrays)

@@ -1,0 +1,331 @@
+"""The ladder measured: its table, its place in the README, its picture."""
+
+import itertools
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from helpers.cli import cli, refused, strict
+
+from cupyfa import Problem
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench.results import Measurement, Results
+from cupyfa.ladder import LADDER
+from cupyfa.planner import source as sources
+from cupyfa.report import plots as plotting
+from cupyfa.report import publish as pages
+
+RUNGS = list(LADDER["forward"])
+OF_16_BITS = [x for x in RUNGS if x not in ("mma_tf32", "wgmma_fp8")]
+WHERE = {
+    "device": "a card",
+    "cuda": "12.9",
+    "cupyfa": "0.1",
+    "command": "cupyfa ladder --readme --save x.json",
+}
+README = "# Title\n<!-- measured forward -->\nold\n<!-- /measured forward -->\nrest\n"
+
+
+def measured(name, ms, M=2048, factors=None, **more):
+    problem = Problem.of_sizes(batch=4, heads=16, M=M, d=64, dtype="float16")
+    return Measurement(
+        name,
+        "forward",
+        problem,
+        {},
+        [ms] * 3 if ms else [],
+        True,
+        peak=700.0,
+        factors=factors or {},
+    )
+
+
+ROWS = [
+    measured("baseline", 8.0, factors={"baseline": None, "rung before": None}),
+    measured("fa2", 10.0, factors={"baseline": 0.8, "rung before": 5.123}),
+    measured("fa2_coalesced", 4.0, factors={"baseline": 2.0, "rung before": 2.5}),
+    measured("v1", None, factors={"baseline": None, "rung before": None}),
+]
+
+
+def test_what_a_rung_says():
+    baseline, fa2, _, v1 = pages.rungs(ROWS)
+    assert list(fa2) == [
+        "rung",
+        "adds",
+        "ms",
+        "TFLOP/s",
+        "%_of_baseline",
+        "%_of_peak",
+        "x_rung_before",
+    ]
+    assert fa2["adds"] == LADDER["forward"]["fa2"].adds
+    assert (fa2["ms"], fa2["%_of_baseline"], fa2["x_rung_before"]) == (10.0, 80, 5.12)
+    assert fa2["%_of_peak"] == pytest.approx(100 * fa2["TFLOP/s"] / 700, rel=0.01)
+    assert (baseline["%_of_baseline"], baseline["x_rung_before"]) == (100, None)
+    assert (v1["ms"], v1["%_of_baseline"]) == (None, None)
+
+
+# The README
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_table_stands_between_the_markers_of_every_readme(checkout):
+    (checkout / "README.zh-CN.md").write_text(README.replace("Title", "标题"), encoding="utf-8")
+    assert len(pages.publish(checkout, Results(WHERE, ROWS), ROWS)) == 2
+    for name, title in (("README.md", "Title"), ("README.zh-CN.md", "标题")):
+        text = (checkout / name).read_text(encoding="utf-8")
+        assert text.startswith(
+            f"# {title}\n<!-- measured forward -->\n| rung | adds | ms | TFLOP/s |"
+        )
+        assert text.endswith(".\n<!-- /measured forward -->\nrest\n")
+        assert "old" not in text
+        assert "| fa2 | " in text
+        line = text.splitlines()[-3]
+        for word in ("a card", "cuda 12.9", "M=2048", "d=64 float16", "`cupyfa ladder`"):
+            assert word in line
+
+
+def test_publishing_again_changes_nothing(checkout):
+    pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+    once = (checkout / "README.md").read_bytes()
+    pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+    assert (checkout / "README.md").read_bytes() == once
+
+
+def test_gradients_have_a_place_of_their_own(checkout):
+    page = checkout / "README.md"
+    gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
+    with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
+        pages.publish(checkout, Results(WHERE, gradients), gradients)
+    page.write_text(README + README.replace("forward", "backward"), encoding="utf-8")
+    pages.publish(checkout, Results(WHERE, gradients), gradients)
+    before, after = page.read_text(encoding="utf-8").split("rest\n")[:2]
+    assert before == README.removesuffix("rest\n")
+    assert "| rows |" in after
+
+
+def test_no_page_is_written_unless_all_can_be(checkout):
+    (checkout / "README.zh-CN.md").write_text("no markers")
+    with pytest.raises(ValueError, match=r"README\.zh-CN\.md needs one <!-- measured forward -->"):
+        pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+    assert (checkout / "README.md").read_text() == README
+    (checkout / "README.md").unlink()
+    with pytest.raises(ValueError, match="has no README.md; run this in a checkout"):
+        pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+
+
+def test_the_pages_of_the_project_have_the_markers():
+    for name in (pages.README, *pages.ITS_TRANSLATIONS):
+        if (sources.ROOT / name).is_file():
+            text = (sources.ROOT / name).read_text(encoding="utf-8")
+            for operation in ("forward", "backward"):
+                assert text.count(f"<!-- measured {operation} -->") == 1, name
+                assert text.count(f"<!-- /measured {operation} -->") == 1, name
+
+
+# Which rows make the table
+
+
+def test_rows_of_one_length():
+    rows = [measured("fa2", 1.0, M) for M in (256, 2048, 4096)]
+    assert [row.problem.M for row in pages.at_length(rows, None)] == [2048]
+    assert [row.problem.M for row in pages.at_length(rows, 256)] == [256]
+    assert [row.problem.M for row in pages.at_length(rows[:1], None)] == [256]
+    left_out = [measured(name, None, M) for name in ("fa2", "v2") for M in (2048, 4096)]
+    timed = [measured("fa2", 1.0, 256), measured("v2", 1.0, 256), measured("fa2", 1.0, 512)]
+    assert {row.problem.M for row in pages.at_length([*timed, *left_out], None)} == {256}
+    with pytest.raises(ValueError, match="M=7 was not measured; there are 256, 2048, 4096"):
+        pages.at_length(rows, 7)
+    other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
+    with pytest.raises(ValueError, match="a ladder is of one problem"):
+        pages.at_length([*rows, other], 256)
+    single, *rounded = (
+        replace(x, problem=replace(other.problem, precision=precision))
+        for x, precision in zip(rows, (None, "tf32", "float16"))
+    )
+    several = [single, replace(rounded[0], kernel="mma_tf32"), replace(rounded[1], kernel="v3")]
+    assert pages.at_length(several, 256) == several
+    assert pages.problem_of(several) == pages.problem_of([single]) == single.problem
+    with pytest.raises(ValueError, match="a ladder is of one problem"):
+        pages.at_length([single, *rounded], 256)
+
+
+def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):
+    others = [measured(name, 1.0) for name in ("mine", "flash", "mine")]
+    short = measured("fa2", 1.0, 256)
+    assert pages.at_length([*others, short], None) == [short]
+    file = tmp_path / "a.json"
+    for rows, told in ((others, ", but mine, flash"), ([], "")):
+        Results(WHERE, rows).save(file)
+        message = refused("ladder", "--from", file, "--plot", tmp_path / "a.svg", code=2)
+        assert f"there is no rung to make a ladder of{told}; measure rungs with" in message
+
+
+# The picture
+
+
+def sweep(**tops):
+    """Rows of kernels that reach so many TFLOP/s at N = 4096, slow ones not so far."""
+    rows = []
+    for name, top in tops.items():
+        for M in (256, 512, 1024, 2048, 4096)[: 3 if top < 1 else 5]:
+            flops = measured(name, 1.0, M).flops
+            rows.append(measured(name, flops / (top * (M / 4096) ** 0.3) / 1e9, M))
+    return rows
+
+
+CROWD = sweep(
+    **{f"wgmma_{i}": 500 + 10 * i for i in range(6)},
+    **{f"mma_{i}": 100 * 1.2**i for i in range(6)},
+    fa2=6,
+    fa2_again=6,
+    v1=0.5,
+    v2=0.52,
+    minimal=0.1,
+)
+
+
+@pytest.mark.parametrize("rows", [CROWD, sweep(one=1), sweep(a=1, b=1, c=1)], ids=len)
+def test_labels_stand_at_the_ends_and_not_on_each_other(rows):
+    curves = plotting.curves_of(rows)
+    figure = plotting._figure(curves, "")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    labels = {label.get_text(): label for label in axes.texts}
+    assert set(labels) == set(curves)
+    for a, b in itertools.combinations(labels.values(), 2):
+        assert not a.get_window_extent().overlaps(b.get_window_extent()), (a, b)
+    for name, label in labels.items():
+        x, y = axes.transData.transform(curves[name][-1])
+        box = label.get_window_extent()
+        assert 0 < box.x0 - x < 20
+        assert abs((box.y0 + box.y1) / 2 - y) < 100
+    assert axes.get_legend() is None
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+@pytest.mark.parametrize("suffix, magic", [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_pictures_by_suffix_the_same_every_time(tmp_path, suffix, magic):
+    for name in ("a", "b"):
+        plotting.draw(sweep(fa2=6, v1=0.5), tmp_path / f"{name}{suffix}", "a title")
+    first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
+    assert first.startswith(magic)
+    assert first == second
+
+
+def test_colours_stand_out_from_light_and_dark_ground():
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
+
+    for colour in (*plotting.COLOURS, plotting.INK):
+        light = luminance(colour)
+        assert 1.05 / (light + 0.05) > 2.4, f"{colour} on white"
+        assert (light + 0.05) / (luminance("#0d1117") + 0.05) > 3.5, f"{colour} on black"
+
+
+def test_pictures_that_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"a\.gif is no picture; the name ends with \.svg or \.png"
+    ):
+        plotting.draw(CROWD, tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="nothing to draw: no row was timed"):
+        plotting.draw([measured("v1", None)], tmp_path / "a.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'cupyfa[plot]'" in refused("ladder", "--plot", tmp_path / "a.svg", code=3)
+
+
+# The command
+
+
+def test_all_rungs_that_take_the_dtype():
+    args = ("ladder", "--backend", "simulator", "-B", 1, "-H", 1, "-M", 12, "-d", 8, "--budget", 0)
+    rows = strict(cli(*args, "--format", "json").stdout)
+    assert [row["rung"] for row in rows] == OF_16_BITS
+    assert all(row["ms"] > 0 for row in rows)
+    assert all(row["x_rung_before"] > 0 for row in rows[1:])
+    shown = cli(*args).stdout.splitlines()
+    assert shown[0] == "the simulator: batch=1 heads=1 M=12 N=12 d=8 float16 scale=0.353553"
+
+
+def test_the_rungs_of_gradients(monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmark, "bench", lambda names, **_: asked.extend(names) or ROWS)
+    cli("ladder", "--backward", "--backend", "simulator")
+    assert asked == list(LADDER["backward"])
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_ladder_fits_the_terminal(monkeypatch, tmp_path, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    Results(WHERE, ROWS).save(tmp_path / "a.json")
+    shown = cli("ladder", "--from", tmp_path / "a.json").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "…" not in shown
+
+
+def test_from_a_file_nothing_is_measured(tmp_path, checkout):
+    rows = [row for row in CROWD if row.kernel in ("fa2", "v1")]
+    Results(WHERE, rows).save(tmp_path / "a.json")
+    picture = tmp_path / "a.svg"
+    done = cli("ladder", "--from", tmp_path / "a.json", "--plot", picture, "--readme", "-M", 1024)
+    assert "<!-- fa2 -->" in picture.read_text()
+    assert re.search(r"<!-- a card: batch=4 heads=16 d=64 float16 -->|a card", picture.read_text())
+    assert "M=1024" in (checkout / "README.md").read_text()
+    assert f"note: wrote {checkout / 'README.md'}" in done.stderr
+
+
+def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
+    def bench(kernels, *, backend, budget, patience, progress, **sizes):
+        assert (kernels, budget, patience) == (OF_16_BITS, 2.0, 10.0)
+        assert sizes["M"] == [256, 300, 512, 1024, 2048, 4096]
+        assert (sizes["dtype"], sizes["d"]) == ("float16", 32)
+        return [measured("fa2", 1.0, M) for M in sizes["M"]]
+
+    monkeypatch.setattr(benchmark, "bench", bench)
+    args = ("--backend", "simulator", "-d", 32, "-M", 300, "--budget", 2, "--format", "json")
+    (row,) = strict(cli("ladder", *args, "--plot", tmp_path / "a.png").stdout)
+    assert row["rung"] == "fa2"
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("M, told", [(256, 256), (2048, 512)])
+def test_a_sweep_that_is_interrupted_tells_and_saves_what_it_has(monkeypatch, tmp_path, M, told):
+    rows, file = [measured("fa2", 1.0, M) for M in (256, 512)], tmp_path / "a.json"
+
+    def bench(*_, so_far, **__):
+        so_far(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "bench", bench)
+    args = ("ladder", "--backend", "simulator", "-M", M, "--plot", tmp_path / "a.svg")
+    done = cli(*args, "--save", file, code=130)
+    assert done.stdout == ""
+    assert f"the simulator: batch=4 heads=16 M={told} " in done.stderr
+    assert "note: interrupted; this is what was measured until then" in done.stderr
+    assert Results.load(file).rows == rows
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--plot", "a.pdf"], "a.pdf is no picture"),
+        (["--plot", "no/such/folder/a.svg"], "is there a folder no/such/folder"),
+        (["--plot", "a.svg", "-N", 5, "--backend", "simulator"], "leave -N out"),
+        (["--from", "none.json"], "cannot be read"),
+        (["--from", "none.json", "--backward"], "leave one out"),
+        (["--save", "no/such/folder/a.json"], "is there a folder no/such/folder"),
+    ],
+)
+def test_bad_arguments_of_ladder(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused("ladder", *args, code=2)

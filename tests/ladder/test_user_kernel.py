@@ -1,0 +1,262 @@
+"""A user's kernel in a folder outside the project: called from Python, and by its script's name."""
+
+import re
+import runpy
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import own_kernel
+from helpers.problems import DTYPES
+
+import cupyfa
+from cupyfa import Kernel, Launch
+from cupyfa.numerics import reference
+from cupyfa.planner import source as sources
+
+MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
+BARE = """\
+// mine: one thread for every query row; arrays are bare pointers to contiguous memory.
+#include <helper.cuh>
+
+extern "C" __global__ void mine(const scalar* Q, const scalar* K, const scalar* V, scalar* O, int M,
+                                int N, int heads, real scale) {
+  const long long head = blockIdx.z * heads + blockIdx.y;
+  const int row = blockIdx.x * threads + threadIdx.x;
+  if (row >= M) return;
+  real maximum = -infinity, sum = 0;
+  for (int key = 0; key < N; ++key)
+    maximum = fmax(maximum, scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d));
+  for (int key = 0; key < N; ++key)
+    sum += exp(scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d) - maximum);
+  for (int col = 0; col < d; ++col) {
+    real out = 0;
+    for (int key = 0; key < N; ++key) {
+      const real score = scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d);
+      out += exp(score - maximum) * real(V[(head * N + key) * d + col]);
+    }
+    O[(head * M + row) * d + col] = scalar(out / sum);
+  }
+}
+"""
+BARE_ARGS = ("Q K V O M N scale", "Q.data K.data V.data O.data M N heads scale")
+HELPER = """\
+#pragma once
+#include <tile/math.cuh>
+
+__device__ real dot(const scalar* a, const scalar* b) {
+  real sum = 0;
+  for (int i = 0; i < d; ++i) sum += real(a[i]) * real(b[i]);
+  return sum;
+}
+"""
+
+
+def record(folder, *args, **changes):
+    """The Kernel of a script written to a folder."""
+    return runpy.run_path(str(own_kernel.write(folder, *args, **changes)))["mine"]
+
+
+def bare(folder, helper=HELPER):
+    """The record of the kernel that takes bare pointers, and its header."""
+    (folder / "helper.cuh").write_text(helper)
+    kernel = record(folder, BARE, py=BARE_ARGS)
+    return cupyfa.Kernel(**{**vars(kernel), "features": ()})
+
+
+def arrays(M=70, N=45, d=20, dv=20, heads=2, dtype="float32"):
+    generator = np.random.default_rng(0)
+    shapes = ((2, heads, M, d), (2, heads, N, d), (2, heads, N, dv))
+    dtype = cupyfa.Problem.of_sizes(M=1, d=1, dtype=dtype).dtype.numpy
+    return [generator.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+
+
+def close(o, q, k, v):
+    expected, _ = reference.attention(q, k, v, scale=q.shape[-1] ** -0.5, diagonal=None)
+    np.testing.assert_allclose(o, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_every_dtype(backend, tmp_path, dtype):
+    q, k, v = arrays(dtype=dtype, dv=9)
+    o = cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend, check=True)
+    assert (o.shape, o.dtype) == ((2, 2, 70, 9), q.dtype)
+
+
+def test_tensors_carry_strides(backend, tmp_path):
+    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::-2] for x in arrays())
+    o = cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend, check=True)
+    close(o, q, k, v)
+
+
+def test_bare_pointers_get_contiguous_copies(backend, tmp_path):
+    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::-2] for x in arrays())
+    o = cupyfa.attention(q, k, v, kernel=bare(tmp_path), backend=backend, check=True)
+    close(o, q, k, v)
+
+
+def test_bare_pointers_read_the_other_layout_too(backend, tmp_path):
+    q, k, v = arrays()
+    tokens = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    o = cupyfa.attention(*tokens, layout="bshd", kernel=bare(tmp_path), backend=backend, check=True)
+    close(o.swapaxes(1, 2), q, k, v)
+
+
+def test_a_changed_header_is_seen_by_the_next_call(backend, tmp_path):
+    q, k, v = arrays(M=9, N=7, d=8, dv=8)
+    close(cupyfa.attention(q, k, v, kernel=bare(tmp_path), backend=backend), q, k, v)
+    kernel = bare(tmp_path, HELPER.replace("sum += real(a[i])", "sum -= real(a[i])"))
+    close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
+    with pytest.raises(cupyfa.WrongResult, match=r"wrong result of mine on .*\n  O: error"):
+        cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
+
+
+def test_a_changed_kernel_is_seen_by_the_next_call(backend, tmp_path):
+    q, k, v = arrays(M=9, N=7, d=8, dv=8)
+    close(cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend), q, k, v)
+    kernel = record(tmp_path, cu=("score *= scale", "score *= -scale"))
+    close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
+
+
+@pytest.mark.parametrize(
+    "options, change, message",
+    [
+        ({"return_lse": True}, {}, "mine does not compute lse"),
+        ({"causal": True}, {}, "mine cannot do .* it lacks causal; kernels that can: .*fa2"),
+        ({}, {"heads": 4}, "mine cannot do .* it lacks gqa; kernels that can: .*fa2"),
+    ],
+    ids=["lse", "causal", "gqa"],
+)
+def test_what_it_does_not_claim_is_refused(tmp_path, options, change, message):
+    (q, _, _), (_, k, v) = arrays(**change), arrays()
+    with pytest.raises(cupyfa.Unsupported, match=message):
+        cupyfa.attention(q, k, v, kernel=record(tmp_path), backend="simulator", **options)
+
+
+def test_a_value_dimension_it_does_not_claim_is_refused(tmp_path):
+    with pytest.raises(cupyfa.Unsupported, match="it lacks dv"):
+        cupyfa.attention(*arrays(dv=9), kernel=bare(tmp_path), backend="simulator")
+
+
+def test_an_argument_outside_the_vocabulary(backend, tmp_path):
+    kernel = record(tmp_path, py=("M N scale", "M N temperature"))
+    message = "mine: argument 'temperature' is unknown; arrays are Q, K, V, O, numbers are M, N, "
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention(*arrays(), kernel=kernel, backend=backend)
+
+
+def test_arguments_that_the_kernel_does_not_take(tmp_path):
+    kernel = record(tmp_path, py=("M N scale", "M N"))
+    with pytest.raises(ValueError, match=r"mine takes arguments of .*, but .* were given"):
+        cupyfa.attention(*arrays(), kernel=kernel, backend="simulator")
+
+
+def test_another_operations_kernel(tmp_path):
+    with pytest.raises(ValueError, match="kernel mine computes forward, not softmax"):
+        cupyfa.softmax(np.ones((2, 3)), kernel=record(tmp_path), backend="simulator")
+
+
+# By its script's name
+
+
+def cli(*args, code):
+    done = CliRunner().invoke(MAIN, ["run", *args], prog_name="cupyfa")
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_run_on_every_backend(backend, tmp_path):
+    script = own_kernel.write(tmp_path)
+    shown = cli(f"{script}:mine", "--backend", backend.name, code=0).stdout.splitlines()
+    assert shown[-1] == "PASS"
+    assert shown[0] == "kernel   mine: a kernel of my own"
+
+
+def test_run_in_the_users_own_folder(tmp_path, monkeypatch):
+    own_kernel.write(tmp_path, py=("folder=", "folder=helped or "))
+    script = tmp_path / "script.py"
+    script.write_text("from beside import helped\n" + script.read_text())
+    (tmp_path / "beside.py").write_text("helped = None\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli("script.py:mine", "--backend", "simulator", code=0).stdout.endswith("PASS\n")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sizes_suit_the_kernel(tmp_path, seed):
+    script = own_kernel.write(tmp_path, py=('"strides", "dv"', '"strides",'))
+    cli(f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [("--causal", "lacks causal"), ("-H 4 --kv-heads 2", "lacks gqa")],
+)
+def test_what_it_does_not_claim_is_unsupported(tmp_path, options, message):
+    script = own_kernel.write(tmp_path)
+    done = cli(f"{script}:mine", "--backend", "simulator", *options.split(), code=3)
+    assert re.search(f"^cupyfa: mine cannot do .*{message}", done.stderr, re.MULTILINE)
+
+
+def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
+    script = own_kernel.write(tmp_path, cu=('extern "C" __global__', "__global__"))
+    done = cli(f"{script}:mine", "--backend", "simulator", code=2)
+    assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr
+
+
+def test_an_unknown_argument_is_a_bad_argument(tmp_path):
+    script = own_kernel.write(tmp_path, py=("M N scale", "M N temperature"))
+    done = cli(f"{script}:mine", "--backend", "simulator", code=2)
+    assert "argument 'temperature' is unknown" in done.stderr
+
+
+TWO = """\
+// Two entry points in a file, and shared memory whose size the text does not have.
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+
+extern "C" __global__ void weigh(Tensor<const scalar> S, Tensor<scalar> P, int M, int N,
+                                 int heads) {
+  scalar* weights = &shared_memory<scalar>();
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  for (int i = threadIdx.x; i < N; i += threads) weights[i] = exp(S.row(batch, head, row)[i]);
+  __syncthreads();
+  for (int i = threadIdx.x; i < N; i += threads) P.row(batch, head, row)[i] = weights[i];
+}
+
+extern "C" __global__ void divide(Tensor<scalar> P, int M, int N, int heads) {
+  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  scalar* weights = P.row(batch, head, row);
+  scalar sum = 0;
+  for (int i = 0; i < N; ++i) sum += weights[i];
+  for (int i = 0; i < N; ++i) weights[i] /= sum;
+}
+"""
+
+
+def test_a_file_may_have_several_kernels_and_shared_memory_of_any_size(backend, tmp_path):
+    (tmp_path / "two.cu").write_text(TWO)
+    rows = {"grid": lambda p, c: p.M * p.heads * p.batch, "file": "two.cu"}
+    threads = {"weigh": 64, "divide": 1}
+    two = Kernel(
+        name="two",
+        adds="nothing",
+        operation="softmax",
+        dtypes=("float64",),
+        launches=tuple(
+            Launch(
+                entry,
+                args=args,
+                threads=lambda p, c, entry=entry: threads[entry],
+                shared=lambda p, c, entry=entry: p.bytes(scalars=p.N) if entry == "weigh" else 0,
+                **rows,
+            )
+            for entry, args in (("weigh", "S P M N heads"), ("divide", "P M N heads"))
+        ),
+        folder=tmp_path,
+    )
+    for N in (10, 20000, 7000, 20):
+        x = np.random.default_rng(N).standard_normal((3, N))
+        right, _ = reference.softmax(x)
+        y = cupyfa.softmax(x, kernel=two, backend=backend)
+        np.testing.assert_allclose(y, right, rtol=1e-12)

@@ -1,0 +1,679 @@
+"""Calls that are decided once: on a device that the simulator stands for, and as the driver sees
+them."""
+
+import ctypes
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.problems import FORWARD, name, planned
+
+import cupyfa
+from cupyfa import Simulator, Unsupported
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.runtime import prepared as binding
+from cupyfa.runtime import select
+from cupyfa.runtime.backend import arguments, execute, extent
+
+
+class Near(np.ndarray):
+    """An array in a device's memory; its address is where CuPy's arrays have it."""
+
+    where = 0  # the number of the device
+
+    def __array_finalize__(self, like):
+        self.where = getattr(like, "where", 0)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class NearDevice(Simulator):
+    """Launches by addresses, as a GPU does."""
+
+    failures = (ZeroDivisionError,)
+
+    def __init__(self):
+        super().__init__(workers=1)
+        self.made, self.stream, self.is_capturing, self.short = [], 7, False, 0
+        self.device = 0
+
+    stream = is_capturing = device = None  # not the properties of others
+
+    @contextmanager
+    def working_on(self, array):
+        before, self.device = self.device, getattr(array, "where", self.device)
+        yield
+        self.device = before
+
+    def owns(self, array):
+        return isinstance(array, Near)
+
+    def form(self, array):
+        return array.shape, array.strides, array.dtype, array.where
+
+    def empty(self, shape, dtype):
+        self.made.append(tuple(shape))
+        made = np.empty(shape, dtype).view(Near)
+        made.where = self.device
+        return made
+
+    def launcher(self, plan, arrays):
+        prepared = [self.prepare(launch) for launch in plan.launches]
+        forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
+
+        device = self.device
+
+        def launch(addresses, stream):
+            assert self.device == device
+            self.short += 1
+            there = {}
+            for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
+                memory = (ctypes.c_char * (high - low)).from_address(address + low)
+                there[x] = np.ndarray(shape, dtype, memory, -low, strides).view(Near)
+            execute(self, plan, prepared, there)
+
+        return launch
+
+
+@pytest.fixture
+def near(monkeypatch):
+    device = NearDevice()
+    monkeypatch.setitem(select._owners, Near, device)
+    return device
+
+
+def arrays(*shape, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype).view(Near) for _ in range(3)]
+
+
+def right(q, k, v, **options):
+    host = (np.array(x) for x in (q, k, v))
+    return cupyfa.attention(*host, backend="simulator", kernel="fa2", **options)
+
+
+def compiled(near, *like, **options):
+    return cupyfa.compile(*like, backend=near, kernel="fa2", **options)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_bound_call_gives_what_attention_does(near, layout, return_lse):
+    options = {"layout": layout, "return_lse": return_lse, "causal": True}
+    bound = compiled(near, *arrays(2, 3, 3, 16), **options)
+    for seed in (1, 2):
+        q, k, v = arrays(2, 3, 3, 16, seed=seed)
+        got, expected = bound(q, k, v), right(q, k, v, **options)
+        for a, b in zip(got, expected) if return_lse else [(got, expected)]:
+            assert isinstance(a, Near)
+            np.testing.assert_array_equal(a, b)
+    assert near.short == 2
+
+
+def test_strided_inputs_are_bound_with_their_strides(near):
+    def views(seed):
+        return [np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays(2, 3, 20, 16, seed=seed)]
+
+    bound = compiled(near, *views(0))
+    np.testing.assert_array_equal(bound(*views(1)), right(*views(1)))
+    assert near.short == 1
+
+
+def test_shapes_and_a_dtype_will_do(near):
+    bound = compiled(near, (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16), dtype="float32")
+    q, (k, v, _) = arrays(2, 3, 20, 16)[0], arrays(2, 3, 30, 16)
+    np.testing.assert_array_equal(bound(q, k, v), right(q, k, v))
+    with pytest.raises(TypeError, match="with those a dtype"):
+        compiled(near, (20, 16), (20, 16), (20, 16))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda x: x[:, :, :10],
+            r"q is float32 \(2, 3, 10, 16\).* for .*\(2, 3, 20, 16\)",
+        ),
+        (lambda x: x.astype(np.float64), "q is float64.* compiled for float32"),
+        (lambda x: x[:, :, ::-1], "q is .*strides .*-64.* compiled for"),
+        (lambda x: np.array(x), "different kinds|in host memory"),
+    ],
+    ids=["shape", "dtype", "strides", "kind"],
+)
+def test_arrays_that_do_not_match_are_refused(near, change, message):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound = compiled(near, q, k, v)
+    with pytest.raises((ValueError, TypeError), match=message):
+        bound(change(q), k, v)
+    assert near.short == 0
+
+
+def on(device, arrays):
+    for x in arrays:
+        x.where = device
+    return arrays
+
+
+def test_calls_go_to_the_device_of_their_arrays(near):
+    """With another one current."""
+    here, there = arrays(2, 3, 20, 16), on(1, arrays(2, 3, 20, 16, seed=1))
+    bound = compiled(near, *there)
+    for call in (bound, partial(cupyfa.attention, backend=near, kernel="fa2")):
+        out = call(*there)
+        assert out.where == 1
+        np.testing.assert_array_equal(out, right(*there))
+        given = np.empty_like(out)
+        assert call(*there, out=given) is call(*there, out=given) is given
+        np.testing.assert_array_equal(given, out)
+    with pytest.raises(ValueError, match="compiled for .* on device 1"):
+        bound(*here)
+    out, pullback = cupyfa.attention_vjp(*there, backend=near, kernel="fa2", backward_kernel="rows")
+    assert {x.where for x in pullback(out)} == {1}
+    assert near.device == 0
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", "lse", "grads"])
+def test_arrays_of_several_devices_are_refused(near, name):
+    q, k, v = arrays(2, 3, 20, 16)
+    out, lse = cupyfa.attention(q, k, v, backend=near, kernel="fa2", return_lse=True)
+    given = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given["grads"] = tuple(arrays(2, 3, 20, 16))
+    if name == "grads":
+        on(1, given["grads"][1:2])
+    else:
+        (given[name],) = on(1, [given[name].copy()])
+    with pytest.raises(ValueError, match="are on devices .*1.*copy them to one"):
+        cupyfa.attention_backward(**given, backend=near, kernel="rows")
+
+
+def test_an_out_on_another_device_is_refused(near):
+    x = arrays(2, 3, 20, 16)
+    out = on(1, [np.empty_like(x[0])])[0]
+    for call in (compiled(near, *x), partial(cupyfa.attention, backend=near, kernel="fa2")):
+        with pytest.raises(ValueError, match="the inputs and out are on devices 0, 1; copy them"):
+            call(*x, out=out)
+    with pytest.raises(ValueError, match="devices 0, 1"):
+        cupyfa.softmax(x[0], backend=near, out=out)
+
+
+def test_out_is_written_in_place_or_looked_at_closely(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound, expected = compiled(near, q, k, v), right(q, k, v)
+    out = near.empty(q.shape, q.dtype)
+    near.made.clear()
+    assert bound(q, k, v, out=out) is out
+    assert bound(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert near.short == 2 and len(near.made) == 1  # lse, of this stream
+    wide = near.empty((2, 3, 40, 16), q.dtype)[:, :, ::2]
+    assert bound(q, k, v, out=wide) is wide
+    np.testing.assert_array_equal(wide, expected)
+    with pytest.raises(ValueError, match="out overlaps the input Q"):
+        bound(q, k, v, out=q)
+    with pytest.raises(ValueError, match="out is float32"):
+        bound(q, k, v, out=near.empty((2, 3, 21, 16), q.dtype))
+
+
+def test_the_arrays_of_the_call_before_are_known_again_and_no_others(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound, out = compiled(near, q, k, v), near.empty(q.shape, q.dtype)
+    for _ in range(3):
+        q += 1
+        assert bound(q, k, v, out=out) is out
+        np.testing.assert_array_equal(out, right(q, k, v))
+    for other in [(k, k, v), (q, v, v), (q, k, k), (q, k, v)]:
+        np.testing.assert_array_equal(bound(*other, out=out), right(*other))
+    near.stream = 9
+    near.made.clear()
+    np.testing.assert_array_equal(bound(q, k, v, out=out), right(q, k, v))
+    assert near.made == [(2, 3, 20)]  # of lse, for this stream
+    new = bound(q, k, v)
+    assert new is not out
+    np.testing.assert_array_equal(new, out)
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma_async"])
+def test_addresses_that_boxes_cannot_begin_at(near, kernel):
+    def moved(x):
+        memory = np.zeros(x.nbytes + 32, np.uint8)
+        start = -memory.ctypes.data % 16 + 2
+        there = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape).view(Near)
+        there[...] = x
+        return there
+
+    q, k, v = arrays(1, 2, 40, 64, dtype=np.float16)
+    bound = cupyfa.compile(q, k, v, backend=near, kernel=kernel)
+    np.testing.assert_array_equal(bound(*map(moved, (q, k, v))), bound(q, k, v))
+
+
+# What attention finds again
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """How often something was planned."""
+    made, plan = [], planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *a, **k: made.append(a) or plan(*a, **k))
+    return made
+
+
+def test_attention_plans_once(near, plans):
+    q, k, v = arrays(2, 3, 20, 16)
+    for seed in range(3):
+        cupyfa.attention(*arrays(2, 3, 20, 16, seed=seed), backend=near, kernel="fa2")
+    assert len(plans) == 1 and near.short == 3
+    for options in ({"causal": True}, {"scale": 0.3}, {"Br": 16, "Bc": 8}, {"window": (3, 0)}):
+        got = cupyfa.attention(q, k, v, backend=near, kernel="fa2", **options)
+        np.testing.assert_array_equal(got, right(q, k, v, **options))
+    assert len(plans) == 9  # those of the simulator, too
+    near.refresh()
+    cupyfa.attention(q, k, v, backend=near, kernel="fa2")
+    assert len(plans) == 10
+
+
+def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
+    x = arrays(2, 3, 20, 16)
+    o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
+    plans.clear()
+    options = {"backend": near, "kernel": "two_pass"}
+    texts, text = [], sources.text
+    monkeypatch.setattr(sources, "text", lambda launch: texts.append(launch) or text(launch))
+    for factor in (1, 2):
+        dq, *_ = cupyfa.attention_backward(factor * o, *x, o, lse, **options)
+        host = (np.array(array) for array in (factor * o, *x, o, lse))
+        wanted, *_ = cupyfa.attention_backward(*host, **options | {"backend": Simulator()})
+        np.testing.assert_array_equal(dq, wanted)
+    launches = len(LADDER["backward"]["two_pass"].launches)
+    assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
+    for change in ({"causal": True}, {"kernel": "columns"}, {"Br": 16, "Bc": 16}):
+        cupyfa.attention_backward(o, *x, o, lse, **options | change)
+    assert len(plans) == 6
+    with pytest.raises(Unsupported, match="any order"):
+        cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel="columns", deterministic=True)
+    there = on(1, [o, *x, o, lse])
+    cupyfa.attention_backward(*there, **options)
+    assert len(plans) == 7
+    mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
+    for _ in range(2):  # its text may have changed
+        with pytest.raises(FileNotFoundError):
+            cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=mine)
+    assert len(plans) == 9
+
+
+def test_names_that_are_no_plain_strings_are_names(near):
+    """None of them is kept, so one may lie where another was."""
+    x = arrays(2, 3, 20, 16)
+    o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
+    cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
+    cupyfa.attention(*x, backend=near, kernel=np.str_("fa2"))
+    assert all("two_pass" in key or "fa2" in key for key in near.bound)
+
+
+def test_options_that_are_equal_but_wrong_are_still_refused(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    cupyfa.attention(q, k, v, backend=near, causal=True, scale=1.0)
+    with pytest.raises(ValueError, match="causal=1 is unknown"):
+        cupyfa.attention(q, k, v, backend=near, causal=1, scale=1.0)
+    with pytest.raises(TypeError, match="scale is True"):
+        cupyfa.attention(q, k, v, backend=near, causal=True, scale=True)
+    with pytest.raises((TypeError, ValueError), match="causal"):
+        cupyfa.attention(q, k, v, backend=near, causal=[True])
+
+
+def test_host_arrays_of_any_strides_are_one_form(plans):
+    q = np.zeros((2, 3, 20, 16), np.float32)
+    simulator = Simulator()
+    for x in (q, q, q[:, ::-1]):
+        cupyfa.attention(x, x, x, backend=simulator, kernel="fa2")
+    assert len(plans) == 2  # the simulator's own arrays have strides
+
+
+# Temporaries and threads
+
+
+def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    out = near.empty(q.shape, q.dtype)
+    bound = compiled(near, q, k, v)
+    near.is_capturing = True  # nothing can be allocated now
+    near.made.clear()
+    bound(q, k, v, out=out)
+    bound(q, k, v, out=out)
+    assert near.made == []
+    near.is_capturing, near.stream = False, 8
+    bound(q, k, v, out=out)
+    assert near.made == [(2, 3, 20)] * 2  # one is for the next stream that is captured
+    near.is_capturing = True
+    cupyfa.attention(q, k, v, out=out, backend=near, kernel="fa2")
+    assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
+
+
+def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch):
+    """It may be launched in another stream, while calls go on in the one it was captured in."""
+    places, x = [], arrays(2, 3, 20, 16)
+    monkeypatch.setattr(near, "launcher", lambda *_: lambda addresses, _: places.append(addresses))
+    bound, out = compiled(near, *x), near.empty(x[0].shape, x[0].dtype)
+    seen = []
+    graph, eager = [(7, True)] * 2, [(7, False)] * 3
+    for near.stream, near.is_capturing in [*eager, *graph, (8, False), (8, True), *eager]:
+        places.clear()
+        near.made.clear()
+        bound(*x, out=out)
+        seen.append(places[0][-1])
+        assert not (near.is_capturing and near.made)  # nothing can be allocated then
+    first, *again, in_graph, too, beside, in_another = seen[:7]
+    assert {*again, *seen[7:]} == {first} and too == in_graph
+    assert len({first, in_graph, beside, in_another}) == 4
+
+
+def test_a_bound_call_keeps_temporaries_of_few_streams(near):
+    x = arrays(2, 3, 20, 16)
+    bound = compiled(near, *x)
+    wanted = right(*x)
+    for near.stream in range(1, 3 * binding._MOST_SPACES):
+        np.testing.assert_array_equal(bound(*x), wanted)
+        assert len(bound._temporaries) <= binding._MOST_SPACES
+
+
+def test_calls_of_attention_share_memory_for_temporaries(near):
+    first, second = arrays(2, 3, 20, 16), arrays(1, 2, 50, 16)
+    expected = [right(*x) for x in (first, second)]
+    seen = set()
+    for stream in (7, 7, 9):
+        near.stream = stream
+        near.made.clear()
+        for problem, wanted in zip((first, second), expected):
+            got = cupyfa.attention(*problem, backend=near, kernel="fa2")
+            np.testing.assert_array_equal(got, wanted)
+        assert near.made.count((binding._SPACE,)) == (1 if (0, stream) not in seen else 0)
+        seen.add((0, stream))
+    near.made.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "_SPACE", 100)
+        near.spaces.clear()
+        np.testing.assert_array_equal(
+            cupyfa.attention(*first, backend=near, kernel="fa2"), expected[0]
+        )
+    assert near.spaces == {}
+
+
+def test_temporaries_that_share_memory_lie_apart(near):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_k")
+    there = cupyfa.compile(q, k, v, backend=near, kernel="mma_split_k")(q, k, v)
+    np.testing.assert_array_equal(got, there)
+    assert len(near.spaces) == 1
+
+
+def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near, monkeypatch):
+    """Of calls of one launch in the same stream, which other threads may make in between."""
+    places = []
+
+    def launcher(plan, arrays):
+        starts = [place for place, x in enumerate(arrays) if x in plan.scratch or x == "lse"]
+        sizes = [arrays[x].nbytes for x in arrays if x in plan.scratch or x == "lse"]
+
+        def launch(addresses, stream):
+            spans = [(addresses[i], addresses[i] + size) for i, size in zip(starts, sizes)]
+            places.append((plan.kernel.name, spans))
+
+        return launch
+
+    monkeypatch.setattr(near, "launcher", launcher)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    for kernel in ("mma_split_k", "fa2", "mma_async", "mma_split_k"):
+        cupyfa.attention(q, k, v, backend=near, kernel=kernel)
+    (_, several), *single, (_, again) = places
+    assert several == again and len(several) == 4
+    assert single[0][1][0][0] == single[1][1][0][0]
+    for _, spans in single:
+        assert all(end <= low or start >= high for start, end in spans for low, high in several)
+
+
+def test_threads_share_a_bound_call(near):
+    bound = compiled(near, *arrays(2, 3, 20, 16))
+    problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]
+    results = {}
+
+    def call(i):
+        for _ in range(3):
+            results[i] = bound(*problems[i])
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, problem in enumerate(problems):
+        np.testing.assert_array_equal(results[i], right(*problem))
+
+
+# What the driver is given
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """CuPy's arrays over host memory, and launches that are only written down."""
+    from cupyfa.runtime.cuda import device as cuda
+
+    launched = []
+
+    def launch(function, gx, gy, gz, x, y, z, shared, stream, pointers, extra):
+        launched.append((function, (gx, gy, gz), x, shared, stream, pointers))
+
+    runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
+    monkeypatch.setattr(cuda, "runtime", runtime)
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    return launched
+
+
+def on_device(shape, dtype):
+    import cupy
+
+    size = max(int(np.prod(shape)), 1) * dtype.itemsize
+    memory = np.zeros(size + 512, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 512
+    owned = cupy.cuda.UnownedMemory(start, size, memory, 0)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owned, 0))
+
+
+class Driven:
+    """CUDA without a device."""
+
+    def __new__(cls):
+        from cupyfa.runtime.cuda.device import Cuda
+
+        class Engine(Cuda):
+            def prepare(self, launch):
+                return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(launch.entry) & 0xFFFF))
+
+            def tensor_map(self, mapped):
+                return np.frombuffer(repr(mapped).encode().ljust(256)[:256], "V256").reshape(())
+
+        return Engine()
+
+
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
+    engine = Driven()
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 32}
+    if "gqa" not in kernel.features:
+        sizes["kv_heads"] = 4
+    plan = planned(kernel, Simulator(), sizes, usual_dtype(kernel))
+    p = plan.problem
+    shapes = {"Q": "batch heads M d", "K": "batch kv_heads N d", "V": "batch kv_heads N dv"}
+
+    def made():
+        inputs = {x: on_device(p.shape(axes), p.dtype.numpy) for x, axes in shapes.items()}
+        others = {**plan.outputs, **plan.scratch}
+        return inputs | {x: on_device(shape, dtype) for x, (shape, dtype) in others.items()}
+
+    first, second = made(), made()
+    launcher = engine.launcher(plan, first)
+    if launcher is None:
+        assert len(plan.launches) < len(plan.steps)
+        return
+    for arrays in (first, second, first):
+        driver.clear()
+        addresses = tuple(x.data.ptr for x in arrays.values())
+        launcher(addresses, 42)
+        assert len(driver) == len(plan.launches)
+        for step, (_, grid, threads, shared, stream, pointers) in zip(plan.launches, driver):
+            assert (grid, threads, shared) == (step.grid, step.threads, step.shared_bytes)
+            assert stream == 42
+            values = arguments(engine, plan, step, arrays)
+            table = (ctypes.c_uint64 * len(values)).from_address(pointers)
+            for value, address in zip(values, table):
+                size = np.asarray(value).nbytes
+                assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
+
+
+def test_each_thread_has_arguments_of_its_own(driver):
+    engine = Driven()
+    plan = planned(FORWARD["fa2"], Simulator(), {"M": 5, "N": 5, "d": 8}, "float32")
+    arrays = {x: on_device((1, 1, 5, 8), np.dtype("f4")) for x in ("Q", "K", "V", "O")}
+    arrays["lse"] = on_device((1, 1, 5), np.dtype("f4"))
+    launcher = engine.launcher(plan, arrays)
+    call = [x.data.ptr for x in arrays.values()]
+    launcher(call, 0)
+    thread = threading.Thread(target=launcher, args=(call, 0))
+    thread.start()
+    thread.join()
+    launcher(call, 0)
+    assert driver[0][-1] == driver[2][-1] != driver[1][-1]
+
+
+def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, monkeypatch):
+    """Of two threads in one stream, which share the temporaries that the second launch reads."""
+    from cupyfa.runtime.cuda import device as cuda
+
+    engine = Driven()
+    sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
+    plan = planned(FORWARD["mma_split_k"], Simulator(), sizes, "float16")
+    assert len(plan.launches) > 1
+    p = plan.problem
+    arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
+    arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
+    arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
+    launchers = [engine.launcher(plan, arrays) for _ in range(2)]
+    launched = []
+
+    def launch(function, *_):
+        launched.append((threading.get_ident(), function))
+        time.sleep(0.001)  # as the driver does, it lets other threads go on
+
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    addresses = [x.data.ptr for x in arrays.values()]
+    start = threading.Barrier(2)
+
+    def call(launcher):
+        start.wait()
+        for _ in range(20):
+            launcher(addresses, 0)
+
+    threads = [threading.Thread(target=call, args=(x,)) for x in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = len(plan.launches)
+    for at in range(0, len(launched), count):
+        assert len({thread for thread, _ in launched[at : at + count]}) == 1
+
+
+class Tensor:
+    """What is used of torch's tensors."""
+
+    is_cuda, layout, requires_grad = True, "strided", False
+
+    def __init__(self, array, **changes):
+        self.array, self.shape = array, array.shape
+        self.dtype = f"torch.{array.dtype}"
+        vars(self).update(changes)
+
+    def data_ptr(self):
+        return self.array.data.ptr
+
+    def stride(self):
+        return tuple(x // self.array.dtype.itemsize for x in self.array.strides)
+
+    def is_neg(self):
+        return False
+
+    def get_device(self):
+        return 0
+
+
+@pytest.fixture
+def torch(driver, monkeypatch):
+    from cupyfa.runtime.cuda import device as cuda
+
+    names = ("float16", "bfloat16", "float32", "float64")
+    stream = SimpleNamespace(cuda_stream=5)
+    module = SimpleNamespace(Tensor=Tensor, strided="strided", cuda=SimpleNamespace())
+    module.cuda.current_stream = lambda device: stream
+    for each in names:
+        setattr(module, each, f"torch.{each}")
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.setattr(cuda, "get_current_stream", lambda: SimpleNamespace(ptr=5))
+    monkeypatch.setattr(cuda, "_dtypes_of", cuda._dtypes_of.__wrapped__)
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tensors_of_torch_are_seen_where_they_are(torch, dtype):
+    numpy = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    arrays = [on_device((2, 5, 6, 8), numpy) for _ in range(3)]
+    arrays[1] = arrays[1][:, ::2, 1:, ::2]
+    engine, seen = select.adopt(Driven(), **dict(zip("qkv", map(Tensor, arrays))))
+    assert engine.name == "cuda"
+    for view, array in zip(seen, arrays):
+        for fact in ("shape", "strides", "dtype", "data.ptr", "data.device_id"):
+            assert attrgetter(fact)(view) == attrgetter(fact)(array)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requires_grad": True},
+        {"layout": "sparse"},
+        {"dtype": "torch.int8"},
+        {"get_device": lambda: 1},
+        {"data_ptr": lambda: 0},
+        {"is_neg": lambda: True},
+        {"stride": lambda: 1 // 0},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_other_tensors_go_another_way(torch, change):
+    usual = Tensor(on_device((2, 5), np.dtype("f4")))
+    assert Driven().adopt_tensors([usual]) is not None
+    assert Driven().adopt_tensors([usual, Tensor(usual.array, **change)]) is None
+
+
+def test_tensors_of_another_stream_go_another_way(torch):
+    usual = Tensor(on_device((2, 5), np.dtype("f4")))
+    torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
+    assert Driven().adopt_tensors([usual]) is None
+
+
+def test_bfloat16_has_a_place_in_pinned_memory():
+    x = cupyfa.empty_pinned((3, 4), "bfloat16", backend="simulator")
+    assert x.shape == (3, 4) and x.dtype == ml_dtypes.bfloat16
+    assert cupyfa.empty_pinned(5, np.float16, backend="simulator").shape == (5,)
+    assert cupyfa.empty_pinned((0, 5), backend="simulator").dtype == np.float32

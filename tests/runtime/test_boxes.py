@@ -1,0 +1,454 @@
+"""What the host does for kernels that copy by boxes: tensor maps, rows that are aligned, sm_90a."""
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import boxed_kernel
+from helpers.problems import inputs_of, planned
+
+import cupyfa
+from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.analysis import resources as compiling
+from cupyfa.analysis.tables import compilations, compiled_row
+from cupyfa.bench import timing, trial
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.runtime import backend as backends
+from cupyfa.runtime import calls
+from cupyfa.runtime.select import backend_named
+
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
+ODD = {"heads": 2, "M": 19, "N": 11, "d": 33, "dv": 9}
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    return boxed_kernel.write(tmp_path)
+
+
+@pytest.fixture
+def simulator():
+    return backend_named("simulator")
+
+
+def q_k_v(problem, seed=0, layout="bhsd"):
+    return Case("forward", problem, seed, layout=layout).inputs()
+
+
+# -------------------------------------------------------------------------------------------------
+# Records and plans
+
+
+def launch(**changes):
+    formulas = {"grid": lambda p, c: 1, "threads": lambda p, c: 128}
+    return Launch(
+        "own", **{"args": "Q.map K", "boxes": {"Q": lambda p, c: 64}, **formulas} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boxes": {}},
+        {"boxes": {"Q": 64}},
+        {"boxes": {"K": lambda p, c: 64}},
+        {"args": "Q.map K.map"},
+        {"args": "Q.data K"},
+    ],
+    ids=["none", "no formula", "another array", "too few", "too many"],
+)
+def test_every_map_has_a_box(change):
+    with pytest.raises(ValueError, match="Launch 'own': boxes are .* one for each Q.map"):
+        launch(**change)
+
+
+def test_arrays_are_passed_in_three_ways():
+    assert launch().arrays == (("Q", "map"), ("K", ""))
+    with pytest.raises(
+        ValueError, match="args name arrays as Q, Q.data, Q.map, but here 'Q.tma K'"
+    ):
+        launch(args="Q.tma K", boxes={})
+
+
+def test_boxes_are_of_sm_90():
+    for arch in ("90", "90a", "100"):
+        Kernel("own", "", (launch(),), arch=arch)
+    with pytest.raises(ValueError, match="arch is at least 90 if launches have boxes, but here '8"):
+        Kernel("own", "", (launch(),), arch="80")
+
+
+@pytest.mark.parametrize("rows", [0, 257, 8.0, "8"])
+def test_boxes_have_up_to_256_rows(rows):
+    own = Kernel("own", "", (launch(boxes={"Q": lambda p, c: rows}),), arch="90")
+    with pytest.raises(ValueError, match=f"box of Q gives {rows!r} for .*from 1 to 256"):
+        planning.plan(own, Problem.of_sizes(M=7, d=8), Limits("x", 2**16))
+
+
+def test_a_grid_knows_the_multiprocessors(kernel):
+    problem = Problem.of_sizes(**SIZES, dtype="float16")
+    for count, blocks in ((1, 1), (7, 7), (500, 3 * 4 * 2)):
+        limits = replace(compiling.limits_of("90"), multiprocessors=count)
+        (step,) = planning.plan(kernel, problem, limits).launches
+        assert step.grid == (blocks, 1, 1)
+        assert "multiprocessors" not in step.constants
+    with pytest.raises(ValueError, match="tiles are not named .*multiprocessors"):
+        replace(kernel, tiles=({"multiprocessors": 3},))
+
+
+# -------------------------------------------------------------------------------------------------
+# sm_90a
+
+
+def test_its_own_architecture_alone_runs_it(kernel):
+    problem = Problem.of_sizes(**SIZES, dtype="float16")
+    assert kernel.arches == ("90a",)
+    for arch in ("90", "90a"):
+        assert planning.plan(kernel, problem, compiling.limits_of(arch)).launches[0].target == "90a"
+    assert planning.can(kernel, problem, backend_named("simulator").limits)
+    for device in ("89", "100", "120"):
+        limits = Limits("a device", 2**16, arch=device)
+        words = f"it runs on sm_90a alone, a device is sm_{device}; kernels that can: "
+        with pytest.raises(Unsupported, match=words) as refused:
+            planning.plan(kernel, problem, limits)
+        assert "\n" not in str(refused.value)
+
+
+def test_dtypes_need_no_more_than_an_architecture_of_its_own(kernel):
+    with pytest.raises(ValueError, match="dtype_arch are .* beside an arch that is one"):
+        replace(kernel, dtype_arch={"bfloat16": "80"})
+
+
+def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
+    fast = replace(kernel, tflops={"float16": {64: 1e4}})
+    monkeypatch.setitem(LADDER["forward"], fast.name, fast)
+    problem = Problem.of_sizes(M=64, d=64, dtype="float16")
+    chosen = {
+        arch: planning.select("auto", "forward", problem, compiling.limits_of(arch))
+        for arch in ("80", "90", "100")
+    }
+    assert chosen["90"] is fast
+    assert fast not in (chosen["80"], chosen["100"])
+
+
+def test_it_is_compiled_for_its_own_architecture(kernel):
+    pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
+    arches, dtypes = ["80", "90", "90a", "100"], ["bfloat16", "bfloat16"]
+    ((plan, arch),) = compiling.plans([kernel], arches, dtypes, 40)
+    compiled = compiling.compile_launch(plan.launches[0], arch)
+    assert (arch, compiled.arch) == ("90", "90a")
+    assert compiled.warnings == ()
+    assert ".target sm_90a" in compiling.ptx(plan.launches[0], arch)
+
+
+def test_cupy_is_told_the_architecture(kernel, monkeypatch):
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+    asked = []
+
+    class Module:
+        def __init__(self, code, options):
+            asked.append(options)
+
+        def get_function(self, name):
+            return SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    problem = Problem.of_sizes(M=64, d=64, dtype="float16")
+    for record in (kernel, LADDER["forward"]["fa2"]):
+        (step,) = planning.plan(record, problem, compiling.limits_of("90")).launches
+        cuda.Cuda()._build("", step)
+    assert "-arch=sm_90a" in asked[0]
+    assert not any(option.startswith("-arch") for option in asked[1])
+
+
+def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, tmp_path):
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+    made = {}
+
+    class Module:
+        def __init__(self, code, options):
+            pass
+
+        def get_function(self, name):
+            usual = SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
+            return made.setdefault(name, usual)  # a module has one function of a name
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
+    (tmp_path / "two.cu").write_text("")
+    problem = Problem.of_sizes(M=64, d=64)
+    (step,) = planning.plan(LADDER["forward"]["fa2"], problem, compiling.limits_of("90")).launches
+    step, engine = replace(step, path=tmp_path / "two.cu", shared_bytes=0), cuda.Cuda()
+    first, second = (replace(step, launch=replace(step.launch, entry=x)) for x in ("one", "two"))
+    assert engine.prepare(first) is made["one"] and engine.prepare(second) is made["two"]
+    for size, granted in ((1000, 49152), (80_000, 80_000), (60_000, 80_000)):
+        engine.prepare(replace(first, shared_bytes=size))
+        assert made["one"].max_dynamic_shared_size_bytes == granted
+
+
+def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+    launched, stops = [], []
+
+    class Memory(list):
+        def __setitem__(self, at, value):
+            if at == 1 and stops:
+                raise stops.pop()
+            super().__setitem__(at, value)
+
+    memory = Memory([0, 0, 0])
+    step = SimpleNamespace(memory=memory, slots=[(i, i) for i in range(3)])
+    step.__dict__.update(maps=[], launch=(), pointers=0)
+    driver = SimpleNamespace(launchKernel=lambda *_: launched.append(list(memory)))
+    monkeypatch.setattr(cuda, "driver", driver)
+    launcher = object.__new__(cuda._Launcher)
+    launcher._mine = SimpleNamespace(steps=[step], addresses=None)
+    launcher((1, 2, 3), 0)
+    stops.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        launcher((4, 5, 6), 0)
+    launcher((1, 2, 3), 0)
+    assert launched == [[1, 2, 3], [1, 2, 3]]
+
+
+# Products whose registers are written between them: ptxas makes them wait for each other.
+SLOW = """
+#include <ptx/wgmma.cuh>
+extern "C" __global__ __launch_bounds__(128) void own(Tensor<const scalar> Q, float* lse) {
+  __shared__ alignas(1024) scalar tile[2][64][64];
+  float sums[8] = {};
+  for (int i = 0; i < 4; ++i) {
+    begin_products();
+    multiply<scalar>(sums, by_rows(tile[0]), by_rows(tile[1]), true);
+    sums[0] += i;
+    commit_products();
+  }
+  wait_for_products<0>(sums);
+  lse[threadIdx.x] = sums[0];
+}
+"""
+
+
+def test_the_compiler_warns_of_products_in_turn(tmp_path):
+    pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
+    (tmp_path / "own.cu").write_text(f"#include <tile/tensor.cuh>\n{SLOW}")
+    step = launch(args="Q lse.data", boxes={})
+    own = Kernel("own", "", (step,), dtypes=("float16",), arch="90a", folder=tmp_path)
+    ((plan, arch),) = compiling.plans([own], ["90"], ["float16"], 64)
+    warnings = compiling.compile_launch(plan.launches[0], arch).warnings
+    assert any("wgmma.mma_async instructions are serialized" in x for x in warnings)
+    assert len(set(warnings)) == len(warnings)
+    row = compiled_row(plan, compiling.compile_launch(plan.launches[0], arch))
+    table = compilations([row], "table")
+    assert f"own, float16, sm_90a: {'; '.join(warnings)}" in table.splitlines()
+    assert "serialized" in compilations([row], "json")
+
+
+# -------------------------------------------------------------------------------------------------
+# Maps
+
+
+def mapped_arguments(engine, plan, arrays):
+    return backends.arguments(engine, plan, plan.launches[0], arrays)[:4]
+
+
+def test_the_simulators_map_byte_for_byte(kernel, simulator):
+    plan = planned(kernel, simulator, SIZES, "bfloat16")
+    arrays = timing.arrays_of(simulator, plan, inputs_of(plan, layout="bshd"), {})
+    maps = mapped_arguments(simulator, plan, arrays)
+    sizes = ((40, 37, 4, 2, 16), (40, 21, 2, 2, 8), (72, 21, 2, 2, 8), (72, 37, 4, 2, 16))
+    for made, name, (columns, rows, heads, batch, box_rows) in zip(maps, "QKVO", sizes):
+        by_batch, by_head, by_row, _ = arrays[name].strides
+        expected = np.zeros(16, np.int64)
+        expected[:4] = (arrays[name].ctypes.data, by_row, by_head, by_batch)
+        expected[4:8].view(np.int32)[:6] = (columns, rows, heads, batch, box_rows, 2)
+        assert bytes(made) == expected.tobytes()
+        assert made.ctypes.data % 64 == 0 and made.nbytes == 128
+
+
+def test_axes_that_nobody_walks_along_get_strides_that_are_allowed(kernel, simulator):
+    plan = planned(kernel, simulator, {"M": 1, "N": 0, "d": 40}, "float16")
+    strange = np.lib.stride_tricks.as_strided
+    arrays = timing.arrays_of(simulator, plan, inputs_of(plan), {})
+    arrays["Q"] = strange(arrays["Q"], strides=(-7, 0, 3, 2))
+    for made in mapped_arguments(simulator, plan, arrays):
+        numbers = np.frombuffer(bytes(made), np.int64)
+        assert numbers[1:4].tolist() == [80, 80, 80]
+        assert numbers[4:8].view(np.int32)[:4].tolist() == [40, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
+        (lambda x: x[..., 0], "boxes are of .batch, heads, rows, columns."),
+        (lambda x: x[..., 1:], "must be multiples of 16 bytes"),
+        (lambda x: x[:, :, ::-1], "strides above 0"),
+    ],
+    ids=["float32", "no columns", "an odd address", "backwards"],
+)
+def test_what_has_no_map_is_refused(kernel, simulator, spoil, message):
+    plan = planned(kernel, simulator, {"M": 9, "d": 40}, "float16")
+    arrays = timing.arrays_of(simulator, plan, inputs_of(plan), {})
+    with pytest.raises(ValueError, match=f"by_boxes: Q.map is of .*{message}"):
+        mapped_arguments(simulator, plan, {**arrays, "Q": spoil(arrays["Q"])})
+
+
+ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+    *(ctypes.c_void_p,) * 4,
+    *(ctypes.c_int,) * 4,
+)
+
+
+def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
+    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+    asked = []
+
+    def numbers(address, kind, count):
+        return list((kind * count).from_address(address))
+
+    @ENCODE
+    def encode(out, dtype, rank, address, sizes, strides, box, steps, *modes):
+        small, large = ctypes.c_uint32, ctypes.c_uint64
+        asked.append((dtype, rank, address, numbers(sizes, large, 4), numbers(strides, large, 3)))
+        asked.append((numbers(box, small, 4), numbers(steps, small, 4), modes))
+        asked.append(out % 64)
+        ctypes.memset(out, 7, 128)
+        return 1 if dtype == 9 else 0
+
+    monkeypatch.setattr(cuda, "_encode_tiled", lambda: encode)
+    cuda._encoded.cache_clear()
+    mapped = backends.Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), 16)
+    made = cuda.Cuda().tensor_map(mapped)
+    assert asked == [
+        (6, 4, 0x7000, [40, 37, 4, 2], [80, 2**33, 2**35]),
+        ([64, 16, 1, 1], [1, 1, 1, 1], (0, 3, 3, 0)),
+        0,
+    ]
+    assert bytes(made) == b"\7" * 128
+    assert cuda.Cuda().tensor_map(mapped) is made  # the driver is asked once
+    with pytest.raises(DeviceError, match=r"no tensor map of Mapped\(address=28672, .* CUresult 1"):
+        cuda.Cuda().tensor_map(mapped._replace(dtype="bfloat16"))
+    cuda._encoded.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------------
+# Rows that are aligned
+
+
+def test_what_can_be_boxed_is_not_copied(kernel, simulator):
+    for layout in ("bhsd", "bshd"):
+        plan = planned(kernel, simulator, SIZES, "float16")
+        inputs = inputs_of(plan, layout=layout)
+        readable = calls.readable(plan, inputs)
+        assert all(readable[name] is inputs[name] for name in inputs)
+
+
+def test_a_kernel_without_boxes_needs_no_aligned_rows(simulator):
+    plan = planned(LADDER["forward"]["fa2"], simulator, ODD, "float16")
+    inputs = inputs_of(plan)
+    readable = calls.readable(plan, inputs)
+    assert all(readable[name] is inputs[name] for name in inputs)
+
+
+def views(q, k, v):
+    """The same arrays, in memory that cannot be boxed: backwards, at odd places, broadcast."""
+    room = np.empty((*k.shape[:-1], k.shape[-1] + 3), k.dtype)
+    room[..., 1:-2] = k
+    return {
+        "Q": q[:, :, ::-1].copy()[:, :, ::-1],
+        "K": room[..., 1:-2],
+        "V": np.broadcast_to(v[:, :1], v.shape),
+    }
+
+
+@pytest.mark.parametrize("make", [lambda *x: dict(zip("QKV", x)), views], ids=["as is", "views"])
+@pytest.mark.parametrize("sizes", [SIZES, ODD, {"M": 40, "N": 24, "d": 64}])
+def test_rows_become_aligned(kernel, simulator, sizes, make):
+    plan = planned(kernel, simulator, sizes, "bfloat16")
+    inputs = make(*q_k_v(plan.problem).values())
+    for name, array in calls.readable(plan, inputs).items():
+        assert array.ctypes.data % 16 == 0
+        walked = [x for x, size in zip(array.strides, array.shape[:3]) if size > 1]
+        assert all(stride > 0 and stride % 16 == 0 for stride in walked)
+        assert (array.view(np.uint16) == inputs[name].view(np.uint16)).all()
+
+
+def skip_unless_it_runs(kernel, backend):
+    if not planning.can(kernel, Problem.of_sizes(M=1, d=8, dtype="float16"), backend.limits):
+        pytest.skip(f"{backend.limits.device} is not of sm_90")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_boxes_come_and_go_unchanged(kernel, backend, dtype):
+    """Of one key, every row of O is V: each bit has been copied into a box and out of another."""
+    skip_unless_it_runs(kernel, backend)
+    plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
+    inputs = inputs_of(plan)
+    O = calls.checked(backend, plan, inputs, {})["O"]  # noqa: E741
+    V = np.broadcast_to(inputs["V"].repeat(plan.problem.group, axis=1), O.shape)
+    assert (O.view(np.uint16) == V.view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, ODD, {"M": 1, "N": 1, "d": 1}, {"M": 5, "N": 0, "d": 8}, {"M": 0, "d": 12}]
+)
+def test_it_is_right(kernel, backend, sizes, layout):
+    skip_unless_it_runs(kernel, backend)
+    for dtype in kernel.dtypes:
+        plan = planned(kernel, backend, sizes, dtype)
+        inputs = calls.readable(plan, inputs_of(plan, layout=layout))
+        calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["run", "check"])
+@pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["even", "odd"])
+def test_a_call_takes_and_fills_any_arrays(kernel, backend, sizes, check):
+    skip_unless_it_runs(kernel, backend)
+    problem = Problem.of_sizes(**sizes, dtype="float16")
+    arrays = views(*q_k_v(problem).values())
+    arrays = dict(zip("qkv", arrays.values()))
+    for inputs in [arrays] if backend.name == "simulator" else [arrays, on_device(arrays)]:
+        expected = cupyfa.attention(**inputs, kernel="fa2", backend=backend)
+        room = np.zeros_like(inputs["q"], shape=(*expected.shape[:-1], expected.shape[-1] + 1))
+        out = room[..., 1:]
+        done = cupyfa.attention(**inputs, kernel=kernel, backend=backend, out=out, check=check)
+        assert done is out
+        assert abs(out.astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
+        assert not room[..., 0].any()
+
+
+def on_device(arrays):
+    """The same on a GPU, with the strides that they have."""
+    return {name: timing._placed(backend_named("cuda"), array) for name, array in arrays.items()}
+
+
+def test_a_trial_and_a_benchmark_place_arrays_so_too(kernel, simulator):
+    plan = planned(kernel, simulator, ODD, "float16")
+    assert trial.trial(simulator, plan, inputs_of(plan)).passed
+    rows = cupyfa.bench([kernel], backend=simulator, budget=0, **ODD, dtype="float16")
+    assert {row.kernel for row in rows} >= {"by_boxes"} and all(row.passed for row in rows)
+
+
+@pytest.mark.gpu
+def test_maps_are_frozen_in_a_graph_and_serve_again(kernel, cuda):
+    skip_unless_it_runs(kernel, cuda)
+    plan = planned(kernel, cuda, ODD, "float16")
+    prepared = [cuda.prepare(step) for step in plan.launches]
+    arrays = timing.arrays_of(cuda, plan, calls.readable(plan, inputs_of(plan)), {})
+
+    def call():
+        backends.execute(cuda, plan, prepared, arrays)
+
+    call()
+    first = cuda.download(arrays["O"])
+    for again in (call, cuda.capture(call)):
+        arrays["O"].fill(np.nan)
+        again()
+        cuda.synchronize()
+        assert (cuda.download(arrays["O"]) == first).all()

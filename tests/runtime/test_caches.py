@@ -1,0 +1,352 @@
+"""What is kept on disk: counted, removed, and made beforehand, whatever state it is in."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from helpers.cli import MAIN
+
+import cupyfa
+from cupyfa import Kernel, Launch, Problem, store
+from cupyfa.analysis import caches
+from cupyfa.analysis import resources as compiling
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import Tuned
+from cupyfa.runtime.select import backend_named
+
+HEX = "0123456789abcdef"
+OBJECT = f"fa2-{HEX * 2}.so"
+CUBIN = f"{HEX * 2}01234567.cubin"
+OURS = [kind for kind in caches.KINDS if kind != "cupy"]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache folder with one file of each kind, and things that are none of ours."""
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
+    for name, text in {
+        f"ours/{OBJECT}": "12345",
+        f"ours/cupyfa-runtime-{HEX * 2}.so": "1",
+        "ours/peaks/NVIDIA-H100.json": "{}",
+        "ours/tuned/the-simulator.json": "{}",
+        "ours/tuning/v1-0123.json": "{}",
+        "ours/zig/o/1/lib.a": "lib",
+        "ours/build-abcdefgh/kernel.cpp": "half",
+        "ours/tuned/.the-simulator.json-a_b1c2d3": "{",
+        f"cupys/{CUBIN}": "1234567",
+        f"cupys/{CUBIN}.cu": "source",
+        "ours/mine.so": "no object of ours",
+        "ours/notes/notes.json": "{}",
+        "ours/peaks/README": "?",
+        "ours/build-mine/x": "?",
+        "cupys/thesis.tex": "?",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    age(tmp_path / "ours", hours=2)
+    return tmp_path
+
+
+def age(folder, hours):
+    past = time.time() - 3600 * hours
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (past, past), follow_symlinks=False)
+
+
+def files(folder):
+    return {str(x.relative_to(folder)) for x in folder.rglob("*") if not x.is_dir()}
+
+
+def cli(*args, code=0):
+    done = CliRunner().invoke(MAIN, ["cache", *map(str, args)], prog_name="cupyfa")
+    assert done.exit_code == code, done.output
+    return done
+
+
+def rows(*args, code=0):
+    return {x["kind"]: x for x in json.loads(cli(*args, "--format", "json", code=code).stdout)}
+
+
+def test_every_kind_is_listed_with_its_files(home):
+    listed = rows("list")
+    assert list(listed) == list(caches.KINDS)
+    assert {kind: row["files"] for kind, row in listed.items()} == {
+        "compiled": 2,
+        "peaks": 1,
+        "tuned": 1,
+        "tuning": 1,
+        "zig": 1,
+        "leftovers": 2,
+        "cupy": 2,
+    }
+    assert listed["compiled"]["bytes"] == 6 and listed["cupy"]["bytes"] == 13
+    assert listed["tuned"]["path"] == str(home / "ours" / "tuned")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", listed["peaks"]["newest"])
+
+
+def test_the_size_is_one_number_for_each_kind_and_for_all_of_ours(home):
+    sizes = {kind: row["bytes"] for kind, row in rows("size").items()}
+    assert sizes["compiled"] == 6 and sizes["cupy"] == 13
+    assert sizes["all but cupy"] == sum(sizes[kind] for kind in OURS)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_list_fits_the_terminal(home, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", "ours")
+    monkeypatch.setenv("CUPY_CACHE_DIR", "cupys")
+    assert max(map(len, cli("list").stdout.splitlines())) <= columns
+
+
+def test_nothing_is_there_where_nothing_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
+    assert all(row["files"] == 0 for row in rows("list").values())
+    assert all(row["files"] == 0 for row in rows("clear", "--cupy").values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_clear_removes_all_of_ours_and_nothing_else(home):
+    cleared = rows("clear")
+    assert {kind: row["files"] for kind, row in cleared.items()} == {
+        "compiled": 2,
+        "peaks": 1,
+        "tuned": 1,
+        "tuning": 1,
+        "zig": 1,
+        "leftovers": 2,
+    }
+    assert files(home) == {
+        f"cupys/{CUBIN}",
+        f"cupys/{CUBIN}.cu",
+        "ours/mine.so",
+        "ours/notes/notes.json",
+        "ours/peaks/README",
+        "ours/build-mine/x",
+        "cupys/thesis.tex",
+    }
+
+
+def test_a_dry_run_tells_the_same_and_removes_nothing(home):
+    before = files(home)
+    told = rows("clear", "--dry-run", "--cupy")
+    assert files(home) == before
+    assert told == rows("clear", "--cupy")
+    assert "note: nothing was removed" in cli("clear", "--dry-run").stderr
+
+
+def test_named_kinds_are_cleared_and_leftovers_with_them(home):
+    assert list(rows("clear", "tuned")) == ["tuned", "leftovers"]
+    assert {kind for kind, row in rows("list").items() if row["files"]} == {
+        "compiled",
+        "peaks",
+        "tuning",
+        "zig",
+        "cupy",
+    }
+    assert "cupy" in rows("clear", "peaks", "--cupy")
+    assert files(home / "cupys") == {"thesis.tex"}
+    assert "'facts' is not one of" in cli("clear", "facts", code=2).stderr
+    assert "add --cupy to clear it" in cli("clear", "cupy", code=2).stderr
+
+
+def test_young_leftovers_may_be_in_use_and_stay(home):
+    age(home / "ours", hours=0.5)
+    assert rows("list")["leftovers"]["files"] == 0
+    rows("clear")
+    assert (home / "ours/build-abcdefgh/kernel.cpp").is_file()
+    assert (home / "ours/tuned/.the-simulator.json-a_b1c2d3").is_file()
+
+
+def test_links_are_neither_followed_nor_removed(home):
+    outside = home / "outside"
+    outside.mkdir()
+    for name in ("x.json", OBJECT, "kernel.cpp"):
+        (outside / name).write_text("precious")
+    ours = home / "ours"
+    (ours / f"v1-{HEX * 2}.so").symlink_to(outside / OBJECT)
+    (ours / "build-linkedxx").symlink_to(outside)
+    (ours / "build-abcdefgh/more").symlink_to(outside)
+    (ours / "tuning/y.json").symlink_to(outside / "x.json")
+    for file in (ours / "peaks").iterdir():
+        file.unlink()
+    (ours / "peaks").rmdir()
+    (ours / "peaks").symlink_to(outside)
+    age(ours, hours=2)
+    rows("clear")
+    assert files(outside) == {"x.json", OBJECT, "kernel.cpp"}
+    assert (ours / "peaks").is_symlink() and (ours / "build-linkedxx").is_symlink()
+    assert not (ours / "build-abcdefgh").exists()
+
+
+def test_the_folder_itself_may_be_a_link(home, monkeypatch):
+    (home / "link").symlink_to(home / "ours")
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(home / "link"))
+    assert rows("clear")["compiled"]["files"] == 2
+
+
+@pytest.mark.parametrize("damaged", ["ours", "ours/tuned", "cupys"])
+def test_a_file_in_a_folders_place_is_one_line(tmp_path, damaged):
+    (tmp_path / damaged).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / damaged).write_text("no folder")
+    for command in (["list"], ["size"], ["clear", "--cupy"]):
+        done = process("cache", *command, folder=tmp_path / "ours", cupy=tmp_path / "cupys")
+        assert done.returncode == 0
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"note: {tmp_path / damaged} cannot be read")
+    assert (tmp_path / damaged).read_text() == "no folder"
+
+
+def test_what_cannot_be_removed_is_told_once_and_ends_with_3(home, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(caches.shutil, "rmtree", refuse)
+    done = cli("clear", "compiled", "--format", "json", code=3)
+    compiled = json.loads(done.stdout)[0]
+    assert (compiled["files"], compiled["bytes"], compiled["left"]) == (0, 0, 2)
+    notes = [x for x in done.stderr.splitlines() if "Read-only file system" in x]
+    assert len(notes) == 2  # one for each kind
+    assert cli("clear", "--dry-run").exit_code == 0
+
+
+def test_files_that_others_remove_meanwhile_are_not_missed(home, monkeypatch):
+    listed = caches._entries
+
+    def vanishing(folder):
+        entries = listed(folder)
+        for entry in entries:
+            if entry.name == OBJECT:
+                os.unlink(entry.path)
+        return entries
+
+    monkeypatch.setattr(caches, "_entries", vanishing)
+    assert caches.clear("compiled").files == 1
+
+
+# Made beforehand
+
+
+def process(*args, folder, cupy=None, **options):
+    """One command with caches of its own."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(cupyfa.__file__).parents[1]),
+        "CUPYFA_CACHE_DIR": str(folder),
+        "CUPY_CACHE_DIR": str(cupy or folder / "cupy"),
+    }
+    command = [sys.executable, "-m", "cupyfa", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, **options)
+
+
+def test_what_is_warmed_is_found_by_the_next_process(tmp_path):
+    warm = ["cache", "warm", "v1", "softmax_safe", "-d", "8,16", "--dtype", "float32", "--both"]
+    warm += ["--backend", "simulator", "--format", "json"]
+    first, second = (json.loads(process(*warm, folder=tmp_path).stdout)[0] for _ in range(2))
+    assert (first["kernels"], first["new"]) == (5, 5)
+    assert (second["kernels"], second["new"]) == (5, 0) and second["seconds"] < first["seconds"]
+    before = files(tmp_path)
+    sizes = ["-B", 1, "-H", 1, "-M", 5, "-N", 3, "-d", 16, "--causal", "--backend", "simulator"]
+    done = process("run", "v1", *sizes, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == before
+
+
+def test_warm_passes_over_what_cannot_be_but_not_over_all(monkeypatch):
+    engine = backend_named("simulator")
+    prepared = []
+    monkeypatch.setattr(engine, "prepare", prepared.append)
+    kernels = list(cupyfa.kernels())
+    done = caches.warm(engine, kernels, ["float64"], [64])
+    assert done.kernels == len(prepared) and "v3" not in {x.entry for x in prepared}
+    caches.warm(engine, ["auto", "fa2"], ["float32"], [64, 128])
+    with pytest.raises(cupyfa.Unsupported, match="shared memory"):
+        caches.warm(engine, ["fa2"], ["float64"], [10**6])
+
+
+def test_warm_is_for_long_and_short_sequences_and_for_few_queries():
+    limits, warm = compiling.limits_of("90"), []
+    engine = SimpleNamespace(limits=limits, prepare=lambda x: warm.append(sources.text(x)))
+    caches.warm(engine, ["auto"], ["float16"], [128], masks=[False, True], group=4)
+    for M, N, batch, causal in product([1, 4, 16, 128, 512, 4096], [128, 4096], [1, 8], [0, 1]):
+        sizes = {"batch": batch, "heads": 16, "kv_heads": 4, "M": M, "N": N, "d": 128}
+        p = Problem.of_sizes(**sizes, dtype="float16", causal=bool(causal))
+        plan = planning.plan(planning.select("auto", "forward", p, limits), p, limits)
+        assert {sources.text(x) for x in plan.programs} <= set(warm), plan
+
+
+def test_warm_plans_for_the_constants_that_were_tuned(monkeypatch):
+    engine = backend_named("simulator")
+    entry = Tuned("fa2", None, "float32", 64, 64, (("Br", 32), ("Bc", 8)), 1.0)
+    monkeypatch.setattr(type(engine), "limits", replace(engine.limits, tuned=(entry,)))
+    prepared = []
+    monkeypatch.setattr(engine, "prepare", prepared.append)
+    caches.warm(engine, ["fa2"], ["float32"], [64])
+    assert prepared[0].constants["Br"] == 32
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_warming(tmp_path):
+    (tmp_path / "bad.cu").write_text('extern "C" __global__ void bad() { nonsense }')
+    launch = Launch("bad", args="", grid=lambda p, c: 1, threads=lambda p, c: 1)
+    bad = Kernel(name="bad", adds="", launches=(launch,), folder=tmp_path)
+    with pytest.raises(Exception, match="nonsense"):
+        caches.warm(backend_named("simulator"), [bad], ["float32"], [8])
+
+
+@pytest.mark.parametrize("wrong", ["", "64,", "x", "-1", "1.5"])
+def test_warm_refuses_what_is_no_list_of_sizes(wrong):
+    assert "Traceback" not in cli("warm", "v1", f"-d{wrong}", code=2).output
+
+
+# The store beneath
+
+
+def test_a_folder_that_cannot_be_made_is_replaced_by_one_for_the_process(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert store.chosen_folder() == tmp_path / "file" / "cache"
+    assert store.folder().is_dir() and tmp_path not in store.folder().parents
+
+
+def test_a_full_disk_leaves_the_old_facts_whole(tmp_path):
+    file = tmp_path / "facts" / "x.json"
+    store.remember(file, {"old": 1})
+    code = (
+        "import resource, signal, sys, warnings\n"
+        "from pathlib import Path\n"
+        "from cupyfa import store\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    store.remember(Path(sys.argv[1]), {'new': 'x' * 5000})\n"
+        "assert 'cannot be written' in str(said[0].message), said\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code, str(file)], env=env, check=True)
+    assert store.recall(file) == {"old": 1}
+    assert files(tmp_path) == {"facts/x.json"}
+
+
+def test_warming_on_a_full_disk_says_so(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    args = ["cache", "warm", "v1", "-d", "8", "--backend", "simulator"]
+    done = process(*args, folder=tmp_path, preexec_fn=limit)
+    assert done.returncode in (2, 3) and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.glob("*.so"))

@@ -1,0 +1,1068 @@
+"""The simulator itself: what CUDA C++ means, what it forbids, and how objects are built."""
+# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.device_code import INCLUDE, answer, fault, fresh, in_new_process, launch
+
+from cupyfa.runtime.simulator import dynamic_shared, machine
+
+# Without it, a fault of a plain access names no line.
+HAS_LINES = shutil.which("addr2line") is not None
+# Shapes of the grid and of memory
+
+
+def test_every_thread_of_a_three_dimensional_grid_runs_once():
+    A = np.zeros((2, 3, 4, 2, 3, 5), np.int32)
+    body = """
+        int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+        A[block * 30 + thread] += 1 + block * 100 + thread;
+    """
+    launch(body, A, grid=(4, 3, 2), threads=(5, 3, 2))
+    want = 1 + 100 * np.arange(24)[:, None] + np.arange(30)
+    assert (A.reshape(24, 30) == want).all()
+
+
+def test_the_largest_block_and_a_grid_of_many_blocks():
+    A = np.zeros(1024, np.int32)
+    body = """
+        __shared__ int turn[1024];
+        turn[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        A[threadIdx.x] = turn[1023 - threadIdx.x];
+    """
+    launch(body, A, threads=1024)
+    assert (A == np.arange(1024)[::-1]).all()
+    B = np.zeros(70_000, np.int32)
+    launch("A[blockIdx.x] = blockIdx.x;", B, threads=1, grid=(70_000, 1, 1))
+    assert (B == np.arange(70_000)).all()
+
+
+def test_local_arrays_of_many_kilobytes():
+    A = np.zeros(64, np.int32)
+    body = """
+        int local[8192];
+        for (int i = 0; i < 8192; ++i) local[i] = i + threadIdx.x;
+        __syncthreads();
+        int sum = 0;
+        for (int i = 0; i < 8192; ++i) sum += local[(i * 7) % 8192];
+        A[threadIdx.x] = sum;
+    """
+    launch(body, A, threads=64)
+    assert (A == 8192 * 8191 // 2 + 8192 * np.arange(64)).all()
+
+
+def test_shared_memory_starts_as_nan_and_belongs_to_the_block():
+    body = """
+        struct Shared { float x[32]; };
+        Shared& shared = shared_memory<Shared>();
+        shared.x[threadIdx.x] = blockIdx.x;
+        __syncthreads();
+        A[blockIdx.x * 32 + threadIdx.x] = shared.x[31 - threadIdx.x];
+    """
+    A = np.zeros((50, 32), np.float32)
+    launch(body, A, grid=(50, 1, 1), shared_bytes=128, head="#include <tile/shared.cuh>")
+    assert (A == np.arange(50)[:, None]).all()
+
+
+def test_arguments_by_value():
+    head = "struct Pair { double a; int b[6]; };"
+    text = head + 'extern "C" __global__ void test(double* A, Pair p, int i, float f) {'
+    text += " A[0] = p.a + p.b[5] + i + f; }"
+    pair = np.zeros((), np.dtype([("a", "f8"), ("b", "i4", 6)]))
+    pair["a"], pair["b"] = 0.5, [0, 0, 0, 0, 0, 100]
+    A = np.zeros(1)
+    machine.launch(
+        text, "test", [np.uint64(A.ctypes.data), pair, np.int32(1000), np.float32(0.25)],
+        grid=(1, 1, 1), threads=1, shared_bytes=0, include_dirs=INCLUDE,
+        buffers=[machine.Buffer("A", A.ctypes.data, A.nbytes)],
+    )  # fmt: skip
+    assert A[0] == 1100.75
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"scalars": ()}, "takes arguments"),
+        ({"scalars": (np.float64(1),), "wrong": True}, "takes arguments"),
+        ({"threads": 1025}, "1025 threads"),
+        ({"threads": 0}, "0 threads"),
+        ({"grid": (-1, 1, 1)}, "grid"),
+        ({"shared_bytes": -1}, "shared_bytes"),
+        ({"shared_bytes": 233_000}, "shared_bytes"),
+    ],
+)
+def test_a_launch_no_device_would_accept(options, message):
+    values = [np.float64(1)] if options.pop("wrong", False) else [np.int32(1)]
+    values = values if options.pop("scalars", True) else []
+    with pytest.raises(ValueError, match=message):
+        machine.launch(
+            'extern "C" __global__ void test(int a) {}', "test", values, buffers=[],
+            include_dirs=INCLUDE, **{"grid": (1, 1, 1), "threads": 1, "shared_bytes": 0, **options},
+        )  # fmt: skip
+
+
+# Collectives
+
+
+def test_shuffles_with_width():
+    A = np.zeros((4, 32), np.int32)
+    body = """
+        int lane = threadIdx.x;
+        A[lane] = __shfl_sync(0xffffffffu, lane, 3, 8);
+        A[32 + lane] = __shfl_up_sync(0xffffffffu, lane, 2, 16);
+        A[64 + lane] = __shfl_down_sync(0xffffffffu, lane, 5);
+        A[96 + lane] = __shfl_xor_sync(0xffffffffu, lane, 5, 8);
+    """
+    launch(body, A)
+    lane = np.arange(32)
+    assert (A[0] == lane // 8 * 8 + 3).all()
+    assert (A[1] == np.where(lane % 16 < 2, lane, lane - 2)).all()
+    assert (A[2] == np.where(lane + 5 < 32, lane + 5, lane)).all()
+    assert (A[3] == (lane ^ 5)).all()
+
+
+@pytest.mark.parametrize("kind", ["double", "unsigned long long", "__half"])
+def test_shuffles_of_other_types(kind):
+    A = np.zeros(32)
+    body = f"typedef {kind} T;\nA[threadIdx.x] = float(__shfl_xor_sync(~0u, T(threadIdx.x), 1));"
+    launch(body, A, head="#include <cuda_fp16.h>")
+    assert (A == (np.arange(32) ^ 1)).all()
+
+
+def test_several_masks_at_a_time_in_one_warp():
+    A = np.zeros(32, np.int32)
+    body = """
+        int lane = threadIdx.x;
+        unsigned quad = 0xfu << (lane & ~3);
+        int sum = lane;
+        for (int turn = 0; turn <= lane / 4; ++turn) {
+          sum += __shfl_xor_sync(quad, sum, 1);
+          sum += __shfl_xor_sync(quad, sum, 2);
+        }
+        A[lane] = sum + 1000 * __popc(__ballot_sync(0xffffffffu, lane % 3 == 0));
+    """
+    for schedule in (None, 1, 2):
+        launch(body, A, schedule=schedule)
+        quads = np.arange(32).reshape(8, 4).sum(1) * 4 ** np.arange(8)
+        assert (A == quads.repeat(4) + 11_000).all()
+
+
+def test_votes_reductions_and_block_wide_predicates():
+    A = np.zeros((9, 64), np.int32)
+    body = """
+        int i = threadIdx.x;
+        A[i] = __any_sync(~0u, i == 40);
+        A[64 + i] = __all_sync(~0u, i < 32);
+        A[128 + i] = __ballot_sync(~0u, i == 33);
+        A[192 + i] = __reduce_add_sync(~0u, i);
+        A[256 + i] = __reduce_max_sync(~0u, i);
+        A[320 + i] = __syncthreads_count(i % 3 == 0);
+        A[384 + i] = __syncthreads_or(i == 63);
+        A[448 + i] = __syncthreads_and(i != 63);
+        __syncwarp();
+        A[512 + i] = __syncthreads_or(0);
+    """
+    launch(body, A, threads=64)
+    low, high = A[:, 0], A[:, 32]
+    assert (A[:, :32] == low[:, None]).all() and (A[:, 32:] == high[:, None]).all()
+    assert low.tolist() == [0, 1, 0, 496, 31, 22, 1, 0, 0]
+    assert high.tolist() == [1, 0, 2, 496 + 1024, 63, 22, 1, 0, 0]
+
+
+def test_named_barriers_pass_data_between_warps():
+    A = np.zeros(10 * 32, np.int32)
+    body = """
+        __shared__ int tile[32];
+        int lane = threadIdx.x % 32;
+        for (int turn = 0; turn < 10; ++turn) {
+          if (threadIdx.x < 32) {
+            barrier_sync(2, 64);  // the tile is free
+            tile[lane] = turn * 100 + lane;
+            barrier_arrive(1, 64);
+          } else {
+            barrier_arrive(2, 64);
+            barrier_sync(1, 64);  // the tile is full
+            A[turn * 32 + lane] = tile[31 - lane];
+          }
+        }
+    """
+    for schedule in (None, 5, 6):
+        launch(body, A, threads=64, schedule=schedule, head="#include <ptx/named_barrier.cuh>")
+        assert (A.reshape(10, 32) == 100 * np.arange(10)[:, None] + np.arange(32)[::-1]).all()
+    late = body.replace("barrier_sync(2, 64);", "").replace("barrier_arrive(2, 64);", "")
+    caught = fault(late, A, threads=64, schedule=5, head="#include <ptx/named_barrier.cuh>")
+    assert "race" in caught.what
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.float32, np.float64])
+def test_atomics_on_global_memory_across_workers(dtype):
+    A = np.array([0, 0, 10**6, 0], dtype)
+    body = """
+        int i = threadIdx.x + blockIdx.x * blockDim.x;
+        atomicAdd(&A[0], 1);
+        atomicMax(&A[1], i);
+        atomicMin(&A[2], i);
+        auto old = A[3];
+        for (;;) {
+          auto seen = atomicCAS(&A[3], old, old + 2);
+          if (seen == old) break;
+          old = seen;
+        }
+    """
+    launch(body, A, grid=(200, 1, 1), threads=64, workers=2)
+    assert A.tolist() == [12800, 12799, 0, 25600]
+
+
+def test_atomics_on_shared_memory_are_no_race():
+    A = np.zeros(2, np.uint32)
+    body = """
+        __shared__ unsigned count, next;
+        if (threadIdx.x == 0) count = next = 0;
+        __syncthreads();
+        atomicAdd(&count, 1);
+        atomicInc(&next, 9);
+        __syncthreads();
+        if (threadIdx.x == 0) { A[0] = count; A[1] = atomicExch(&next, 5); }
+    """
+    launch(body, A, threads=64)
+    assert A.tolist() == [64, 64 % 10]
+    plain = body.replace("atomicInc(&next, 9);", "count = 3;")
+    assert "race" in fault(plain, A, threads=64).what
+
+
+@pytest.mark.parametrize("level", ["-O0", "-O1", "-O2"])
+@pytest.mark.parametrize("number, header", [("__half", "fp16"), ("__nv_bfloat16", "bf16")])
+def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, number, header):
+    monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", level)
+    head = f"""
+        #include <cuda_{header}.h>
+        __attribute__((noinline)) float twice({number} x) {{ return 2 * float(x); }}
+    """
+    body = f"""
+        __shared__ {number} all[64];
+        all[threadIdx.x] = {number}(float(threadIdx.x));
+        __syncthreads();
+        A[threadIdx.x] = twice(all[63 - threadIdx.x]);
+    """
+    A = np.zeros(64, np.float32)
+    launch(body, A, head=head, threads=64)
+    assert (A == 2.0 * np.arange(64)[::-1]).all()
+    unwritten = fault(body.replace("__syncthreads();", ""), A, head=head, threads=64)
+    assert "no thread of this block has written" in unwritten.what
+    assert unwritten.place == ("test.cu:4" if HAS_LINES else "")
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    [
+        (
+            "A[threadIdx.x / 2] = 1;",
+            "race: thread (0, 0, 0) wrote and this thread writes byte 0 of A",
+        ),
+        ("if (threadIdx.x % 32 == 0) A[3] = 1;", "race: thread (0, 0, 0) wrote"),
+        ("if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;", "and this one write byte 0 of A"),
+        ("A[threadIdx.x] = 1; __syncthreads(); A[63 - threadIdx.x] = 2;", None),
+        ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 31] = 2;", None),
+        ("A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 32] = 2;", "with no barrier between"),
+        ("if (atomicAdd(&A[64], 1) % 64 == 63) A[0] = 1;", None),
+        ("reinterpret_cast<char*>(A)[threadIdx.x] = 1;", None),
+    ],
+    ids=str,
+)
+def test_writes_to_the_same_global_memory(body, what):
+    A = np.zeros(65, np.int32)
+    grid = (4 if "block" in body or "atomic" in body else 1, 1, 1)
+    if what is not None:
+        assert what in fault(body, A, threads=64, grid=grid, workers=1).what
+        return
+    for schedule in (None, 1, 2):
+        launch(body, A, threads=64, grid=grid, schedule=schedule)
+
+
+def test_a_plain_write_races_with_the_atomics_of_other_threads():
+    body = """
+        __shared__ int count;
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        atomicAdd(&count, 1);
+        A[threadIdx.x] = 0;
+    """
+    A = np.zeros(64, np.int32)
+    for schedule in (None, 1, 2):
+        launch(body, A, threads=64, schedule=schedule)
+        for barrier in ("", "if (threadIdx.x < 32) __syncwarp();"):
+            early = body.replace("__syncthreads();", barrier)
+            what = fault(early, A, threads=64, schedule=schedule).what
+            assert "race" in what or "has written" in what
+        late = body.replace("A[threadIdx.x] = 0;", "A[threadIdx.x] = count;")
+        assert "race" in fault(late, A, threads=64, schedule=schedule).what
+    mixed = body.replace("atomicAdd(&count, 1);", "if (count == 0) atomicAdd(&count, 1);")
+    assert "race" in fault(mixed, A, threads=64).what
+
+
+LAST_BLOCK = """
+    __shared__ unsigned ticket;
+    A[blockIdx.x] = blockIdx.x + 1;
+    __threadfence();
+    ticket = atomicInc(B, gridDim.x - 1);
+    __threadfence_block();
+    if (ticket != gridDim.x - 1) return;
+    unsigned sum = 0;
+    for (unsigned i = 0; i < gridDim.x; ++i) sum += ((volatile unsigned*)A)[i];
+    B[1] = sum;
+    __threadfence_system();
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+"""
+
+
+def test_the_last_block_reduces_what_fences_made_known():
+    for workers in (1, 2, 4):
+        A, B = np.zeros(500, np.uint32), np.zeros(2, np.uint32)
+        launch(LAST_BLOCK, A, B, grid=(500, 1, 1), threads=1, workers=workers)
+        assert B.tolist() == [0, 500 * 501 // 2]
+
+
+def test_mathematics():
+    A = np.linspace(0.1, 3, 32).astype(np.float32)
+    B = np.zeros((8, 32), np.float32)
+    body = """
+        int i = threadIdx.x;
+        float x = A[i];
+        B[i] = __expf(x) + expf(x);
+        B[32 + i] = exp2f(x) * __logf(x);
+        B[64 + i] = rsqrtf(x) + sqrt(x);
+        B[96 + i] = max(x, 1.0f) + min(x, 2.0f) + fmaxf(x, -x) + max(i, 3) + min(7u, 9u);
+        B[128 + i] = fma(x, x, x) + fabsf(-x);
+        B[160 + i] = isnan(x - x) || isinf(x) || !isinf(__int_as_float(0x7f800000));
+        B[192 + i] = __popc(i) + __ffs(i) + __clz(i);
+        float4 v = make_float4(x, x, 1, 2);
+        B[224 + i] = v.x + v.y + v.z + v.w + max(__int_as_float(-1), 2.0f);
+    """
+    launch(body, A, B)
+    x, i = A.astype(float), np.arange(32)
+    bits = [bin(n).count("1") + (n & -n).bit_length() + 32 - n.bit_length() for n in range(32)]
+    want = [
+        2 * np.exp(x), 2**x * np.log(x), x**-0.5 + x**0.5,
+        np.maximum(x, 1) + np.minimum(x, 2) + x + np.maximum(i, 3) + 7,
+        x * x + 2 * x, 0 * x, bits, 2 * x + 5,
+    ]  # fmt: skip
+    np.testing.assert_allclose(B, want, rtol=1e-5, atol=1e-5)
+
+
+# Conversions of 16-bit types
+
+HALVES = [("cuda_fp16.h", np.float16), ("cuda_bf16.h", ml_dtypes.bfloat16)]
+
+
+@pytest.mark.parametrize("header, dtype", HALVES)
+def test_all_sixteen_bit_values_become_floats_and_come_back(header, dtype):
+    A = np.arange(65536, dtype=np.uint16).view(dtype)
+    B, C = np.zeros(65536, np.float32), np.zeros(65536, dtype)
+    body = "int i = threadIdx.x + blockIdx.x * 256; B[i] = float(A[i]); C[i] = B[i];"
+    launch(body, A, B, C, threads=256, grid=(256, 1, 1), head=f"#include <{header}>")
+    want = A.astype(np.float32)
+    nan = np.isnan(want)
+    assert (B[~nan].view(np.uint32) == want[~nan].view(np.uint32)).all()
+    assert np.isnan(B[nan]).all() and np.isnan(C[nan].astype(np.float32)).all()
+    assert (C[~nan].view(np.uint16) == A[~nan].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("header, dtype", HALVES)
+def test_floats_round_to_sixteen_bits_as_numpy_rounds(header, dtype):
+    rng = np.random.default_rng(3)
+    random = rng.integers(0, 2**32, 2**17, dtype=np.uint32).view(np.float32)
+    near = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32).view(np.uint32)
+    ties = np.concatenate([near + step for step in (0x1000, 0x0FFF, 0x1001, 0x8000)])
+    A = np.concatenate([random, ties.astype(np.uint32).view(np.float32)])
+    B = np.zeros(A.size, dtype)
+    body = "int i = threadIdx.x + blockIdx.x * 256; B[i] = A[i];"
+    launch(body, A, B, threads=256, grid=(A.size // 256, 1, 1), head=f"#include <{header}>")
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = A.astype(dtype)
+    nan = np.isnan(A)
+    assert np.isnan(B[nan].astype(np.float32)).all()
+    wrong = np.flatnonzero(B.view(np.uint16)[~nan] != want.view(np.uint16)[~nan])
+    assert wrong.size == 0, A[~nan][wrong[:5]]
+
+
+@pytest.mark.parametrize("header, dtype", HALVES)
+def test_sixteen_bit_arithmetic(header, dtype):
+    rng = np.random.default_rng(4)
+    A = rng.standard_normal(512).astype(dtype)
+    B = rng.standard_normal(512).astype(dtype)
+    C = np.zeros((5, 512), dtype)
+    body = """
+        int i = threadIdx.x;
+        C[i] = A[i] + B[i];
+        C[512 + i] = A[i] - B[i];
+        C[1024 + i] = A[i] * B[i];
+        C[1536 + i] = A[i] / B[i];
+        C[2048 + i] = A[i] < B[i] ? -A[i] : B[i];
+    """
+    launch(body, A, B, C, threads=512, head=f"#include <{header}>")
+    want = np.stack([A + B, A - B, A * B, A / B, np.where(A < B, -A, B)])
+    assert (C.view(np.uint16) == want.view(np.uint16)).all()
+
+
+def test_doubles_round_to_halves_once():
+    # Halfway between two halves and a little more: rounding to float first would lose the rest.
+    A = np.array([1 + 2**-11 + 2**-40, 1 + 2**-11, 1 + 3 * 2**-11 - 2**-40, 65519.999999, 1e300])
+    B = np.zeros(5, np.float16)
+    launch("B[threadIdx.x] = A[threadIdx.x];", A, B, threads=5, head="#include <cuda_fp16.h>")
+    with np.errstate(over="ignore"):
+        assert (B == A.astype(np.float16)).all()
+
+
+# Tensor-core tiles
+
+
+@pytest.mark.parametrize("load, transposed", [("load_b_rows", False), ("load_b_columns", True)])
+def test_tensor_core_tiles(load, transposed):
+    rng = np.random.default_rng(5)
+    A, B = (rng.standard_normal((16, 24)).astype(np.float16) for _ in range(2))
+    memory = np.zeros(2 * 16 * 24 + 32, np.float16)  # tiles begin at multiples of 32 bytes
+    start = -memory.ctypes.data % 32 // 2
+    memory[start : start + 768] = np.concatenate([A, B], axis=None)
+    out = np.zeros(16 * 20 + 8, np.float32)
+    skip = -out.ctypes.data % 32 // 4
+    body = f"""
+        Accumulator d{{}};
+        auto a = load_a(A + s0, 24);
+        auto b = {load}(A + s0 + 16 * 24, 24);
+        multiply_add(d, a, b);
+        multiply_add(d, a, b);
+        store(B + s1, 20, d);
+    """
+    scalars = (np.int32(start), np.int32(skip))
+    launch(body, memory, out, scalars=scalars, head="#include <ptx/wmma.cuh>")
+    a, b = A[:, :16].astype(float), B[:, :16].astype(float)
+    want = 2 * a @ (b.T if transposed else b)
+    got = out[skip : skip + 320].reshape(16, 20)
+    np.testing.assert_allclose(got[:, :16], want, rtol=1e-5, atol=1e-5)
+    assert (got[:, 16:] == 0).all()
+    shifted = (np.int32(start + 8), np.int32(skip))
+    caught = fault(body, memory, out, scalars=shifted, head="#include <ptx/wmma.cuh>")
+    assert "multiple of 32 bytes" in caught.what
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])
+def test_the_headers_with_ptx_compile_for_devices(arch):
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason="needs the CUDA headers' wheel")
+    nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy").nvrtc
+    text = """
+        #include <ptx/wmma.cuh>
+        #include <ptx/named_barrier.cuh>
+        #include <ptx/mma.cuh>
+        #include <ptx/cp_async.cuh>
+        extern "C" __global__ void test(const __half* a, float* out) {
+          __shared__ __align__(16) __half tile[32][8];
+          copy_async(tile[threadIdx.x], a, threadIdx.x % 17);
+          commit_copies();
+          wait_for_copies<0>();
+          __syncwarp();
+          unsigned r[4], s[4];
+          load_matrices(r, tile[threadIdx.x]);
+          load_matrices_transposed(s, tile[threadIdx.x]);
+          float d4[4] = {};
+          multiply_add<__half>(d4, r, s[0], pack<__half>(out[0], out[1]));
+          out[threadIdx.x] = d4[0] + d4[1] + d4[2] + d4[3];
+          barrier_sync(1, 32);
+          barrier_arrive(2, 64);
+          Accumulator d{};
+          multiply_add(d, load_a(a, 16), load_b_rows(a, 16));
+          multiply_add(d, load_a(a, 16), load_b_columns(a, 16));
+          store(out, 16, d);
+        }
+    """
+    headers = pathfinder.find_nvidia_header_directory("cudart")
+    program = nvrtc.createProgram(text, "test.cu", [], [])
+    options = ["--std=c++17", f"-arch=sm_{arch}", f"-I{headers}", f"-I{INCLUDE[0]}"]
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    assert len(nvrtc.getCUBIN(program)) > 0
+
+
+# Faults: what is reported, for whom and where
+
+NEIGHBOUR = """
+    __shared__ float x[64];
+    x[threadIdx.x] = A[threadIdx.x];
+    __syncthreads();
+    A[threadIdx.x] = x[63 - threadIdx.x];
+"""
+
+
+def ones(count=64, dtype=np.float32):
+    return np.ones(count, dtype)
+
+
+@pytest.mark.parametrize("schedule", [None, 0, 1])
+def test_a_missing_barrier_between_write_and_read(schedule):
+    launch(NEIGHBOUR, ones(), threads=64, schedule=schedule)
+    body = NEIGHBOUR.replace("__syncthreads();", "__syncwarp();")
+    caught = fault(body, ones(), threads=64, schedule=schedule)
+    assert "race" in caught.what or "no thread of this block has written" in caught.what
+    if HAS_LINES:
+        assert caught.place in ("test.cu:2", "test.cu:4")
+
+
+@pytest.mark.parametrize("schedule", [None, 0, 1])
+def test_a_missing_barrier_between_read_and_next_write(schedule):
+    body = """
+        __shared__ float x[64];
+        float sum = 0;
+        for (int tile = 0; tile < 4; ++tile) {
+          x[threadIdx.x] = tile;
+          __syncthreads();
+          sum += x[63 - threadIdx.x];
+          __syncthreads();  // before the next tile overwrites this one
+        }
+        A[threadIdx.x] = sum;
+    """
+    A = ones()
+    launch(body, A, threads=64, schedule=schedule)
+    assert (A == 6).all()
+    last = body.rindex("__syncthreads();")
+    caught = fault(body[:last] + body[last + 16 :], A, threads=64, schedule=schedule)
+    assert "race: thread" in caught.what and "no barrier between" in caught.what
+    assert caught.place in (("test.cu:4", "test.cu:6") if HAS_LINES else ("",))
+
+
+def test_lanes_of_one_warp_need_a_barrier_too():
+    body = """
+        __shared__ int x[32];
+        x[threadIdx.x] = threadIdx.x;
+        __syncwarp();
+        A[threadIdx.x] = x[31 - threadIdx.x];
+        __syncwarp();
+        x[threadIdx.x] = 0;
+    """
+    launch(body, ones(dtype=np.int32))
+    last = body.rindex("__syncwarp();")
+    caught = fault(body[:last] + body[last + 13 :], ones(dtype=np.int32))
+    assert "race" in caught.what
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "__shfl_xor_sync(~0u, t, 1)",
+        "__shfl_sync(~0u, t, 0)",
+        "__ballot_sync(~0u, 1)",
+        "__all_sync(~0u, 1)",
+        "__reduce_add_sync(~0u, t)",
+    ],
+)
+def test_shuffles_and_votes_do_not_order_memory(collective):
+    body = f"""
+        __shared__ int x[32];
+        int t = threadIdx.x;
+        x[t] = t;
+        int y = {collective};
+        A[t] = x[t ^ 1] + y;
+    """
+    A = np.zeros(32, np.int32)
+    for schedule in (None, 1, 2):
+        assert "race" in fault(body, A, schedule=schedule).what
+        launch(body.replace("A[t] =", "__syncwarp(); A[t] ="), A, schedule=schedule)
+
+
+def test_bytes_of_one_granule_may_belong_to_two_threads():
+    A = np.zeros(32, np.uint8)
+    body = """
+        __shared__ unsigned char x[32];
+        x[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        A[threadIdx.x] = x[threadIdx.x ^ 1];
+    """
+    launch(body, A)
+    assert (A == (np.arange(32) ^ 1)).all()
+
+
+def test_an_index_one_past_a_row_inside_a_struct():
+    head = "#include <tile/shared.cuh>\nstruct Shared { float K[8][4]; float V[8][4]; };"
+    body = """
+        Shared& shared = shared_memory<Shared>();
+        shared.K[threadIdx.x][0] = 1;
+        shared.K[threadIdx.x][1 + s0] = 1;
+    """
+    options = {"threads": 8, "shared_bytes": 256, "head": head}
+    launch(body, scalars=(np.int32(2),), **options)
+    caught = fault(body, scalars=(np.int32(3),), **options)
+    assert "index 4 is out of bounds for 'float" in caught.what
+    assert (caught.block, caught.thread, caught.place) == ((0, 0, 0), (0, 0, 0), "test.cu:3")
+
+
+@pytest.mark.parametrize(
+    "index, text",
+    [
+        ("64", "just past the end of A (256 bytes)"),
+        ("66", "8 bytes past the end of A (256 bytes)"),
+        ("-1", "4 bytes before the start of A (256 bytes)"),
+    ],
+)
+@pytest.mark.parametrize("write", [False, True])
+def test_an_access_outside_a_buffer(index, text, write):
+    access = f"A[{index}] = 1;" if write else f"A[0] = A[{index}];"
+    body = f"if (threadIdx.x == 3 && blockIdx.y == 1)\n  {access}"
+    caught = fault(body, ones(), grid=(1, 2, 1))
+    assert caught.what == f"{'writes' if write else 'reads'} 4 bytes, {text}"
+    assert (caught.block, caught.thread) == ((0, 1, 0), (3, 0, 0))
+    if HAS_LINES:
+        assert caught.place == "test.cu:2"
+    assert str(caught).startswith("test, block (0, 1, 0), thread (3, 0, 0): ")
+
+
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ("((float*)nullptr)[threadIdx.x] = 1;", "null pointer"),
+        ("*(float*)((char*)A + 2) = 1;", "not a multiple of 4"),
+        ("A[0] = ((float4*)(A + 1))->z;", "not a multiple of 16"),
+        ("A[threadIdx.x] = 7 / (int(A[0]) - 1);", "divides an integer by zero"),
+        ("memset(A + 60, 0, 32);", "partly past the end of A"),
+        ("assert(A[0] == 2);", "assertion failed: A[0] == 2"),
+        ("*(volatile float*)(A + 64);", "just past the end of A"),
+        ("atomicAdd(&A[64], 1);", "updates 4 bytes, just past the end of A"),
+    ],
+)
+def test_other_bad_accesses(body, text):
+    memory = np.ones(80, np.float32)
+    start = -memory.ctypes.data % 16 // 4
+    assert text in fault(body, memory[start : start + 64], threads=1).what
+
+
+def test_the_local_memory_of_another_thread():
+    body = """
+        __shared__ int* pointer;
+        int local = threadIdx.x;
+        if (threadIdx.x == 0) pointer = &local;
+        __syncthreads();
+        if (threadIdx.x == 1) A[0] = *pointer;
+        __syncthreads();
+    """
+    assert "local memory of thread (0, 0, 0)" in fault(body, ones(dtype=np.int32)).what
+
+
+def test_dynamic_shared_memory_ends_where_the_launch_says():
+    head = "#include <tile/shared.cuh>\nstruct Shared { float x[64]; };"
+    body = "shared_memory<Shared>().x[threadIdx.x] = 1;"
+    launch(body, threads=32, shared_bytes=128, head=head)
+    caught = fault(body, threads=33, shared_bytes=128, head=head)
+    assert "just past the end of shared memory (128 bytes)" in caught.what
+    assert caught.thread == (32, 0, 0)
+
+
+DECLARATIONS = [
+    "extern __shared__ float x[];",
+    "extern __shared__ __align__(16) float x[];",
+    "extern __align__(sizeof(float4)) __shared__ float x [ ] ;",
+    "extern __shared__ alignas(128)\n float\n x[];",
+    "__shared__ extern volatile float x[];",
+    "extern __shared__ __attribute__((aligned(32))) scalar x[];",
+]
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS)
+@pytest.mark.parametrize("scope", ["function", "file", "namespace"])
+def test_extern_shared_arrays_are_the_blocks_dynamic_memory(scope, declaration):
+    body = """
+        x[threadIdx.x] = A[threadIdx.x];
+        __syncthreads();
+        A[threadIdx.x] = x[31 - threadIdx.x + s0];
+    """
+    head = "using scalar = float;\n"
+    if scope == "function":
+        body = declaration.replace("\n", " ") + body
+    else:
+        open_, close = ("namespace own {", "}\nusing namespace own;") * (scope == "namespace") or (
+            "",
+            "",
+        )
+        head += f"{open_} {declaration} struct After {{ }};{close}"
+    A = np.arange(32, dtype=np.float32)
+    launch(body, A, scalars=(np.int32(0),), shared_bytes=128, head=head)
+    assert (A == np.arange(32)[::-1]).all()
+    caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=128, head=head)
+    assert caught.what == "reads 4 bytes, just past the end of shared memory (128 bytes)"
+    if HAS_LINES:
+        assert caught.place == f"test.cu:{3 + (scope == 'function')}"
+    caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=132, head=head)
+    assert "no thread of this block has written" in caught.what
+    race = body.replace("__syncthreads();", "")
+    caught = fault(race, A, scalars=(np.int32(0),), shared_bytes=128, head=head)
+    assert "race" in caught.what or "no thread of this block has written" in caught.what
+
+
+def test_extern_shared_arrays_of_other_shapes():
+    head = """
+        // extern __shared__ float in_a_comment[];
+        constexpr char text[] = "extern __shared__ float in_a_string[]; {";
+        template <class T> struct SharedMemory {
+          __device__ operator T*() { extern __shared__ int bytes[]; return (T*)bytes; }
+        };
+        template <class T> __device__ T last(int i) {
+          extern __shared__ T tile[][4];
+          return tile[i][3];
+        }
+        extern "C" { namespace { extern __shared__ unsigned char raw[]; } }
+        __device__ float twice() {
+          extern __shared__ float2 pairs[];
+          return (&pairs[1])->x + sizeof(pairs[0]);
+        }
+        template <class T> __device__ T first() {
+          extern __shared__ __align__(sizeof(T)) unsigned char its_bytes[];
+          T* values = reinterpret_cast<T*>(its_bytes);
+          return values[0];
+        }
+    """
+    body = """
+        float* x = SharedMemory<float>();
+        extern __shared__ char raw2[];
+        float* y = reinterpret_cast<float*>(raw2) + 1;
+        float* z = (float*)raw + 2;
+        float* w = reinterpret_cast<float*>(&raw[12]);
+        *x = 1, *y = 2, *z = 3, *w = 4;
+        A[0] = last<float>(0), A[1] = twice(), A[2] = text[0], A[3] = first<float>();
+    """
+    A = np.zeros(4, np.float32)
+    launch(body, A, threads=1, shared_bytes=16, head=head)
+    assert A.tolist() == [4, 11, ord("e"), 1]
+
+
+def test_extern_shared_arrays_leave_lines_where_they_were():
+    text = "a\nextern __shared__ float\n  x[]; int b;\nextern __shared__\n\nint y[][8];\nc\n"
+    placed = dynamic_shared.placed(text)
+    assert placed.count("simulator_dynamic") == 2
+    assert placed.count("\n") == text.count("\n")
+    lines = placed.splitlines()
+    assert (lines[0], lines[2], lines[6]) == ("a", " int b;", "c")
+    assert dynamic_shared.placed(fresh(1)) == fresh(1)
+
+
+def test_extern_shared_arrays_beside_shared_variables():
+    body = """
+        __shared__ int fixed[3];
+        extern __shared__ int x[];
+        fixed[threadIdx.x] = 10 + threadIdx.x;
+        x[s0 + int(threadIdx.x)] = threadIdx.x;
+        __syncthreads();
+        const int sum = fixed[2 - threadIdx.x] + x[2 - threadIdx.x];
+        if (blockIdx.x == 0) A[threadIdx.x] = sum;
+    """
+    A = np.zeros(3, np.int32)
+    options = {"threads": 3, "shared_bytes": 12, "grid": (20, 1, 1)}
+    launch(body, A, scalars=(np.int32(0),), **options)
+    assert A.tolist() == [14, 12, 10]
+    caught = fault(body, A, scalars=(np.int32(-1),), **options)
+    assert "4 bytes before the start of shared memory (12 bytes)" in caught.what
+    caught = fault(body, A, scalars=(np.int32(1),), **options)
+    assert "just past the end of shared memory (12 bytes)" in caught.what
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_a_read_of_shared_memory_nobody_wrote(name):
+    head = "#include <tile/shared.cuh>\nstruct Shared { float x[64]; };"
+    declare = "__shared__ Shared shared;" if name == "static" else (
+        "Shared& shared = shared_memory<Shared>();"
+    )  # fmt: skip
+    body = f"""
+        {declare}
+        shared.x[threadIdx.x] = 1;
+        __syncthreads();
+        const float x = shared.x[threadIdx.x + s0];
+        if (blockIdx.x == 0) A[threadIdx.x] = x;
+    """
+    options = {"shared_bytes": 256, "head": head, "grid": (2, 1, 1)}
+    launch(body, ones(), scalars=(np.int32(0),), **options)
+    caught = fault(body, ones(), scalars=(np.int32(1),), **options)
+    assert "at byte 128 of" in caught.what and "no thread of this block" in caught.what
+    assert caught.thread == (31, 0, 0)
+    # What an earlier block wrote does not count.
+    stale = body.replace("shared.x[thr", "if (blockIdx.x == 0) shared.x[thr", 1)
+    caught = fault(stale, ones(), scalars=(np.int32(0),), **options, workers=1)
+    assert caught.block == (1, 0, 0)
+
+
+def test_a_barrier_in_one_branch():
+    caught = fault("if (threadIdx.x != 5) __syncthreads();\n__syncwarp();", threads=64)
+    assert caught.thread == (5, 0, 0)
+    assert "63 threads wait in __syncthreads at test.cu:1" in caught.what
+    assert "this thread waits in __syncwarp at test.cu:2" in caught.what
+
+
+def test_a_barrier_in_each_branch():
+    body = "if (threadIdx.x < 5)\n  __syncthreads();\nelse\n  __syncthreads();"
+    caught = fault(body)
+    assert "the one at test.cu:2" in caught.what and caught.place == "test.cu:4"
+    other = "if (threadIdx.x < 5) __syncthreads(); else __syncthreads_or(1);"
+    assert "calls __syncthreads_or while" in fault(other).what
+
+
+@pytest.mark.parametrize("schedule", [None, 3])
+def test_a_return_before_a_barrier_names_the_thread(schedule):
+    body = "if (threadIdx.y == 7) return;\n__syncthreads();"
+    caught = fault(body, threads=(4, 8, 1), grid=(1, 1, 3), schedule=schedule)
+    assert (caught.block, caught.thread) == ((0, 0, 0), (0, 7, 0))
+    assert "28 threads wait in __syncthreads at test.cu:2" in caught.what
+    assert "this thread has returned" in caught.what
+
+
+def test_a_shuffle_with_a_lane_that_never_comes():
+    body = "if (threadIdx.x == 9) return;\nA[threadIdx.x] = __shfl_xor_sync(~0u, 1.0f, 1);"
+    caught = fault(body, ones())
+    assert caught.thread == (9, 0, 0)
+    assert "31 threads wait in __shfl_xor_sync at test.cu:2" in caught.what
+
+
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ("__shfl_sync(1u, 1, 0);", "lacks its own lane"),
+        ("if (threadIdx.x < 9) __any_sync(~0u, 1); else __syncwarp();", "calls __syncwarp while"),
+        ("barrier_sync(16, 32);", "barriers 0 to 15"),
+        ("barrier_sync(1, 20);", "whole warps"),
+        ("barrier_sync(1, 64);", "whole warps"),
+    ],
+)
+def test_wrong_collectives(body, text):
+    assert text in fault(body, head="#include <ptx/named_barrier.cuh>").what
+
+
+def test_a_named_barrier_too_few_reach():
+    body = "if (threadIdx.x < 32) barrier_sync(3, 64);"
+    caught = fault(body, threads=64, head="#include <ptx/named_barrier.cuh>")
+    assert "on barrier 3" in caught.what and "32 of 64 arrived" in caught.what
+
+
+def test_a_wait_that_nothing_ends():
+    body = """
+        __shared__ int flag;
+        if (threadIdx.x == 0) flag = 0;
+        __syncthreads();
+        if (threadIdx.x == 0) simulator::publish(&flag);
+        simulator::wait_until([&] { return s0 == 1; }, "wait_for_flag");
+    """
+    launch(body, scalars=(np.int32(1),))
+    caught = fault(body, scalars=(np.int32(0),))
+    assert "waits for ever" in caught.what and "wait_for_flag" in caught.what
+
+
+def test_twins_order_threads_by_publishing_and_observing():
+    body = """
+        __shared__ volatile int data;
+        __shared__ int ready;
+        if (threadIdx.x == 0) atomicExch(&A[0], 0);
+        __syncthreads();
+        if (threadIdx.x == 40) {
+          data = 7;
+          simulator::publish(&ready);
+          atomicExch(&A[0], 1);
+        } else if (threadIdx.x == 3) {
+          simulator::wait_until([&] { return atomicAdd(&A[0], 0) == 1; }, "wait");
+          simulator::observe(&ready);
+          A[1] = data;
+        }
+    """
+    for schedule in (None, 8):
+        A = np.zeros(3, np.int32)
+        launch(body, A, threads=64, schedule=schedule)
+        assert A[1] == 7
+    assert "race" in fault(body.replace("simulator::observe(&ready);", ""), A, threads=64).what
+
+
+# Schedules and workers
+
+
+def test_a_fault_leaves_nothing_behind():
+    for schedule in (None, 4, 5):
+        A = np.arange(64, dtype=np.float32)
+        fault("if (threadIdx.x < 40) __syncthreads();", threads=64, schedule=schedule)
+        fault("A[64 + threadIdx.x] = 1;", A, schedule=schedule)
+        launch(NEIGHBOUR, A, threads=64, schedule=schedule)
+        assert (A == np.arange(64)[::-1]).all()
+
+
+ORDER = """
+    __shared__ int turn;
+    if (threadIdx.x == 0) turn = 0;
+    __syncthreads();
+    A[blockIdx.x * 64 + atomicAdd(&turn, 1)] = threadIdx.x;
+"""
+
+
+def order(**options):
+    A = np.zeros((20, 64), np.int32)
+    launch(ORDER, A, threads=64, grid=(20, 1, 1), **options)
+    return A
+
+
+def test_schedules():
+    assert (np.sort(order(schedule=7), axis=1) == np.arange(64)).all()
+    assert (order(schedule=7, workers=1) == order(schedule=7, workers=2)).all()
+    assert (order(schedule=7) != order(schedule=8)).any()
+    assert (order(schedule=7)[0] != order(schedule=7)[1]).any()
+    assert (order(workers=1) == order(workers=2)).all()
+
+
+def test_the_fault_reported_is_that_of_the_first_block():
+    body = "if (blockIdx.x >= 30) A[64 + blockIdx.x] = 1; else __syncthreads();"
+    for workers in (1, 2, 4):
+        assert fault(body, ones(), grid=(200, 1, 1), workers=workers).block == (30, 0, 0)
+
+
+def test_launches_from_several_python_threads():
+    results = {}
+
+    def run(number):
+        A = np.full(64, number, np.float32)
+        body = NEIGHBOUR if number % 2 else NEIGHBOUR.replace("63 -", "62 -")
+        try:
+            for _ in range(20):
+                launch(body, A, threads=64, workers=2)
+            results[number] = A
+        except machine.SimulatorFault as caught:
+            results[number] = caught
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        if number % 2:
+            assert (results[number] == number).all()
+        else:
+            assert "is out of bounds for 'float" in results[number].what
+
+
+# Compilers and the cache
+
+
+def test_errors_of_the_compiler_come_unchanged():
+    text = '#line 1 "kernels/forward/some.cu"\nextern "C" __global__ void test() {\n  foo();\n}'
+    with pytest.raises(machine.CompileError, match=r"kernels/forward/some\.cu:2:3: error: .*foo"):
+        machine.build(text, INCLUDE, "test")
+
+
+def test_a_frame_too_large_for_a_fiber_does_not_compile():
+    with pytest.raises(machine.CompileError, match="frame"):
+        launch("volatile int x[100000]; x[threadIdx.x] = 1; A[0] = x[s0];", ones(),
+               scalars=(np.int32(1),))  # fmt: skip
+
+
+def test_the_headers_compile_without_warnings(tmp_path):
+    names = ["cuda_fp16.h", "cuda_bf16.h", "shared.cuh", "wmma.cuh", "named_barrier.cuh"]
+    names += ["mma.cuh", "cp_async.cuh", "mbarrier.cuh", "tma.cuh", "wgmma.cuh", "setmaxnreg.cuh"]
+    text = "".join(f"#include <{name}>\n" for name in ["simulator.h", *names])
+    text += "void f(int* a) {\n#pragma unroll\nfor (int i = 0; i < 4; ++i) a[i] = i;\n}\n"
+    file = tmp_path / "all.cpp"
+    file.write_text(text)
+    folder = Path(machine.__file__).parent
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-c"]
+    for source in (file, folder / "runtime.cpp"):
+        command = [*machine.compiler(), *flags, f"-I{folder / 'include'}", str(source)]
+        command += ["-o", str(tmp_path / "out.o")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_no_compiler_says_how_to_get_one(monkeypatch):
+    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(machine.CompilerNotFound, match=r"cupyfa\[compiler\]"):
+        machine.compiler()
+    monkeypatch.setenv("CUPYFA_COMPILER", "no-such-compiler")
+    with pytest.raises(machine.CompilerNotFound, match="no-such-compiler"):
+        machine.compiler()
+
+
+def test_zig_is_found_where_nothing_else_is(monkeypatch):
+    pytest.importorskip("ziglang", reason="the ziglang wheel is not installed")
+    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+
+
+@pytest.mark.parametrize("compiler", ["g++", "zig"])
+def test_both_compilers_run_and_check(monkeypatch, compiler):
+    if compiler == "zig":
+        pytest.importorskip("ziglang", reason="the ziglang wheel is not installed")
+    elif shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    monkeypatch.setenv("CUPYFA_COMPILER", compiler)
+    A = np.arange(64, dtype=np.float32)
+    launch(NEIGHBOUR, A, threads=64)
+    assert (A == np.arange(64)[::-1]).all()
+    race = fault("__shared__ int x;\nx = threadIdx.x;\n__syncthreads();\nA[x] = 1;", A)
+    assert "race: thread (0, 0, 0) wrote" in race.what
+    assert race.place == ("test.cu:2" if HAS_LINES else "")
+    assert "out of bounds" in fault(NEIGHBOUR.replace("63 -", "64 -"), A, threads=64).what
+    past = fault("A[64 + threadIdx.x] = 1;", A)
+    assert past.what == "writes 4 bytes, just past the end of A (256 bytes)"
+    increment = "__shared__ int x;\nif (threadIdx.x == 0) x += 1;"
+    assert "no thread of this block has written" in fault(increment).what
+    head = "struct alignas(16) F { float x[4]; };"
+    copied = fault("((F*)A)[16] = ((F*)A)[0];", A, head=head, threads=1)
+    assert "writes 16 bytes, just past the end of A" in copied.what
+
+
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "overwritten"])
+def test_a_damaged_object_is_made_anew(tmp_path, damage):
+    assert answer(in_new_process(tmp_path, 41)) == "41"
+    objects = list(tmp_path.glob("*.so"))
+    assert len(objects) == 2
+    for path in objects:
+        content = path.read_bytes()
+        path.unlink()
+        damaged = {"cut short": content[:5000], "emptied": b"", "overwritten": b"?" * 9000}
+        path.write_bytes(damaged[damage])
+    assert answer(in_new_process(tmp_path, 41)) == "41"
+
+
+def test_a_text_beyond_ascii_in_the_c_locale(tmp_path):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert answer(in_new_process(tmp_path, "45 /* \u03b1 = \u221ad */", **plain)) == "45"
+
+
+def test_several_processes_build_the_same_kernel_at_once(tmp_path):
+    processes = [in_new_process(tmp_path, 51, 52) for _ in range(3)]
+    assert [answer(process) for process in processes] == ["51 52"] * 3
+    assert len(list(tmp_path.glob("*.so"))) == 3  # the runtime and two kernels
+    assert not list(tmp_path.glob("build-*"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert answer(in_new_process(blocked / "cache", 61)) == "61"
+
+
+@pytest.mark.parametrize("file", ["number.cuh", "helper.h", "deep/er/number.hpp"])
+def test_changed_headers_make_a_new_kernel(tmp_path, file):
+    (tmp_path / "bad.cuh").mkdir()
+    (tmp_path / "nowhere.cuh").symlink_to(tmp_path / "missing")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "outer.cuh").write_text(f'#pragma once\n#include "{file}"\n')
+    text = '#include <outer.cuh>\nextern "C" __global__ void test(int* A) { A[0] = number; }'
+    for number in (70, 71):
+        (tmp_path / file).write_text(f"constexpr int number = {number};")
+        A = np.zeros(1, np.int32)
+        machine.launch(
+            text, "test", [np.uint64(A.ctypes.data)], grid=(1, 1, 1), threads=1, shared_bytes=0,
+            include_dirs=[tmp_path], buffers=[machine.Buffer("A", A.ctypes.data, 4)],
+        )  # fmt: skip
+        assert A[0] == number

@@ -1,0 +1,480 @@
+"""NumPy arrays on the way to a device and back: on one that the simulator stands for."""
+
+import gc
+import math
+import threading
+import time
+from contextlib import nullcontext
+from itertools import product
+
+import numpy as np
+import pytest
+from helpers.far_device import FarDevice
+from helpers.far_device import Mark as FarMark
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupyfa
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits
+from cupyfa.problem import Problem
+from cupyfa.runtime import transfer
+
+LIMITS = Limits("a device", shared_bytes=232448)
+
+
+@pytest.fixture(params=[True, False], ids=["by addresses", "by arrays"])
+def far(request):
+    return FarDevice(short=request.param)
+
+
+@pytest.fixture(autouse=True)
+def small():
+    """Chunks and pieces that small arrays have several of."""
+    before = transfer.configure()
+    transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "_INLINE", 512)
+        patch.setattr(transfer, "_POOLED", 1024)
+        yield
+    transfer.configure(**vars(before))
+
+
+def arrays(*shape_q, kv_heads=None, N=None, dv=None, dtype=np.float32, seed=0):
+    *lead, heads, M, d = shape_q
+    kv_heads, N, dv = kv_heads or heads, M if N is None else N, dv or d
+    rng = np.random.default_rng(seed)
+    shapes = (shape_q, (*lead, kv_heads, N, d), (*lead, kv_heads, N, dv))
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def same(far, q, k, v, tolerance=0.0, **options):
+    """Checks that a far device gives what the simulator does; returns what it gave."""
+    options = {"kernel": "fa2", "return_lse": True} | options
+    there = cupyfa.attention(q, k, v, backend=far, **options)
+    here = cupyfa.attention(q, k, v, backend="simulator", **options)
+    for got, right in zip(there, here):
+        assert type(got) is np.ndarray
+        np.testing.assert_allclose(
+            got.astype(np.float64), right.astype(np.float64), rtol=tolerance, atol=tolerance
+        )
+    return there
+
+
+# Parts of arrays
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    most=st.integers(1, 50),
+)
+@settings(deadline=None, max_examples=200)
+def test_slabs_are_contiguous_small_and_everything_once(shape, most):
+    whole, seen = np.arange(math.prod(shape)).reshape(shape), []
+    for index in transfer.slabs(shape, most):
+        part = whole[index]
+        assert 0 < part.size <= most
+        assert (np.diff(part.ravel()) == 1).all()
+        seen.extend(part.ravel())
+    assert seen == list(range(whole.size))
+
+
+def planned(kernel, **sizes):
+    record = LADDER["forward"].get(kernel) or LADDER["backward"].get(kernel)
+    return planning.plan(record, Problem.of_sizes(**sizes), LIMITS)
+
+
+@pytest.mark.parametrize("wanted", [10**3, 3 * 10**4, 2 * 10**5, 10**9])
+def test_pieces_are_everything_once_and_no_larger_than_wanted(wanted):
+    plan = planned("fa2", batch=5, heads=12, kv_heads=4, M=30, N=50, d=16)
+    pieces = transfer.cut(plan, LIMITS, wanted, 10**9)
+    seen = np.zeros((5, 4, 30, 50), int)
+    for piece in pieces:
+        seen[
+            tuple(
+                slice(r.start, r.stop)
+                for r in (piece.batch, piece.kv_heads, piece.rows, piece.keys)
+            )
+        ] += 1
+        part = transfer.part_of(plan, LIMITS, piece.problem(plan.problem))
+        assert part.constants == plan.constants
+        if wanted > 10**3:
+            assert transfer._needed(plan, part) <= wanted
+    assert (seen == 1).all()
+    assert (len(pieces) == 1) == (wanted == 10**9)
+
+
+def test_a_problem_that_cannot_be_cut_says_what_it_needs():
+    plan = planned("two_pass", heads=2, M=1000, d=64)
+    with pytest.raises(cupyfa.DeviceError, match=r"one head of it needs [\d,]+ bytes.* 5,000 may"):
+        transfer.cut(plan, LIMITS, 5000, 5000)
+
+
+# Results
+
+
+@pytest.mark.parametrize("most", [2048, 1 << 20])
+def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
+    transfer.configure(chunk_bytes=most, piece_bytes=1 << 20)
+    monkeypatch.setattr(transfer, "_CHUNK_COST", 400)
+    for M in (40, 160):
+        far.copied.clear()
+        q, k, v = arrays(1, 1, M, 16)
+        same(far, q, k, v, return_lse=False)
+        largest = max(size for _, _, size in far.copied)
+        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # whole rows
+
+
+def test_the_smallest_chunks(far):
+    transfer.configure(chunk_bytes=16)
+    same(far, *arrays(1, 2, 5, 3, dtype=np.float64))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_results_are_those_of_the_whole(far, layout):
+    q, k, v = arrays(3, 4, 37, 16, kv_heads=2, N=29, dv=24)
+    if layout == "bshd":
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+    same(far, q, k, v, layout=layout, causal=True)
+    assert len(far.copied) > 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: np.repeat(x, 2, axis=3)[..., ::2],
+        lambda x: x[:, ::-1],
+        lambda x: np.broadcast_to(x[:1], x.shape),
+        lambda x: x.swapaxes(0, 1).copy().swapaxes(0, 1),
+        lambda x: np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape),
+    ],
+    ids=["columns", "reversed", "broadcast", "heads outside", "not aligned"],
+)
+def test_any_strides_do(far, change):
+    same(far, *map(change, arrays(2, 3, 40, 16)))
+
+
+@pytest.mark.parametrize(
+    "kernel, d", [("wgmma", 20), ("mma_async", 24), ("minimal", 16), ("v1", 8)]
+)
+def test_kernels_that_want_their_arrays_otherwise(far, kernel, d):
+    same(far, *arrays(2, 2, 40, d, dtype=np.float16), kernel=kernel)
+
+
+@pytest.mark.parametrize(
+    "shape, N",
+    [((0, 2, 5, 4), 5), ((2, 2, 0, 4), 5), ((2, 2, 5, 4), 0), ((2, 2, 5, 0), 5)],
+    ids=["batch", "M", "N", "d"],
+)
+def test_nothing_in_an_array(far, shape, N):
+    same(far, *arrays(*shape, N=N))
+
+
+MASKS = [
+    {},
+    {"causal": True},
+    {"causal": "top-left"},
+    {"window": (9, 4)},
+    {"window": (5, None), "causal": "top-left"},
+]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("M, N", [(50, 70), (90, 33)])
+def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
+    transfer.configure(device_bytes=4000)
+    q, k, v = arrays(2, 2, M, 16, N=N)
+    same(far, q, k, v, tolerance=1e-6, **options)
+    plan = cupyfa.plan(kernel="fa2", backend=far, batch=2, heads=2, M=M, N=N, d=16, **options)
+    pieces = transfer.cut(plan, far.limits, 4000, 4000)
+    assert len({x.rows for x in pieces}) > 1 and len({x.keys for x in pieces}) > 1
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
+@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_k", "mma_slices", "wgmma_persistent"])
+def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
+    transfer.configure(device_bytes=20_000)
+    q, k, v = arrays(1, 2, 150, 32, N=170, dtype=np.float16)
+    same(far, q, k, v, tolerance=2e-3, kernel=kernel, **options)
+
+
+def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
+    plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
+    parts, done, again = transfer.Parts(plan, LIMITS), [], transfer.cut
+    monkeypatch.setattr(transfer, "cut", lambda *x: done.append(x) or again(*x))
+    for wanted, most in (
+        *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # less than a head; a head that does not fit
+    ):
+        assert parts.cut(wanted, most) == again(plan, LIMITS, wanted, most)
+    assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
+
+
+def test_the_device_never_holds_more_than_it_may(far):
+    transfer.configure(device_bytes=60_000)
+    far.limits  # noqa: B018
+    taken, empty = [], far.empty
+    far.empty = lambda shape, dtype: (
+        taken.append(math.prod(shape) * dtype.itemsize) or empty(shape, dtype)
+    )
+    same(far, *arrays(4, 4, 64, 16))
+    assert 0 < sum(taken) <= 60_000
+
+
+def test_nan_stays_in_its_row_when_keys_are_merged(far):
+    transfer.configure(device_bytes=4000)
+    q, k, v = arrays(1, 1, 40, 16, N=60)
+    q[0, 0, 7, 0] = np.nan
+    v[0, 0, 50, 3] = np.nan
+    o, lse = cupyfa.attention(
+        q, k, v, kernel="fa2", backend=far, return_lse=True, causal="top-left"
+    )
+    bad = np.isnan(o).any(-1)[0, 0]
+    assert bad.nonzero()[0].tolist() == [7]
+    assert np.isnan(lse[0, 0]).nonzero()[0].tolist() == [7]
+
+
+def test_gradients_and_softmax_go_the_same_way(far):
+    q, k, v = arrays(3, 4, 20, 16, kv_heads=2)
+    out, lse = cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", return_lse=True)
+    options = {"kernel": "two_pass", "causal": False}
+    dout = np.ones_like(out)
+    there = cupyfa.attention_backward(dout, q, k, v, out, lse, backend=far, **options)
+    here = cupyfa.attention_backward(dout, q, k, v, out, lse, backend="simulator", **options)
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    x = np.random.default_rng(0).standard_normal((7, 90, 100), np.float32)
+    np.testing.assert_array_equal(
+        cupyfa.softmax(x, backend=far), cupyfa.softmax(x, backend="simulator")
+    )
+
+
+def test_out_is_filled_and_so_is_a_view_of_something_larger(far):
+    q, k, v = arrays(2, 3, 40, 16)
+    memory = np.full((2, 3, 80, 16), 7, np.float32)
+    out = memory[:, :, ::2]
+    assert cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out) is out
+    np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, kernel="fa2", backend="simulator"))
+    assert (memory[:, :, 1::2] == 7).all()
+
+
+def test_checked_calls_go_to_a_far_device_as_well(far):
+    same(far, *arrays(1, 2, 20, 16), check=True)
+
+
+def test_progress_is_told_piece_by_piece(far):
+    told = []
+    q, k, v = arrays(4, 3, 40, 16)
+    cupyfa.attention(q, k, v, kernel="fa2", backend=far, progress=lambda *x: told.append(x))
+    total = told[0][1]
+    assert total > 3 and [done for done, _, _ in told] == list(range(total + 1))
+    assert told[0][2].startswith("fa2 on batch=4")
+
+
+# Buffers
+
+
+def test_pinned_arrays_need_no_buffers(far):
+    host = arrays(2, 2, 64, 16)
+    q, k, v = (far.pinned(x.nbytes).view(x.dtype).reshape(x.shape) for x in host)
+    for mine, x in zip((q, k, v), host):
+        mine[...] = x
+    out = far.pinned(q.nbytes).view(q.dtype).reshape(q.shape)
+    cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
+    np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
+    assert transfer._hosts[far].bytes == 0
+
+
+def test_memory_is_bounded_stated_and_freed(far):
+    q, k, v = arrays(4, 4, 64, 16)
+    out = np.empty_like(q)
+    cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
+    assert 0 < transfer.held() <= transfer.configure().most_held == 2 * 4 * 4096
+    assert len(far.memory) * 4096 == transfer.held()
+    transfer.release()
+    assert transfer.held() == 0
+    same(far, q, k, v)
+
+
+def test_results_of_a_size_that_comes_again_are_pinned_while_there_is_room(far):
+    q, k, v = arrays(2, 2, 64, 16)
+    transfer.configure(pinned_results=q.nbytes)
+    first, second, third = (cupyfa.attention(q, k, v, kernel="fa2", backend=far) for _ in range(3))
+    assert [far.is_pinned(x) for x in (first, second, third)] == [False, True, False]
+    assert (second == first).all() and second.flags.writeable
+    before = transfer.held()
+    del second
+    assert transfer.held() == before - q.nbytes
+
+
+def test_what_fails_in_a_thread_is_raised_and_ends_the_call(far):
+    q, k, v = arrays(2, 4, 64, 16)
+    far.failing = True
+    with pytest.raises(RuntimeError, match="the bus failed"):
+        cupyfa.attention(q, k, v, kernel="fa2", backend=far)
+    far.failing = False
+    same(far, q, k, v)
+
+
+@pytest.mark.parametrize("what", ["no memory", "a lost device"])
+def test_a_failure_with_few_buffers_ends_the_call_as_well(far, what):
+    """Threads that wait for a buffer are told, and a buffer whose copy failed is not lost."""
+    transfer.configure(buffers=2, threads=4)
+    ended, wait = threading.Event(), FarMark.wait
+
+    def fail(*_):
+        raise RuntimeError(what)
+
+    def call():
+        with pytest.raises(RuntimeError, match=what):
+            cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far)
+        ended.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "no memory":
+            patch.setattr(far, "pinned", lambda size: time.sleep(0.05) or fail())
+        else:
+            patch.setattr(FarMark, "done", False)
+            patch.setattr(FarMark, "wait", fail)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        assert ended.wait(20)
+        thread.join()
+    assert FarMark.wait is wait
+
+
+def test_no_more_results_are_pinned_than_may_be(far):
+    """By threads at once, while others are dropped, and by what CuPy's pool takes for them."""
+    size, held = 3 << 10, []
+    transfer.configure(pinned_results=2 * 4096)
+    transfer.fresh(far, (size,), np.dtype("u1"))
+    far.pinned = lambda size, pinned=far.pinned: time.sleep(0.02) or pinned(size)
+
+    def ask():
+        held.append(transfer.fresh(far, (size,), np.dtype("u1")))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(far.is_pinned(x) for x in held) == 2
+    assert transfer.held() == 2 * 4096
+    held.clear()
+    assert transfer.held() == 0
+    with transfer._results._lock:  # where Python may find a result that is no more, and drop it
+        transfer._results.drop(0)
+    far.pinned = lambda size: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        ask()
+    gc.collect()
+    assert transfer.held() == 0
+
+
+def test_several_threads_may_call_at_once(far):
+    problems = [arrays(2, 3, 40 + seed, 16, seed=seed) for seed in range(4)]
+    results = {}
+
+    def call(i):
+        results[i] = cupyfa.attention(*problems[i], kernel="fa2", backend=far)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for i, problem in enumerate(problems):
+        right = cupyfa.attention(*problem, kernel="fa2", backend="simulator")
+        np.testing.assert_array_equal(results[i], right)
+
+
+def of_transfer():
+    return [x for x in threading.enumerate() if x.name.startswith("cupyfa_")]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_threads_end_with_the_buffers_that_they_were_for(far, failing):
+    transfer.release()
+    gc.collect()  # what other tests left
+    for thread in of_transfer():
+        thread.join(60)
+    gc.disable()  # a call that failed leaves nothing that would have to be found
+    try:
+        out = np.empty((4, 4, 64, 16), np.float32)
+        cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
+        far.failing = failing
+        with pytest.raises(RuntimeError) if failing else nullcontext():
+            cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
+        running = of_transfer()
+        assert len(running) == 2 * transfer.configure().threads
+        transfer.release()
+        for thread in running:
+            thread.join(20 / len(running))
+        assert not of_transfer()
+    finally:
+        gc.enable()
+
+
+def test_buffers_are_taken_again_before_there_are_more(far):
+    buffers = transfer._Buffers(far, transfer.configure())
+    with far.lanes() as (lane, _, _):
+        first, second = buffers.take(), buffers.take()
+        for buffer in (first, second):
+            buffers.give(buffer)
+        assert buffers.take() is second and buffers.made == 2
+        there = far.empty((4096,), np.dtype("u1"))
+        lane.copy(far.address(there), second.address, 4096)
+        second.copied(lane)
+        buffers.give(second)
+        assert buffers.take() is first  # the other one's copy goes on
+        lane.synchronize()
+        assert buffers.take() is second and buffers.made == 2
+
+
+def test_wrong_choices_are_refused():
+    with pytest.raises(ValueError, match="threads is 0; give a whole number from 1"):
+        transfer.configure(threads=0)
+    with pytest.raises(ValueError, match="chunk_bytes is 7; give a whole number from 16"):
+        transfer.configure(chunk_bytes=7)
+    with pytest.raises(TypeError, match="chunks: unknown; there are threads, chunk_bytes"):
+        transfer.configure(chunks=1)
+
+
+# Parts of problems
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_a_part_sees_the_keys_that_the_whole_does(options):
+    whole = Problem.of_sizes(M=7, N=9, d=1, **options)
+
+    def sees(p, i, j):
+        right = p.right is None or j <= i + p.diagonal
+        return right and (p.left is None or j >= i + p.lower)
+
+    for (m, last_m), (n, last_n) in product(
+        [(0, 7), (3, 7), (6, 7)], [(0, 9), (0, 2), (4, 5), (8, 9)]
+    ):
+        part = whole.part(1, 1, range(m, last_m), range(n, last_n))
+        assert part.left is None or part.right is None or part.diagonal >= part.lower
+        for i, j in product(range(part.M), range(part.N)):
+            assert sees(part, i, j) == sees(whole, i + m, j + n)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_as_copies_are_handed_over_ends_the_call(far, monkeypatch, begun):
+    """They are given to threads all or not at all, and the call waits for those that are."""
+    q, k, v = arrays(2, 4, 50, 16)
+    submit, left = transfer._Host.submit, [4]
+
+    def interrupted(self, move, copies):
+        left[0] -= 1
+        if begun or left[0]:
+            submit(self, move, copies)
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer._Host, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cupyfa.attention(q, k, v, backend=far, kernel="fa2")
+    same(far, q, k, v)

@@ -1,0 +1,470 @@
+"""`cupyfa.check`: what it finds in broken kernels, how it tells that, and what it counts."""
+
+import csv
+import itertools
+import json
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import broken_kernels, own_kernel
+
+import cupyfa
+from cupyfa import Problem, Simulator
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.lookup import record_named
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner import source as sources
+from cupyfa.verify import check as checking
+from cupyfa.verify import grids, sampling, tasks
+from cupyfa.verify.case import Case
+from cupyfa.verify.failures import (
+    COMPILE_ERROR,
+    DEVICE_LOST,
+    DIED,
+    DIFFERS,
+    ERROR,
+    FAULT,
+    NO_ANSWER,
+    RIGHT,
+    UNSUPPORTED,
+    WRONG_RESULT,
+    WROTE_OUTSIDE,
+    Outcome,
+)
+from cupyfa.verify.tasks import Task, perform
+
+MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
+CLI = [sys.executable, str(sources.ROOT / "cli.py")]
+
+
+def shows_all_faults(seed):
+    """Whether the first samples of fuzz have the sizes on which broken_kernels show their faults,
+    and the simulator is soon done with them.
+    """
+    cases = grids.cases("fuzz", "softmax", samples=12, seed=seed, dtypes=["float32"])
+    problems = [case.problem for case in cases]
+    return (
+        sum(p.M * p.N for p in problems) < 100_000
+        and any(p.M % 8 == 5 and p.N for p in problems)
+        and any(p.N % 16 == 3 and p.M for p in problems)
+        and sum(p.N % 4 == 3 and p.M > 0 for p in problems) >= 3
+    )
+
+
+SEED = next(filter(shows_all_faults, itertools.count()))
+FUZZ = {"grid": "fuzz", "samples": 12, "seed": SEED, "dtypes": ["float32"]}
+FUZZ_OPTIONS = ("--grid", "fuzz", "--samples", "12", "--seed", str(SEED), "--dtype", "float32")
+
+
+def check(kernel, **options):
+    return cupyfa.check(kernel, backend="simulator", **{**FUZZ, **options})
+
+
+def the_failure(checked):
+    """The one failure, for shrinking leaves one of those that are alike."""
+    (failure,) = checked.failures
+    return failure
+
+
+def command_line(*args, code=0):
+    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
+    assert done.exit_code == code, done.output
+    return done
+
+
+def repeat(failure, **options):
+    """Runs the command that is to repeat a failure, in a process of its own."""
+    program, *arguments = shlex.split(failure.command)
+    assert program == "cupyfa"
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+# What is right
+
+
+def test_kernels_of_the_ladder():
+    names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_async", "mma_tf32", "columns"]
+    done = check(names, grid="edges", samples=8, dtypes=["float16"])
+    assert done.failures == ()
+    assert done.right == done.runs > 20
+    assert done.cases == 24
+    assert [tally.kernel for tally in done.tallies] == names
+    assert all(0 < tally.worst <= 1 for tally in done.tallies if tally.runs)
+    assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]
+
+
+def test_a_right_kernel_of_ones_own(tmp_path):
+    done = check(broken_kernels.write(tmp_path), samples=10, failures=tmp_path / "files", reruns=1)
+    assert done.failures == ()
+    assert not (tmp_path / "files").exists()
+
+
+# What is wrong
+
+
+def test_a_dropped_column_is_found_made_small_and_repeated(tmp_path):
+    failure = the_failure(check(broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)))
+    assert failure.outcome.kind == WRONG_RESULT
+    assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
+    assert (failure.case.seed, failure.case.values, failure.case.layout) == (0, "normal", "bhsd")
+    assert failure.found_on in grids.cases(operation="softmax", **FUZZ)
+    assert failure.found_on.problem.N % 16 == 3
+    worst = failure.outcome.worst
+    assert worst.ratio > 1
+    again = repeat(failure)
+    assert again.returncode == 1
+    assert "FAIL" in again.stdout
+    assert f"{worst.name} error {worst.error:.3g}" in " ".join(again.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "fault, kind, words",
+    [
+        ("RACE", FAULT, "race"),
+        ("WRITES_OUTSIDE", FAULT, "past the end of P"),
+        ("DOES_NOT_COMPILE", COMPILE_ERROR, "OfflineSoftmax"),
+    ],
+)
+def test_faults(tmp_path, fault, kind, words):
+    done = check(broken_kernels.write(tmp_path, getattr(broken_kernels, fault)))
+    assert {failure.outcome.kind for failure in done.failures} == {kind}
+    failure = done.failures[0]
+    assert words in failure.outcome.message
+    again = repeat(failure)
+    assert again.returncode != 0
+    assert words in again.stderr
+
+
+@pytest.mark.gpu
+def test_a_write_outside_on_the_gpu(cuda, tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.WRITES_OUTSIDE)
+    failure = the_failure(cupyfa.check(kernel, backend="cuda", **FUZZ))
+    assert failure.outcome.kind == WROTE_OUTSIDE
+    assert "4 bytes outside P" in failure.outcome.message
+    assert failure.case.problem.M == 5
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_traps_takes_no_other_with_it(cuda, tmp_path):
+    trap = tuple((right, wrong.replace("builtin_", "")) for right, wrong in broken_kernels.DIES)
+    kernel = broken_kernels.write(tmp_path, trap)
+    done = cupyfa.check([kernel, "softmax_online"], backend="cuda", jobs=2, **FUZZ)
+    mine, other = done.tallies
+    assert {failure.outcome.kind for failure in done.failures} == {DEVICE_LOST}
+    assert done.failures[0].case.problem.N == 3
+    assert mine.runs > mine.right > 0
+    assert other.right == other.runs == 12
+
+
+def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.DEPENDS_ON_THE_ORDER)
+    assert check(kernel, samples=4).failures == ()
+    failure = check(kernel, samples=4, reruns=3).failures[0]
+    assert failure.outcome.kind == DIFFERS
+    assert "differs from the first run's in" in failure.outcome.message
+    again = repeat(failure)
+    assert again.returncode == 1
+    assert "differs from the first run's in" in again.stderr
+
+
+def test_a_failure_is_repeated_with_the_threads_in_the_same_order(tmp_path, monkeypatch):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    options = {**FUZZ, "backend": Simulator(schedule=np.int64(0)), "failures": tmp_path}
+    failure = the_failure(cupyfa.check(kernel, **options))
+    assert "--schedule=0" in shlex.split(failure.command)
+    assert repeat(failure).returncode == 1
+    seen = []
+
+    def seeing(engine, *args):
+        seen.append(engine.schedule)
+        return perform(engine, *args)
+
+    monkeypatch.setattr(checking, "perform", seeing)
+    for engine in ("simulator", Simulator(schedule=3)):
+        assert cupyfa.replay(failure.file, backend=engine).now.kind == WRONG_RESULT
+    assert seen == [0, 3]
+
+
+@pytest.mark.parametrize("name", ["lanes", "softmax_safe"])
+def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
+    script = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    kernel = replace(record_named(script), name=name)
+    failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
+    assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
+    with pytest.raises(ValueError, match=f"is of {name}, a record of your own; give it"):
+        cupyfa.replay(failure.file, backend="simulator")
+    again = cupyfa.replay(failure.file, kernel, backend="simulator")
+    assert again.now.kind == WRONG_RESULT
+    again = cupyfa.replay(failure.file, script, backend="simulator")
+    assert again.now.kind == WRONG_RESULT
+
+
+def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
+    done = check([kernel, "softmax_online"], jobs=2, timeout=1)
+    mine, other = done.tallies
+    assert {failure.outcome.kind for failure in done.failures} == {NO_ANSWER}
+    failure = done.failures[0]
+    assert failure.outcome.message == "no answer within 1 s"
+    assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
+    assert mine.runs - mine.right == 3
+    assert set(mine.not_run) <= {"given up when it had hung or died 3 times"}
+    assert other.right == other.runs == 12
+    patience, command = failure.command.split(" cupyfa ")
+    assert patience == "timeout -k 5 61"
+    with pytest.raises(subprocess.TimeoutExpired):
+        repeat(replace(failure, command=f"cupyfa {command}"), timeout=5)
+
+
+def test_a_kernel_that_dies_is_named_and_the_others_go_on(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.DIES)
+    done = check([kernel, "softmax_online"], jobs=2)
+    mine, other = done.tallies
+    failure = the_failure(done)
+    assert failure.outcome.kind == DIED
+    assert failure.outcome.message == "the process died (signal 4)"
+    assert failure.case.problem.N == 3
+    assert 1 <= mine.runs - mine.right <= 3
+    assert other.right == other.runs == 12
+    assert repeat(failure).returncode == -signal.SIGILL
+
+
+def test_a_mistake_in_a_record_is_a_failure_not_the_end(tmp_path):
+    kernel = broken_kernels.write(tmp_path)
+    script = Path(kernel.removesuffix(":mine"))
+    wrong = 'replace(right.launches[0], grid=lambda p, c: p.M // (p.M % 2), file="mine.cu")'
+    script.write_text(
+        broken_kernels.SCRIPT.replace('replace(right.launches[0], file="mine.cu")', wrong)
+    )
+    done = check(kernel)
+    assert 0 < done.right < done.runs
+    assert {failure.outcome.kind for failure in done.failures} == {ERROR}
+    assert "ZeroDivisionError" in done.failures[0].outcome.message
+
+
+# What is counted
+
+
+def test_what_is_not_supported_is_counted_by_its_reason(tmp_path):
+    script = own_kernel.write(tmp_path)
+    done = check([f"{script}:mine", "v3"], samples=20, dtypes=["float64"])
+    mine, v3 = done.tallies
+    assert {"it lacks causal", "it lacks gqa"} <= set(mine.not_run)
+    assert mine.runs + sum(mine.not_run.values()) == 20
+    assert v3.not_run == {"its dtypes are float16, bfloat16, float32": 20}
+    assert "20 its dtypes are float16, bfloat16, float32" in str(done)
+
+
+def test_the_simulator_does_not_begin_what_it_would_not_end():
+    done = check("softmax_safe", grid="fa2", samples=40, dtypes=["float16"])
+    (tally,) = done.tallies
+    assert tally.not_run["too large for the simulator"] > 0
+    assert tally.right == tally.runs > 20
+    far = Case("softmax", Problem.of_row_sizes(2, 9, "float16"), layout="far")
+    (outcome,) = perform(Simulator(), Task(far, ("softmax_safe",)))
+    assert outcome == Outcome("softmax_safe", UNSUPPORTED, "it needs a GPU")
+
+
+def test_processes_find_what_this_one_finds(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    here, there = (check([kernel, "softmax_online"], jobs=jobs) for jobs in (0, 2))
+    assert here.failures == there.failures
+    assert here.tallies == there.tallies
+
+
+def test_without_fuzz_a_failure_is_told_on_the_case_it_was_found_on(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    done = check(record_named(kernel), grid="fa3", samples=40)
+    assert len(done.failures) > 1
+    for failure in done.failures:
+        assert (failure.found_on, failure.file) == (None, None)
+        assert failure.case.problem.N % 16 == 3
+
+
+def test_progress_is_told():
+    told = []
+    check("softmax_safe", samples=5, progress=lambda *args: told.append(args))
+    assert told == [(i, 5, "0 failed") for i in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    "kernels, options, words",
+    [
+        ([], {}, "no kernel is named"),
+        (["fa3"], {}, "kernel 'fa3' is unknown"),
+        (["fa2"], {"grid": "fa9"}, "grid 'fa9' is unknown"),
+        ([LADDER["forward"]["fa2"]], {"jobs": 2}, "records run in this process"),
+        (
+            ["fa2", replace(LADDER["forward"]["fa2"], adds="mine")],
+            {},
+            "two kernels are named 'fa2'",
+        ),
+    ],
+)
+def test_wrong_arguments(kernels, options, words):
+    with pytest.raises(ValueError, match=words):
+        check(kernels, **options)
+
+
+# The command line
+
+
+def test_the_command_line_tells_failures_commands_files_and_counts(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    options = ("--backend", "simulator", "--jobs", 2, "--failures", tmp_path / "files")
+    done = command_line("check", kernel, *FUZZ_OPTIONS, *options, code=1)
+    (file,) = (tmp_path / "files").iterdir()
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert str(file) in lines
+    (command,) = (line for line in lines if line.startswith("cupyfa run "))
+    assert shlex.split(command)[2] == kernel
+    assert "wrong result" in done.stdout
+    assert "12 cases of fuzz" in lines[-1]
+    assert "on the simulator; at worst 0." in lines[-1]
+    assert done.stderr == ""
+
+
+def test_the_command_line_as_data(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
+    asked = ("--failures", tmp_path / "files", "--format", "json")
+    shown = command_line("check", kernel, "softmax_online", *options, *asked, code=1)
+    mine, other = json.loads(shown.stdout)
+    assert (mine["kernel"], other["kernel"]) == (kernel, "softmax_online")
+    assert (other["runs"], other["right"], other["failures"]) == (12, 12, [])
+    (failure,) = mine["failures"]
+    assert failure["ratio"] > 1
+    assert failure["command"].startswith("cupyfa run ")
+    assert Path(failure["file"]).is_file()
+    shown = command_line("check", "softmax_online", *options, "--format", "csv")
+    (row,) = csv.DictReader(shown.stdout.splitlines())
+    assert (row["right"], row["failures"]) == ("12", "[]")
+    assert shown.stderr.startswith("note: 12 of 12 runs right")
+
+
+def test_exit_codes():
+    few = ("--backend", "simulator", "--samples", 1, "--jobs", 0)
+    command_line("check", "softmax_safe", *few)
+    command_line("check", "v3", *few, "--dtype", "float64", code=3)
+    command_line("check", "fa2", *few, "--grid", "none", code=2)
+    command_line("check", *few, code=2)
+    command_line("check", "nope", *few, code=2)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_the_terminal(monkeypatch, tmp_path, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
+    shown = command_line("check", "script.py:mine", "softmax_online", *options, code=1)
+    table = shown.stdout.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= columns
+
+
+# The end of processes
+
+
+def started(tmp_path, kernel):
+    """A check that hangs in several processes, all of which bear a mark."""
+    mark = f"CUPYFA_TEST_MARK={tmp_path}"
+    name, _, value = mark.partition("=")
+    running = subprocess.Popen(
+        [*CLI, "check", kernel, *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", "3"],
+        env={**os.environ, name: value},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: len(marked(mark)) == 4)
+    time.sleep(3)  # for some of them to hang
+    return running, mark
+
+
+def marked(mark):
+    """The processes that have the mark in their environment."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environment.read_text(errors="replace").split("\0"):
+                found.append(environment.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+def until(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_all_processes_and_tells_what_was_done(tmp_path):
+    running, mark = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert stdout == ""
+    assert "12 cases of fuzz" in stderr
+    until(lambda: not marked(mark))
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    running, mark = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
+    running.kill()
+    running.communicate()
+    until(lambda: not marked(mark))
+
+
+def test_an_interrupted_check_tells_what_it_found():
+    def interrupt(done, total, what):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(checking.Interrupted) as stopped:
+        check("softmax_safe", samples=10, progress=interrupt)
+    assert isinstance(stopped.value, KeyboardInterrupt)
+    assert stopped.value.checked.runs == 3
+    assert str(stopped.value).startswith("3 of 3 runs right")
+
+
+def test_large_gradients_are_judged_by_a_sample(monkeypatch):
+    """The last key is always in it; the reference is asked for nothing else."""
+    problem = Problem.of_sizes(heads=2, M=300, N=40, d=8)
+    task = Task(Case("backward", problem), ("two_pass",))
+    monkeypatch.setattr(sampling, "_WORK", 1e4)
+    asked, honest = [], OPERATIONS["backward"]
+
+    def reference(inputs, p, roundings, excerpt):
+        asked.append(excerpt)
+        return honest.reference(inputs, p, roundings, excerpt)
+
+    monkeypatch.setitem(OPERATIONS, "backward", replace(honest, reference=reference))
+    assert list(perform(Simulator(), task))[-1].kind == RIGHT
+    assert asked and None not in asked
+
+    run = tasks.run_guarded
+
+    def spoilt(engine, plan, *arrays):
+        results = run(engine, plan, *arrays)
+        results["dK"][0, 1, 39, 5] += 1
+        return results
+
+    monkeypatch.setattr(tasks, "run_guarded", spoilt)
+    outcome = list(perform(Simulator(), replace(task, keep=True)))[-1]
+    assert outcome.kind == WRONG_RESULT and "dK: error" in outcome.message
+    assert {"Q", "actual_dK"} <= outcome.arrays.keys() and "expected_dK" not in outcome.arrays

@@ -1,0 +1,62 @@
+"""Launches kernels in every dtype on ragged shapes, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool racecheck python tools/launches.py [KERNEL…]
+
+Without names it launches all of them. Every array has an allocation of its own, so that its ends
+are known.
+"""
+
+import sys
+from pathlib import Path
+
+import cupy
+
+from cupyfa import Problem
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.runtime import calls
+from cupyfa.runtime.backend import allocated, run
+from cupyfa.runtime.select import backend_named
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
+
+# Long enough for every ring of tiles to go round, and of head dimensions that differ in how.
+LONG = tuple(
+    {"heads": 2, "kv_heads": 1, "M": 530, "N": 550, "d": d, "causal": True}
+    for d in (64, 128, 192, 256, 320)
+)
+
+
+def main(names):
+    cupy.cuda.set_allocator(None)
+    backend = backend_named("cuda")
+    kernels = {**FORWARD, **LADDER["softmax"], **LADDER["backward"]}
+    chosen = {name: kernels[name] for name in names or kernels}
+    for kernel, dtype in claimed(chosen, DTYPES):
+        for sizes in RAGGED:
+            launch(backend, kernel, problem_of(kernel, sizes, dtype))
+        others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *LONG)]
+        for problem in dict.fromkeys(others):  # those of a softmax know no d
+            if planning.can(kernel, problem, backend.limits):
+                launch(backend, kernel, problem)
+
+
+def problem_of(kernel, sizes, dtype):
+    if kernel.operation == "softmax":
+        return Problem.of_row_sizes(sizes["M"], sizes["N"], dtype)
+    return Problem.of_sizes(**sizes, dtype=dtype)
+
+
+def launch(backend, kernel, problem):
+    plan = planning.plan(kernel, problem, backend.limits)
+    inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
+    inputs = calls.readable(plan, inputs)
+    outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
+    run(backend, plan, inputs, outputs)
+    for array in outputs.values():
+        backend.download(array)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
