@@ -16,11 +16,18 @@ from cupyfa.api import (
     plan,
     softmax,
 )
+from cupyfa.errors import (
+    CompilerNotFound,
+    DeviceError,
+    DeviceLost,
+    OutOfMemory,
+    SimulatorFault,
+    Unsupported,
+    WrongResult,
+)
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv, padded
-from cupyfa.numerics.tolerance import WrongResult
-from cupyfa.planner.plan import Limits, Plan, Unsupported
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime.backend import DeviceError
 from cupyfa.runtime.prepared import Bound
 from cupyfa.runtime.transfer import Transfer
 
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from cupyfa.bench.results import Measurement
     from cupyfa.bench.tune import tune
     from cupyfa.runtime.simulator import Simulator
-    from cupyfa.runtime.simulator.machine import CompilerNotFound, SimulatorFault
     from cupyfa.verify.case import Case
     from cupyfa.verify.check import check, replay
 
@@ -46,11 +52,13 @@ __all__ = [
     "Case",
     "CompilerNotFound",
     "DeviceError",
+    "DeviceLost",
     "Kernel",
     "Launch",
     "Limits",
     "Matmul",
     "Measurement",
+    "OutOfMemory",
     "Plan",
     "Problem",
     "Simulator",
@@ -87,10 +95,8 @@ __all__ = [
 # use of the simulator: they are imported when used.
 _LATER = {
     "Case": "verify.case",
-    "CompilerNotFound": "runtime.simulator.machine",
     "Measurement": "bench.results",
     "Simulator": "runtime.simulator",
-    "SimulatorFault": "runtime.simulator.machine",
     "accuracy": "bench.accuracy",
     "bench": "bench.bench",
     "check": "verify.check",

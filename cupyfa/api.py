@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import dtype_named
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Limits, Plan, Unsupported
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, Window, four_axes
 from cupyfa.runtime import calls, transfer
 from cupyfa.runtime.backend import Backend, overlap

@@ -17,11 +17,12 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.analysis.resources import problem_to_compile
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import operation_of
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
-from cupyfa.planner.plan import PlannedLaunch, Unsupported
+from cupyfa.planner.plan import PlannedLaunch
 from cupyfa.problem import Window
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress

@@ -15,16 +15,17 @@ from cupyfa.analysis import resources as compiling
 from cupyfa.analysis import traffic
 from cupyfa.analysis.traffic import NAIVE, TILED, Step
 from cupyfa.bench import sweeps
+from cupyfa.errors import DeviceError, DeviceLost, Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Limits, Plan, Unsupported
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime import backend as backends
 from cupyfa.runtime import calls
-from cupyfa.runtime.backend import Backend, DeviceError, DeviceLost
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify.case import Case

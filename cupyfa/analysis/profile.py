@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from cupyfa.bench import sweeps, timing
+from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
-from cupyfa.planner.plan import Unsupported
 from cupyfa.runtime import backend as backends
 from cupyfa.runtime import calls
-from cupyfa.runtime.backend import DeviceError
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.verify.case import Case

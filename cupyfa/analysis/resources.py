@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import WITH_THEIR_OWN, Kernel, cdiv
 from cupyfa.planner import source as sources
-from cupyfa.planner.plan import Limits, Plan, PlannedLaunch, Unsupported
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.planner.select import plan
 from cupyfa.problem import Problem, Window
 

@@ -23,15 +23,16 @@ from cupyfa.bench import devices, peaks, sweeps
 from cupyfa.bench.devices import Device
 from cupyfa.bench.results import Measurement
 from cupyfa.dtypes import DTYPES
+from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.operations import OPERATIONS, visible_scores
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
-from cupyfa.planner.plan import Limits, Plan, Unsupported
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime.backend import Backend, DeviceError
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 

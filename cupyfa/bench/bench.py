@@ -14,20 +14,19 @@ import numpy as np
 from cupyfa.bench import peaks, peers, sweeps, timing
 from cupyfa.bench.peers import Peer
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
+from cupyfa.errors import DeviceError, DeviceLost, SimulatorFault, Unsupported, WrongResult
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.numerics.tolerance import WrongResult
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime import calls
-from cupyfa.runtime.backend import Backend, DeviceError, DeviceLost, execute
+from cupyfa.runtime.backend import Backend, execute
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
-from cupyfa.runtime.simulator.machine import SimulatorFault
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Sample

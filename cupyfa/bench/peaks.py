@@ -13,7 +13,8 @@ import numpy as np
 from cupyfa import store
 from cupyfa.bench import timing
 from cupyfa.dtypes import DTYPES
-from cupyfa.runtime.backend import Backend, DeviceError
+from cupyfa.errors import DeviceError
+from cupyfa.runtime.backend import Backend
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 _BYTES = tuple(2**n for n in (22, 24, 26, 28, 30))

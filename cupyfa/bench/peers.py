@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.planner.plan import Unsupported
+from cupyfa.errors import Unsupported
 from cupyfa.problem import NO_WINDOW, Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of

@@ -11,7 +11,8 @@ from statistics import median
 import numpy as np
 
 from cupyfa.bench import timing
-from cupyfa.numerics.tolerance import Verdict, WrongResult
+from cupyfa.errors import WrongResult
+from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime import calls

@@ -17,19 +17,25 @@ import numpy as np
 from cupyfa import store
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
+from cupyfa.errors import (
+    DeviceError,
+    DeviceLost,
+    OutOfMemory,
+    SimulatorFault,
+    Unsupported,
+    WrongResult,
+)
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.numerics.tolerance import WrongResult
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
-from cupyfa.planner.plan import Plan, Tuned, Unsupported
+from cupyfa.planner.plan import Plan, Tuned
 from cupyfa.runtime import calls, environment
-from cupyfa.runtime.backend import Backend, DeviceError, DeviceLost, OutOfMemory, execute, gist
+from cupyfa.runtime.backend import Backend, execute, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
-from cupyfa.runtime.simulator.machine import SimulatorFault
 from cupyfa.verify.case import Case
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"

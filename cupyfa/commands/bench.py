@@ -27,7 +27,7 @@ from cupyfa.commands.options import (
     progress_bar,
 )
 from cupyfa.commands.signals import take_time
-from cupyfa.planner.plan import Unsupported
+from cupyfa.errors import Unsupported
 from cupyfa.report import tables as report
 from cupyfa.runtime import environment
 from cupyfa.runtime.select import backend_named

@@ -21,9 +21,9 @@ from cupyfa.commands.options import (
     tile_options,
     tile_sizes,
 )
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.planner.plan import Unsupported
 from cupyfa.report import tables as report
 from cupyfa.verify.case import Case
 

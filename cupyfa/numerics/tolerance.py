@@ -100,6 +100,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference
 
 Array = NDArray[Any]
@@ -110,10 +111,6 @@ _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
 _BLOCK = 1 << 18  # elements that are worked on at a time, which a core's cache holds
-
-
-class WrongResult(AssertionError):
-    """A result lies farther from the reference than its bound allows."""
 
 
 @dataclass(frozen=True)

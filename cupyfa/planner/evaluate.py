@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, DType
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner.plan import Allocations, Limits, Plan, PlannedLaunch, Unsupported, rounding_of
+from cupyfa.planner.plan import Allocations, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)

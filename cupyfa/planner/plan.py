@@ -17,17 +17,6 @@ BOX_ALIGNMENT = 16  # bytes
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
-class Unsupported(NotImplementedError):
-    """A valid problem that this kernel or device cannot do; the message says who can.
-
-    ``reason`` says why in few words and without sizes, for counting.
-    """
-
-    def __init__(self, message: str, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason or message
-
-
 @dataclass(frozen=True)
 class Tuned:
     """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.evaluate import evaluated, plan_of
-from cupyfa.planner.plan import Limits, Plan, Tuned, Unsupported
+from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
 
 _ALIKE = 0.98  # speeds that differ by less than one measurement from another may

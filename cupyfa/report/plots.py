@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.bench.results import Measurement
-from cupyfa.planner.plan import Unsupported
+from cupyfa.errors import Unsupported
 
 SUFFIXES = (".svg", ".png")
 # Of middle lightness: they stand out from white and from black.

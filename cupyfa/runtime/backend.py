@@ -40,18 +40,6 @@ class Mapped(NamedTuple):
         return 1 if self.dtype == "uint8" else 2
 
 
-class DeviceError(RuntimeError):
-    """The device's own failure: out of memory, a kernel that trapped, a lost device."""
-
-
-class DeviceLost(DeviceError):
-    """A kernel trapped: until it ends, this process has no use of the device any more."""
-
-
-class OutOfMemory(DeviceError):
-    """The device has too little memory free for a call."""
-
-
 class Mark(Protocol):
     """A point in a lane's work."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from cupyfa.numerics.tolerance import WrongResult
+from cupyfa.errors import WrongResult
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.backend import Backend, execute, extent
 

@@ -11,8 +11,9 @@ from weakref import ref
 
 import numpy as np
 
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import cdiv
-from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.planner.plan import Plan
 from cupyfa.problem import four_axes
 from cupyfa.runtime import calls, transfer
 from cupyfa.runtime.backend import Backend, allocated, extent

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.runtime.backend import Backend, DeviceError, is_masked
+from cupyfa.errors import DeviceError
+from cupyfa.runtime.backend import Backend, is_masked
 
 # Warnings point at the line that called the library, where Python can be told so.
 AT_THE_CALLER: Any = (

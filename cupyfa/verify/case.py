@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.numerics import reference
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Unsupported
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime import calls
-from cupyfa.runtime.backend import Backend, DeviceError
+from cupyfa.runtime.backend import Backend
 
 # What the numbers are: each kind breaks kernels in its own way.
 VALUES = {

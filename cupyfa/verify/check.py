@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cupyfa.errors import OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Unsupported
 from cupyfa.problem import whole
 from cupyfa.runtime import environment
-from cupyfa.runtime.backend import Backend, OutOfMemory
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator

@@ -8,17 +8,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cupyfa.bench.trial import difference
+from cupyfa.errors import (
+    CompilerNotFound,
+    DeviceError,
+    DeviceLost,
+    OutOfMemory,
+    SimulatorFault,
+    Unsupported,
+    WrongResult,
+)
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.numerics.tolerance import WrongResult
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.planner.plan import Plan
 from cupyfa.runtime import calls
-from cupyfa.runtime.backend import Backend, DeviceError, DeviceLost, OutOfMemory
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
-from cupyfa.runtime.simulator.machine import CompilerNotFound, SimulatorFault
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.failures import (

@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
-from cupyfa.runtime.backend import Backend, DeviceError
+from cupyfa.errors import DeviceError
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.failures import DEVICE_LOST, DIED, NO_ANSWER, UNSUPPORTED, Outcome

@@ -20,10 +20,11 @@ from cupyfa.bench import bench as benchmark
 from cupyfa.bench import peaks, peers, timing
 from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.operations import OPERATIONS, Excerpt
-from cupyfa.planner.plan import Plan, Unsupported
+from cupyfa.planner.plan import Plan
 from cupyfa.runtime import calls
 from cupyfa.verify import sampling
 from cupyfa.verify.case import LAYOUTS

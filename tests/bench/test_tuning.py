@@ -19,12 +19,12 @@ from cupyfa.bench import tune as tuning
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.bench.tune import Candidate
+from cupyfa.errors import DeviceLost
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.planner import select as planning
 from cupyfa.planner import tuned
 from cupyfa.planner.plan import Tuned
-from cupyfa.runtime.backend import DeviceLost
 from cupyfa.runtime.select import backend_named
 
 FORWARD = LADDER["forward"]

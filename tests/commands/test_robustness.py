@@ -27,9 +27,9 @@ from helpers.cli import SIMULATOR, SMALL, command, files, line_of, says, still_w
 import cupyfa
 from cupyfa import Problem, store
 from cupyfa.commands import signals
+from cupyfa.errors import CompileError, DeviceLost
 from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
-from cupyfa.runtime.backend import DeviceLost
 from cupyfa.runtime.simulator import machine
 from cupyfa.verify import grids
 from cupyfa.verify.case import Case
@@ -760,7 +760,7 @@ def test_failed_calls_keep_no_memory_threads_or_files(own_folders, tmp_path):
 
     def fail():
         for call in calls:
-            with pytest.raises((machine.CompileError, cupyfa.SimulatorFault, cupyfa.WrongResult)):
+            with pytest.raises((CompileError, cupyfa.SimulatorFault, cupyfa.WrongResult)):
                 call()
 
     def state():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupyfa.errors import SimulatorFault
 from cupyfa.planner import source as sources
 from cupyfa.runtime.simulator import machine
 
@@ -52,7 +53,7 @@ def _c_type(array):
 
 
 def fault(body, *arrays, **options):
-    with pytest.raises(machine.SimulatorFault) as caught:
+    with pytest.raises(SimulatorFault) as caught:
         launch(body, *arrays, **options)
     return caught.value
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.device_code import INCLUDE
 
+from cupyfa.errors import SimulatorFault
 from cupyfa.runtime.simulator import machine
 
 HEAD = """
@@ -89,7 +90,7 @@ def launch(body, *arguments, head="", threads=128, shared_bytes=65536, **options
 
 
 def fault(body, *arguments, **options):
-    with pytest.raises(machine.SimulatorFault) as caught:
+    with pytest.raises(SimulatorFault) as caught:
         launch(body, *arguments, **options)
     return caught.value
 

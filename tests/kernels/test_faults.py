@@ -9,10 +9,10 @@ from helpers.left_out import VARIABLE, optional
 from helpers.problems import FORWARD, inputs_of, name, planned
 
 from cupyfa import WrongResult
+from cupyfa.errors import SimulatorFault
 from cupyfa.planner import source as sources
 from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.runtime.simulator.machine import SimulatorFault
 
 SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
 

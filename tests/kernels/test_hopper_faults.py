@@ -8,12 +8,12 @@ from helpers.left_out import VARIABLE, optional
 from helpers.problems import inputs_of
 
 from cupyfa import Problem, WrongResult
+from cupyfa.errors import SimulatorFault
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.runtime.simulator.machine import SimulatorFault
 
 ORDERS = re.compile(
     r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expecting|barrier_sync|barrier_arrive"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
 
-from cupyfa.runtime.simulator import machine
+from cupyfa.errors import CompileError, SimulatorFault
 
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
@@ -335,7 +335,7 @@ def test_faults_of_a_ring(name):
     right, wrong, message, line = FAULTS[name]
     assert RING.count(right) == 1
     for schedule in SEEDS:
-        with pytest.raises(machine.SimulatorFault, match=message) as caught:
+        with pytest.raises(SimulatorFault, match=message) as caught:
             ring(RING.replace(right, wrong), schedule=schedule)
         assert caught.value.place.startswith("test.cu:")
         if line is not None:
@@ -639,5 +639,5 @@ def test_one_lane_of_each_warp_is_elected(schedule):
 
 @pytest.mark.parametrize("count", [20, 44, 264])
 def test_registers_come_in_eights(count):
-    with pytest.raises(machine.CompileError, match="a number of registers"):
+    with pytest.raises(CompileError, match="a number of registers"):
         launch(f"take_registers<{count}>();")

@@ -16,6 +16,7 @@ from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.bench import peers
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.errors import SimulatorFault
 from cupyfa.numerics import reference
 from cupyfa.operations import visible_scores
 from cupyfa.planner import select as planning
@@ -23,7 +24,6 @@ from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
 from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.runtime.simulator.machine import SimulatorFault
 from cupyfa.verify import failures
 from cupyfa.verify import shrink as shrinking
 

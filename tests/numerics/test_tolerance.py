@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference, tolerance
-from cupyfa.numerics.tolerance import WrongResult, require
+from cupyfa.numerics.tolerance import require
 
 
 def attention_verdicts(results, q, k, v, **options):

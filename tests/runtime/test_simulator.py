@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.device_code import INCLUDE, answer, fault, fresh, in_new_process, launch
 
+from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 # Without it, a fault of a plain access names no line.
@@ -933,7 +934,7 @@ def test_launches_from_several_python_threads():
             for _ in range(20):
                 launch(body, A, threads=64, workers=2)
             results[number] = A
-        except machine.SimulatorFault as caught:
+        except SimulatorFault as caught:
             results[number] = caught
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
@@ -953,12 +954,12 @@ def test_launches_from_several_python_threads():
 
 def test_errors_of_the_compiler_come_unchanged():
     text = '#line 1 "kernels/forward/some.cu"\nextern "C" __global__ void test() {\n  foo();\n}'
-    with pytest.raises(machine.CompileError, match=r"kernels/forward/some\.cu:2:3: error: .*foo"):
+    with pytest.raises(CompileError, match=r"kernels/forward/some\.cu:2:3: error: .*foo"):
         machine.build(text, INCLUDE, "test")
 
 
 def test_a_frame_too_large_for_a_fiber_does_not_compile():
-    with pytest.raises(machine.CompileError, match="frame"):
+    with pytest.raises(CompileError, match="frame"):
         launch("volatile int x[100000]; x[threadIdx.x] = 1; A[0] = x[s0];", ones(),
                scalars=(np.int32(1),))  # fmt: skip
 
@@ -983,10 +984,10 @@ def test_no_compiler_says_how_to_get_one(monkeypatch):
     monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(machine.CompilerNotFound, match=r"cupyfa\[compiler\]"):
+    with pytest.raises(CompilerNotFound, match=r"cupyfa\[compiler\]"):
         machine.compiler()
     monkeypatch.setenv("CUPYFA_COMPILER", "no-such-compiler")
-    with pytest.raises(machine.CompilerNotFound, match="no-such-compiler"):
+    with pytest.raises(CompilerNotFound, match="no-such-compiler"):
         machine.compiler()
 
 

@@ -16,17 +16,15 @@ import numpy as np
 
 from cupyfa import store
 from cupyfa.dtypes import DTYPES
+from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
-from cupyfa.planner.plan import Limits, Plan, PlannedLaunch, Unsupported
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.runtime.backend import (
     BOX_ROW_BYTES,
     Backend,
-    DeviceError,
-    DeviceLost,
     Mapped,
-    OutOfMemory,
     arguments,
     blank_map,
     mapped,

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.errors import CompileError
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
@@ -62,11 +63,11 @@ class Simulator(Backend):
 
     ``schedule`` is a seed for another order of the threads (None: in turn), ``workers`` the
     number of blocks that run at a time (None: one per core). A block has as much shared memory
-    as on an H100. Faults in the kernel raise machine.SimulatorFault.
+    as on an H100. Faults in the kernel raise SimulatorFault.
     """
 
     name = "simulator"
-    compile_errors = (machine.CompileError,)
+    compile_errors = (CompileError,)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
         self.schedule = None if schedule is None else whole("schedule", schedule, 0)
@@ -111,7 +112,7 @@ class Simulator(Backend):
         text, folders = sources.text(launch), sources.include_folders(launch)
         try:
             return machine.build(text, folders, launch.entry)
-        except machine.CompileError as error:
+        except CompileError as error:
             if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
                 raise sources.without_entry(launch) from None
             raise

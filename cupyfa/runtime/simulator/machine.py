@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa import store
+from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
 from cupyfa.planner import includes
 from cupyfa.runtime.simulator import dynamic_shared
 
@@ -81,38 +82,6 @@ _CLANG_FLAGS = [
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
 ]
-
-
-class SimulatorFault(RuntimeError):
-    """A kernel did what the simulator forbids: names kernel, block, thread, deed and source line.
-
-    ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` is the deed and
-    ``place`` the ``file:line`` of it, empty where it is not known.
-    """
-
-    def __init__(
-        self,
-        kernel: str,
-        block: tuple[int, int, int],
-        thread: tuple[int, int, int],
-        what: str,
-        place: str,
-    ) -> None:
-        where = f", at {place}" if place and place not in what else ""
-        super().__init__(f"{kernel}, block {block}, thread {thread}: {what}{where}")
-        self.kernel = kernel
-        self.block = block
-        self.thread = thread
-        self.what = what
-        self.place = place
-
-
-class CompilerNotFound(RuntimeError):
-    """There is no C++ compiler that works; says what was looked for and how to get one."""
-
-
-class CompileError(RuntimeError):
-    """The compiler refused a kernel's text; the message is the compiler's own."""
 
 
 class Buffer(NamedTuple):

@@ -30,12 +30,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from cupyfa.errors import OutOfMemory
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan, aligned_width
 from cupyfa.problem import Problem, whole
-from cupyfa.runtime.backend import Backend, Lane, Launcher, Mark, OutOfMemory, allocated, execute
+from cupyfa.runtime.backend import Backend, Lane, Launcher, Mark, allocated, execute
 
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk

@@ -1,0 +1,62 @@
+"""The exceptions of the library, besides ValueError and TypeError for wrong arguments."""
+
+from __future__ import annotations
+
+
+class Unsupported(NotImplementedError):
+    """A valid problem that this kernel or device cannot do; the message names kernels that can.
+
+    ``reason`` is short and without sizes, so that equal reasons can be counted.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+class WrongResult(AssertionError):
+    """A result differs from the reference by more than its error bound."""
+
+
+class DeviceError(RuntimeError):
+    """A failure of the device: out of memory, a kernel that trapped, a lost device."""
+
+
+class DeviceLost(DeviceError):
+    """A kernel trapped: this process cannot use the device any more."""
+
+
+class OutOfMemory(DeviceError):
+    """The device has too little free memory for a call."""
+
+
+class SimulatorFault(RuntimeError):
+    """A kernel did what the simulator forbids: names kernel, block, thread, access and source line.
+
+    ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` describes the
+    fault and ``place`` is its ``file:line``, empty where unknown.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        block: tuple[int, int, int],
+        thread: tuple[int, int, int],
+        what: str,
+        place: str,
+    ) -> None:
+        where = f", at {place}" if place and place not in what else ""
+        super().__init__(f"{kernel}, block {block}, thread {thread}: {what}{where}")
+        self.kernel = kernel
+        self.block = block
+        self.thread = thread
+        self.what = what
+        self.place = place
+
+
+class CompilerNotFound(RuntimeError):
+    """There is no working C++ compiler; the message says what was tried and how to get one."""
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel's text; the message is the compiler's own."""
