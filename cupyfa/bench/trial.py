@@ -18,6 +18,7 @@ from cupyfa.planner.plan import Plan
 from cupyfa.runtime import calls
 from cupyfa.runtime.backend import Backend, execute
 from cupyfa.runtime.guard import run_guarded
+from cupyfa.verify.tasks import difference
 
 _LONGEST = 0.5  # seconds of timing
 _MOST = 20
@@ -69,33 +70,6 @@ def trial(
             launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs
         },
     )
-
-
-def difference(
-    engine: Backend,
-    plan: Plan,
-    inputs: Mapping[str, np.ndarray],
-    results: Mapping[str, np.ndarray],
-    reruns: int,
-) -> str | None:
-    """Which bits of more runs on readable inputs are not those of the results; None if all are.
-
-    The kernel's unordered outputs do not count: they are compared with the reference alone.
-    Threads run in other orders where that can be chosen.
-    """
-    for again in range(1, reruns + 1):
-        others = run_guarded(engine.reordered(again), plan, inputs, {})
-        for name, result in results.items():
-            if name in plan.kernel.unordered:
-                continue
-            bits = f"u{result.itemsize}"
-            if (different := result.view(bits) != others[name].view(bits)).any():
-                first = ", ".join(str(i) for i in np.argwhere(different)[0])
-                return (
-                    f"{name} of run {again + 1} differs from the first run's in "
-                    f"{different.sum():,} of {different.size:,} elements, first at [{first}]"
-                )
-    return None
 
 
 def random_sizes(seed: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.numerics import reference
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner import select as planning
+from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime import calls
 from cupyfa.runtime.backend import Backend
@@ -168,8 +168,8 @@ def _left_by_a_kernel(
 ) -> dict[str, np.ndarray]:
     """O and lse, as the engine's fastest kernel leaves them that rounds nothing more."""
     p = replace(p, precision="float32" if p.dtype.name == "float32" else None)
-    kernel = planning.select("auto", "forward", p, engine.limits)
-    plan = planning.plan(kernel, p, engine.limits)
+    kernel = select.select("auto", "forward", p, engine.limits)
+    plan = select.plan(kernel, p, engine.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     with engine.working_on(None):
         calls.fill(engine, plan, {name: arrays[name] for name in "QKV"}, outputs)

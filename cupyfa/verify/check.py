@@ -14,7 +14,7 @@ from typing import Any
 from cupyfa.errors import OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner import select as planning
+from cupyfa.planner import select
 from cupyfa.problem import whole
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
@@ -234,7 +234,7 @@ def replay(
         )
     constants = stored.outcome.constants if kernel is None else {}
     try:
-        planning.plan(record, case.problem, engine.limits, **constants)
+        select.plan(record, case.problem, engine.limits, **constants)
     except (Unsupported, ValueError):
         constants = {}
     task = Task(case, (chosen,), constants, stored.reruns)

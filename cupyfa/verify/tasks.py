@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupyfa.bench.trial import difference
 from cupyfa.errors import (
     CompilerNotFound,
     DeviceError,
@@ -21,7 +20,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner import select as planning
+from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime import calls
 from cupyfa.runtime.backend import Backend
@@ -133,7 +132,7 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
     """The plan, if the kernel can do the case and this place can hold it."""
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
-    plan = planning.plan(record, p, engine.limits, **task.constants)
+    plan = select.plan(record, p, engine.limits, **task.constants)
     task.case.require_reach(engine)
     if engine.name == "simulator":
         scores = p.batch * p.heads * p.M * p.N
@@ -180,6 +179,33 @@ def _outcome(
     if different := difference(engine, plan, readable, results, task.reruns):
         return replace(done, kind=DIFFERS, message=different)
     return done
+
+
+def difference(
+    engine: Backend,
+    plan: Plan,
+    inputs: Mapping[str, np.ndarray],
+    results: Mapping[str, np.ndarray],
+    reruns: int,
+) -> str | None:
+    """Runs a plan again and describes the first output whose bits differ; None if none does.
+
+    inputs: as ``calls.readable`` returns them. Outputs that the record calls unordered are left
+    out: only the reference judges them. The simulator runs its threads in another order each time.
+    """
+    for again in range(1, reruns + 1):
+        others = run_guarded(engine.reordered(again), plan, inputs, {})
+        for name, result in results.items():
+            if name in plan.kernel.unordered:
+                continue
+            bits = f"u{result.itemsize}"
+            if (different := result.view(bits) != others[name].view(bits)).any():
+                first = ", ".join(str(i) for i in np.argwhere(different)[0])
+                return (
+                    f"{name} of run {again + 1} differs from the first run's in "
+                    f"{different.sum():,} of {different.size:,} elements, first at [{first}]"
+                )
+    return None
 
 
 def _kind(engine: Backend, error: Exception) -> str:

@@ -8,7 +8,7 @@ import cupyfa
 from cupyfa import Problem
 from cupyfa.analysis.resources import limits_of
 from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.bench.trial import difference, trial
+from cupyfa.bench.trial import trial
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.numerics import reference
@@ -16,6 +16,7 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.source import ROOT
 from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.tasks import difference
 
 BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)

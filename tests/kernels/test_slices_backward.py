@@ -8,11 +8,11 @@ from helpers.problems import inputs_of, name, planned
 
 from cupyfa import Problem
 from cupyfa.analysis.resources import compile_launch, limits_of
-from cupyfa.bench.trial import difference
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.tasks import difference
 
 SLICES = LADDER["backward"]["mma_slices_backward"]
 TILE = {"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16, "stages": 2, "room": 3}
