@@ -1,0 +1,131 @@
+"""How much a reader has to read: a kernel with its headers, and the step from rung to rung."""
+
+import difflib
+from itertools import chain
+
+import pytest
+
+from cupyfa.planner import includes
+from cupyfa.planner.source import INCLUDE, KERNELS
+
+# The headers that every kernel shares count once for all of them, and have a limit of their own.
+SHARED = ("attention/score.cuh", "attention/extent.cuh")
+SHARED_LINES = 400
+# Steps of the ladder: the second file is read as the first one and a change.
+STEPS = (
+    ("forward/minimal", "forward/v1"),
+    ("forward/v1", "forward/v2"),
+    ("forward/minimal", "forward/fa2"),
+    ("forward/fa2", "forward/fa2_coalesced"),
+    ("forward/mma_split_q", "forward/mma_swizzled"),
+    ("forward/mma_swizzled", "forward/mma_async"),
+    ("forward/mma_async", "forward/mma_split_k"),
+    ("forward/wgmma", "forward/wgmma_overlap"),
+    ("forward/wgmma_overlap", "forward/wgmma_persistent"),
+    ("backward/columns", "backward/rows"),
+    ("backward/columns", "backward/two_pass_columns"),
+    ("backward/rows", "backward/two_pass_rows"),
+    ("backward/columns", "backward/mma_columns"),
+    ("backward/mma_columns", "backward/wgmma_columns"),
+    ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"),
+    ("softmax/softmax_safe", "softmax/softmax_online"),
+)
+# What holds the step back, at most five.
+LONGER_STEPS = {}
+# What does not hold yet.
+TODO = {
+    "backward/finish_dQ": "its headers are too long",
+    "backward/mma_columns": "its headers are too long",
+    "backward/mma_round": "its headers are too long",
+    "backward/mma_slices_backward_columns": "its headers are too long",
+    "backward/mma_slices_backward_rows": "its headers are too long",
+    "backward/mma_slices_backward_weights": "its headers are too long",
+    "backward/mma_two_pass_columns": "its headers are too long",
+    "backward/mma_two_pass_rows": "its headers are too long",
+    "backward/wgmma_columns": "its headers are too long",
+    "backward/wgmma_columns_wide": "its headers are too long",
+    "backward/wgmma_two_pass_columns": "its headers are too long",
+    "backward/wgmma_two_pass_columns_wide": "its headers are too long",
+    "backward/wgmma_two_pass_rows": "its headers are too long",
+    "forward/mma_async": "its headers are too long",
+    "forward/mma_slices": "its headers are too long",
+    "forward/mma_split_k": "its headers are too long",
+    "forward/mma_split_q": "its headers are too long",
+    "forward/mma_swizzled": "its headers are too long",
+    "forward/mma_tf32": "its headers are too long",
+    "forward/wgmma": "its headers are too long",
+    "forward/wgmma_fp8": "its headers are too long",
+    "forward/wgmma_overlap": "its headers are too long",
+    "forward/wgmma_persistent": "its headers are too long",
+    "forward/wgmma_slices": "its headers are too long",
+    ("forward/minimal", "forward/fa2"): "the step is too long",
+    ("forward/mma_swizzled", "forward/mma_async"): "the step is too long",
+    ("forward/wgmma_overlap", "forward/wgmma_persistent"): "the step is too long",
+    ("backward/columns", "backward/mma_columns"): "the step is too long",
+    ("backward/mma_columns", "backward/wgmma_columns"): "the step is too long",
+    ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): "the step is too long",
+}
+
+
+def path_of(name):
+    return KERNELS / f"{name}.cu"
+
+
+def headers(name):
+    """The headers that a kernel includes, directly or not, without those all kernels share."""
+    reached = includes.reached(path_of(name).read_text(), [INCLUDE, KERNELS])
+    return {
+        path: content.decode()
+        for path, content in reached.items()
+        if not path.as_posix().endswith(SHARED)
+    }
+
+
+def lines(text):
+    return text.count("\n")
+
+
+def limit(name):
+    """The most lines that a reader of one kernel is asked to read."""
+    folder, kernel = name.split("/")
+    if kernel.startswith("wgmma"):
+        return 1100 if folder == "backward" else 900
+    return 264 if kernel == "fa2" else 600
+
+
+def marked(names):
+    """Parameters, of which those that do not hold yet are expected to fail."""
+    for name in names:
+        reason = TODO.get(name)
+        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        values = name if isinstance(name, tuple) else (name,)
+        yield pytest.param(*values, marks=marks, id="-".join(values))
+
+
+NAMES = sorted(f"{path.parent.name}/{path.stem}" for path in KERNELS.glob("*/*.cu"))
+
+
+@pytest.mark.parametrize("name", marked(NAMES))
+def test_lines_to_read_for_one_kernel(name):
+    files = [path_of(name).read_text(), *headers(name).values()]
+    assert sum(map(lines, files)) <= limit(name)
+
+
+@pytest.mark.parametrize("before, name", marked(STEPS))
+def test_a_step_of_the_ladder_is_short(before, name):
+    old, new = (path_of(x).read_text().splitlines() for x in (before, name))
+    changes = [x[0] for x in difflib.unified_diff(old, new, n=0) if x[:3] not in ("---", "+++")]
+    first_used = [text for path, text in headers(name).items() if path not in headers(before)]
+    changed, most = max(changes.count("+"), changes.count("-")), LONGER_STEPS.get(name, 100)
+    assert changed <= most, f"{changed} changed lines of {name}.cu"
+    assert sum(map(lines, first_used)) <= 80, "lines of headers that were not used before"
+
+
+def test_the_headers_that_all_kernels_share():
+    found = [INCLUDE / name for name in SHARED if (INCLUDE / name).exists()]
+    assert sum(lines(path.read_text()) for path in found) <= SHARED_LINES
+
+
+def test_steps_are_of_kernels_that_exist_and_few_are_longer():
+    assert set(chain(*STEPS)) <= set(NAMES)
+    assert len(LONGER_STEPS) <= 5 and set(LONGER_STEPS) <= {name for _, name in STEPS}
