@@ -233,7 +233,7 @@ def _passes(plan: Plan, step: PlannedLaunch) -> dict[str, int]:
     p, c, arrays = plan.problem, step.constants, _arrays(plan)
     Br = max(step.boxes.get("Q", 1), c.get("Br", 1))  # a block's rows may come in several boxes
     Bc = step.boxes.get("K", c["Bc"])
-    packed = c.get("packed", 1)
+    packed = c.get("pack_gqa", 1)
     keeps = step.launch.keeps or ("keys" if "dK" in arrays_of(step) else "rows")
     forward = plan.kernel.operation == "forward"
     if keeps == "keys" and forward:

@@ -227,7 +227,7 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
         columns_launch(name, outputs),
         threads=lambda p, c: WARP * c.warps,
         shared=mma_columns_shared,
-        constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+        constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
     )
 
 
@@ -515,7 +515,7 @@ KERNELS = (
                 args="dQ_sum.data lse dQ M heads scale",
                 grid=row_tiles,
                 threads=lambda p, c: WARP * c.warps,
-                constants={"Wr": lambda p, c: 16, "packed": lambda p, c: 1},
+                constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
             ),
         ),
         tiles=MMA_TILES,
@@ -549,7 +549,7 @@ KERNELS = (
                     "Bc": lambda p, c: c.Qc,
                     "Wr": lambda p, c: c.Qw,
                     "stages": lambda p, c: c.Qs,
-                    "packed": lambda p, c: 1,
+                    "pack_gqa": lambda p, c: 1,
                 },
             ),
         ),

@@ -287,7 +287,7 @@ class Kernel:
     def _packed(self, p: Problem, tile: Mapping[str, int]) -> int:
         """Query heads whose rows share tiles."""
         launches = [x for x in self.launches if isinstance(x, Launch)]
-        formulas = (x.constants["packed"] for x in launches if "packed" in x.constants)
+        formulas = (x.constants["pack_gqa"] for x in launches if "pack_gqa" in x.constants)
         return next(formulas, lambda p, c: 1)(p, SimpleNamespace(**tile))
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:

@@ -131,7 +131,7 @@ def launch(
         grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
         threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
         shared=shared,
-        constants={"packed": lambda p, c: 1},
+        constants={"pack_gqa": lambda p, c: 1},
         numbers={
             "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
             "first_key": _first_key,

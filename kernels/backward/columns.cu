@@ -29,11 +29,12 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 extern "C" __global__ __launch_bounds__(threads) void columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<real> dQ_sum, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int kv_heads, int group, int diagonal, int lower, real scale) {
+    Tensor<scalar> dV, int M, int N, int kv_heads, int group, int causal_offset, int window_offset,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   const Place at = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
-  const RowRange rows = rows_that_see(first_key, M, N, diagonal, lower);
+  const RowRange rows = rows_that_see(first_key, M, N, causal_offset, window_offset);
 
   load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
   load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
@@ -42,7 +43,7 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int first_row = rows.first / Br * Br; first_row < rows.end; first_row += Br) {
-      const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
+      const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums(shared, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is there

@@ -13,9 +13,9 @@ static_assert(threads == Piece::in_part * warp_size, "a warp has a piece");
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, int M, int N, int heads,
-    int group, int diagonal, int lower, real scale) {
+    int group, int causal_offset, int window_offset, real scale) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  const Queries in = {Q, K, V,     dO,    dQ,       row_sums, dQ_sum,
-                      M, N, heads, group, diagonal, lower,    scale};
+  const Queries in = {
+      Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset, window_offset, scale};
   Piece(in, batch, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
 }

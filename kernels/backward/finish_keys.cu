@@ -16,7 +16,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void finish_keys(
     Tensor<const real> sums, Tensor<scalar> gradient, Tensor<const scalar> weights,
     Tensor<const scalar> values, Tensor<const real> lse, int M, int N, int kv_heads, int group,
-    int diagonal, int lower, real scale) {
+    int causal_offset, int window_offset, real scale) {
   const long long elements = (long long)N * width;
   const int tiles = max(int((elements + threads - 1) / threads), 1);
   const auto [tile, kv_head, batch] = place(blockIdx.x, tiles, kv_heads);
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void finish_keys(
     sum = 0;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int row = 0; row < M; ++row) {
-        if (!sees_key(row, key, N, diagonal, lower)) continue;
+        if (!sees_key(row, key, N, causal_offset, window_offset)) continue;
         if (*lse.row(batch, head, row) == -infinity) continue;
         sum += real(weights.row(batch, head, row)[key]) * real(values.row(batch, head, row)[col]);
       }

@@ -15,8 +15,8 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_rows(
     Tensor<const real> dQ_sum, Tensor<scalar> dQ, Tensor<const scalar> dS, Tensor<const scalar> K,
-    Tensor<const real> lse, int M, int N, int heads, int group, int diagonal, int lower,
-    real scale) {
+    Tensor<const real> lse, int M, int N, int heads, int group, int causal_offset,
+    int window_offset, real scale) {
   const long long elements = (long long)M * d;
   const int tiles = max(int((elements + threads - 1) / threads), 1);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
@@ -28,8 +28,8 @@ extern "C" __global__ __launch_bounds__(threads) void finish_rows(
   if (isnan(sum)) {
     sum = 0;
     const bool counts = *lse.row(batch, head, row) != -infinity;
-    const int end = counts ? visible_keys(row, N, diagonal) : 0;
-    for (int key = hidden_keys(row, N, lower); key < end; ++key) {
+    const int end = counts ? kv_end(row, N, causal_offset) : 0;
+    for (int key = kv_begin(row, N, window_offset); key < end; ++key) {
       const real value = real(K.row(batch, head / group, key)[col]);
       sum += real(dS.row(batch, head, row)[key]) * value;
     }

@@ -9,14 +9,14 @@
 //   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; Wr and packed for row_state.cuh
+//   shared_bytes; Wr and pack_gqa for row_state.cuh
 #include <backward/parts/gradient_columns.cuh>
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, float* dQ_sum,
-    Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int kv_heads, int group, int diagonal,
-    int lower, real scale) {
-  sum_columns<true>(Q, K, V, dO, lse, delta, dQ_sum, dK, dV, M, N, kv_heads, group, diagonal, lower,
-                    scale);
+    Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int kv_heads, int group, int causal_offset,
+    int window_offset, real scale) {
+  sum_columns<true>(Q, K, V, dO, lse, delta, dQ_sum, dK, dV, M, N, kv_heads, group, causal_offset,
+                    window_offset, scale);
 }

@@ -4,7 +4,7 @@
 //   dQ [batch, heads, M, d]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, threads, shared_bytes; Wr
-//   and packed for row_state.cuh
+//   and pack_gqa for row_state.cuh
 #include <backward/parts/gradient_products.cuh>
 #include <ptx/red.cuh>
 

@@ -8,7 +8,7 @@
 //   grid (max(cdiv(keys of the round, Br), 1) * (tiles of dv + tiles of d) * kv_heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for row_state.cuh
+//   windowed, threads, shared_bytes; pack_gqa for row_state.cuh
 #include <backward/parts/weight_slices.cuh>
 
 struct Shared {
@@ -46,7 +46,7 @@ struct Source {
   __device__ __forceinline__ void begin(Stage& stage) {
     if (rows.left <= 0) return;
     Slice<cols>& to = stage.as<Slice<cols>>();
-    const int from = fresh(key) - round.first_key, head = round.first_head + rows.local_head;
+    const int from = opaque(key) - round.first_key, head = round.first_head + rows.local_head;
     copy_tile<Br, false>(to.weights, round.of(weights, rows.local_head), rows.row, from,
                          round.stride - from);
     copy_tile<tile_width<cols>, cols % tile_width<cols> == 0>(
@@ -72,12 +72,13 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* weights,
                                          Tensor<const operand> values, Tensor<const real> lse,
                                          Tensor<scalar> gradient, const Round& round, int heads,
                                          int group, int local_kv_head, int key, int col, int N,
-                                         int diagonal, int lower, float factor) {
+                                         int causal_offset, int window_offset, float factor) {
   constexpr int width = own_width<cols>;
   const int M = round.M, last_key = min(key + Br, N) - 1, first = local_kv_head * group;
   int start = 0, end = M;  // the rows that see a key of the tile
-  if constexpr (causal) start = int(max(0LL, min((long long)M, key - (long long)diagonal)));
-  if constexpr (windowed) end = int(max(0LL, min((long long)M, last_key - (long long)lower + 1)));
+  if constexpr (causal) start = int(max(0LL, min((long long)M, key - (long long)causal_offset)));
+  if constexpr (windowed)
+    end = int(max(0LL, min((long long)M, last_key - (long long)window_offset + 1)));
   const bool some = key < N && start < end;
   start = start / Bd * Bd;
   const int count = some ? cdiv(end - start, Bd) : 0;
@@ -98,12 +99,13 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* weights,
 #pragma unroll 1
   for (RowWalk rows = all; rows.left > 0; rows.advance()) {
     Slice<cols>& slice = ring.next().template as<Slice<cols>>();
-    const bool careful = dead || !all_see(rows.row, Bd, key, Br, M, N, diagonal, lower);
-    if (careful && __syncthreads_or(is_strange(slice.values))) {
+    const bool careful =
+        dead || !all_see(rows.row, Bd, key, Br, M, N, causal_offset, window_offset);
+    if (careful && __syncthreads_or(has_nonfinite(slice.values))) {
       const int head = round.first_head + rows.local_head;
       clear_dead(slice.values, lse, head / heads, head % heads, rows.row, M);
       __syncthreads();  // the zeros are there
-      const Pairs pairs = {rows.row, key, M, N, diagonal, lower};
+      const Pairs pairs = {rows.row, key, M, N, causal_offset, window_offset};
       multiply_visible<true>(sums, slice.weights, slice.values, Own(width), pairs, own_lane());
     } else {
       multiply_tiles<true>(sums, slice.weights, slice.values, Own(width), own_lane());
@@ -120,7 +122,7 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* weights,
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_columns(
     Tensor<const operand> Q, Tensor<const operand> dO, Tensor<const real> lse, const operand* P,
     const operand* dS, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads, int group,
-    int first_head, int first_key, int stride, int diagonal, int lower, real scale) {
+    int first_head, int first_key, int stride, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   constexpr int value_tiles = cdiv(dv, tile_width<dv>),
                 tiles = value_tiles + cdiv(d, tile_width<d>);
@@ -131,13 +133,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_col
   const bool of_values = tile < value_tiles;
   if constexpr (d == dv) {
     sum_tile<d>(shared, of_values ? P : dS, of_values ? dO : Q, lse, of_values ? dV : dK, round,
-                heads, group, kv_head, key, tile % value_tiles * tile_width<d>, N, diagonal, lower,
-                of_values ? 1 : scale);
+                heads, group, kv_head, key, tile % value_tiles * tile_width<d>, N, causal_offset,
+                window_offset, of_values ? 1 : scale);
   } else if (of_values) {
     sum_tile<dv>(shared, P, dO, lse, dV, round, heads, group, kv_head, key, tile * tile_width<dv>,
-                 N, diagonal, lower, 1);
+                 N, causal_offset, window_offset, 1);
   } else {
     sum_tile<d>(shared, dS, Q, lse, dK, round, heads, group, kv_head, key,
-                (tile - value_tiles) * tile_width<d>, N, diagonal, lower, scale);
+                (tile - value_tiles) * tile_width<d>, N, causal_offset, window_offset, scale);
   }
 }

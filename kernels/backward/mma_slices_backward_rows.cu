@@ -8,7 +8,7 @@
 //   dQ_sum: scratch, of each block as many floats as its tile has, if there are rounds of keys
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for row_state.cuh
+//   windowed, threads, shared_bytes; pack_gqa for row_state.cuh
 #include <backward/parts/weight_slices.cuh>
 
 constexpr int own_cols = own_width<d>;
@@ -36,31 +36,31 @@ struct Source {
     if (key >= end) return;
     Slice& to = stage.as<Slice>();
     const int from = key - round.first_key;
-    copy_tile<Bd, false>(to.dS, round.of(dS, fresh(local_head)), fresh(first_row), from,
+    copy_tile<Bd, false>(to.dS, round.of(dS, opaque(local_head)), opaque(first_row), from,
                          round.stride - from);
-    copy_tile<tile_cols, d % tile_cols == 0>(to.K, Head(K, fresh(batch), fresh(kv_head), end), key,
-                                             fresh(col), d - col);
+    copy_tile<tile_cols, d % tile_cols == 0>(to.K, Head(K, opaque(batch), opaque(kv_head), end),
+                                             key, opaque(col), d - col);
     key += Bd;
   }
 };
 
 // The sums of dQ of a block, which wait for the next round, as they lie in registers.
 __device__ __forceinline__ float4* saved(float* dQ_sum) {
-  const long long place = (long long)fresh(int(blockIdx.x)) * (fragments * threads);
+  const long long place = (long long)opaque(int(blockIdx.x)) * (fragments * threads);
   return reinterpret_cast<float4*>(dQ_sum) + place + threadIdx.x;
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_rows(
     Tensor<const operand> K, Tensor<const real> lse, const operand* dS, float* dQ_sum,
     Tensor<scalar> dQ, int M, int N, int heads, int group, int first_head, int first_key,
-    int stride, int diagonal, int lower, real scale) {
+    int stride, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, row_tile, local_head] = place(blockIdx.x, cdiv(d, tile_cols), cdiv(M, Br));
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
   const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // the longest of a causal mask first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;
-  const int hidden = hidden_keys(first_row, N, lower);
-  const int visible = visible_keys(last_row, N, diagonal);
+  const int hidden = kv_begin(first_row, N, window_offset);
+  const int visible = kv_end(last_row, N, causal_offset);
   const int start = max(first_key, hidden / Bd * Bd);
   const int end = hidden < visible ? min(visible, first_key + stride) : start;
   Ring<Source> ring = {shared.ring,
@@ -88,9 +88,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
 #pragma unroll 1
   for (int key = start; key < end; key += Bd) {
     Slice& slice = ring.next().template as<Slice>();
-    const bool careful = has_mask && !all_see(first_row, Br, key, Bd, M, N, diagonal, lower);
-    if (careful && __syncthreads_or(is_strange(slice.K))) {
-      const Pairs pairs = {fresh(first_row), fresh(key), M, N, diagonal, lower};
+    const bool careful =
+        has_mask && !all_see(first_row, Br, key, Bd, M, N, causal_offset, window_offset);
+    if (careful && __syncthreads_or(has_nonfinite(slice.K))) {
+      const Pairs pairs = {opaque(first_row), opaque(key), M, N, causal_offset, window_offset};
       multiply_visible<false>(sums, slice.dS, slice.K, Own(own_cols), pairs, own_lane());
     } else {
       multiply_tiles<false>(sums, slice.dS, slice.K, Own(own_cols), own_lane());
@@ -102,7 +103,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   if (first_key + stride >= N) {  // the last round of keys
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) {
-      const int row = fresh(first_row) + own.row + i * 8 + lane / 4;
+      const int row = opaque(first_row) + own.row + i * 8 + lane / 4;
       const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
 #pragma unroll
       for (int j = 0; j < own_cols / 4; ++j) {

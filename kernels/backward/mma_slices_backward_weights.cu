@@ -8,7 +8,7 @@
 //   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; packed for row_state.cuh
+//   windowed, threads, shared_bytes; pack_gqa for row_state.cuh
 #include <backward/parts/weight_slices.cuh>
 
 constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
@@ -34,7 +34,7 @@ struct Source {
   template <int cols>
   __device__ __forceinline__ void copy(Slice& to, Tensor<const operand> of_rows,
                                        Tensor<const operand> of_keys, int col) const {
-    const int b = fresh(batch);  // registers do not keep where heads begin
+    const int b = opaque(batch);  // registers do not keep where heads begin
     copy_tile<Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col, cols - col);
     copy_tile<Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
                                   cols - col);
@@ -65,10 +65,10 @@ struct RowMask {
   int first, end;  // of the keys that the row sees, from the tile's first one on
 
   __device__ __forceinline__ RowMask(const Pairs& pairs, float lse, int row) {
-    const int key = fresh(pairs.first_key);  // registers do not keep what counts
-    first = hidden_keys(pairs.first_row + row, pairs.N, pairs.lower) - key;
+    const int key = opaque(pairs.first_key);  // registers do not keep what counts
+    first = kv_begin(pairs.first_row + row, pairs.N, pairs.window_offset) - key;
     end = lse == -infinity ? first
-                           : visible_keys(pairs.first_row + row, pairs.N, pairs.diagonal) - key;
+                           : kv_end(pairs.first_row + row, pairs.N, pairs.causal_offset) - key;
   }
   __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ void weigh_rows(Sums& S, const Shared& shared, const 
                                            const Pairs& pairs, float scale2, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const int row = opaque(own.row) + i * 8 + lane / 4;
     const float lse = shared.lse[row];
     const RowMask mask(pairs, lse, row);
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void slope_rows(Sums& dP, const Shared& shared, const
                                            const Pairs& pairs, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const int row = opaque(own.row) + i * 8 + lane / 4;
     const float delta = shared.delta[row];
     const RowMask mask(pairs, shared.lse[row], row);
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void write_weights(operand* to, int stride, const Sum
                                               const Own& own, int rows, int cols, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int row = fresh(own.row) + i * 8 + lane / 4;
+    const int row = opaque(own.row) + i * 8 + lane / 4;
     unsigned pairs[Wc / 8];
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n)
@@ -140,7 +140,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_wei
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, operand* P,
     operand* dS, int M, int N, int heads, int group, int first_head, int first_key, int stride,
-    int diagonal, int lower, real scale) {
+    int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int row_tiles = cdiv(M, Br), key_tiles = cdiv(min(N - first_key, stride), Bc);
   const int tiles = max(row_tiles * key_tiles, 1);
@@ -148,8 +148,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_wei
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
   const int first_row = tile % row_tiles * Br, col = tile / row_tiles * Bc;
   const int key = first_key + col, last_row = min(first_row + Br, M) - 1;
-  if (key >= N || visible_keys(last_row, N, diagonal) <= key ||
-      hidden_keys(first_row, N, lower) >= key + Bc)
+  if (key >= N || kv_end(last_row, N, causal_offset) <= key ||
+      kv_begin(first_row, N, window_offset) >= key + Bc)
     return;  // the whole block: no row of its tile sees a key of it
 
   RowSums row_sums;
@@ -158,7 +158,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_wei
   ring.start();
   row_sums.store(shared.lse, shared.delta);
   const bool dead = __syncthreads_or(row_sums.dead);  // the rows' sums are there
-  const Pairs pairs = {first_row, key, M, N, diagonal, lower};
+  const Pairs pairs = {first_row, key, M, N, causal_offset, window_offset};
   const bool whole = key + Bc <= N && first_row + Br <= M && !dead && pairs.all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 

@@ -8,7 +8,7 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; packed for row_state.cuh
+//   shared_bytes; pack_gqa for row_state.cuh
 #include <ptx/cp_async.cuh>
 #include <backward/parts/gradient_products.cuh>
 #include <tile/shared.cuh>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_keys(const Fragments<Bc>& dS, operand (
     multiply_step(
         dQ, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
-          load_matrices_transposed(b, at(K, k * step + lane % 16, 2 * n + lane / 16));
+          ldmatrix_trans(b, at(K, k * step + lane % 16, 2 * n + lane / 16));
         });
   }
 }
@@ -87,8 +87,8 @@ struct Keys {
   int batch, head, N;
 
   __device__ __forceinline__ void begin_copies(Shared& shared, int first_key, int stage) const {
-    copy_rows<d>(shared.K[stage], Head(K, fresh(batch), fresh(head), N), first_key);
-    copy_rows<dv>(shared.V[stage], Head(V, fresh(batch), fresh(head), N), first_key);
+    copy_rows<d>(shared.K[stage], Head(K, opaque(batch), opaque(head), N), first_key);
+    copy_rows<dv>(shared.V[stage], Head(V, opaque(batch), opaque(head), N), first_key);
   }
 };
 
@@ -101,15 +101,15 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, con
   if (stages == 2 && more) {
     keys.begin_copies(shared, pairs.first_key + Bc, 1 - buffer);
   }
-  commit_copies();
-  bool strange = false;
-  if constexpr (has_mask && masked) strange = __syncthreads_or(is_strange(shared.K[buffer]));
+  cp_async_commit_group();
+  bool nonfinite = false;
+  if constexpr (has_mask && masked) nonfinite = __syncthreads_or(has_nonfinite(shared.K[buffer]));
   Fragments<Bc> P = {}, dS = {};
   multiply_transposed(P, shared.Q, shared.K[buffer], own, lane);
   weigh<masked>(P, shared.lse, own, pairs, scale2, lane);
   multiply_transposed(dS, shared.dO, shared.V[buffer], own, lane);
   slope<masked>(dS, P, shared.lse, shared.delta, own, pairs, lane);
-  if (has_mask && masked && strange)
+  if (has_mask && masked && nonfinite)
     multiply_visible_keys(dS, shared.K[buffer], dQ, own, pairs, lane);
   else
     multiply_keys(dS, shared.K[buffer], dQ, own, lane);
@@ -118,24 +118,24 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, con
     if (more) {
       keys.begin_copies(shared, pairs.first_key + Bc, 0);
     }
-    commit_copies();
+    cp_async_commit_group();
   }
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   __syncthreads();  // the next K and V are there, and these are no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ,
-    int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+    int M, int N, int heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size;
   const OwnRows own = {int(threadIdx.x) / warp_size * Wr};
-  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;
-  const int end = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+  const int start = kv_begin(first_row, N, window_offset) / Bc * Bc;
+  const int end = kv_end(min(first_row + Br, M) - 1, N, causal_offset);
   const Keys keys = {K, V, batch, head / group, N};
 
   RowSums sums;
@@ -143,9 +143,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   copy_rows<d>(shared.Q, Head(Q, batch, head, M), first_row);
   copy_rows<dv>(shared.dO, Head(dO, batch, head, M), first_row);
   keys.begin_copies(shared, start, 0);
-  commit_copies();
+  cp_async_commit_group();
   sums.store(shared.lse, shared.delta);
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   const bool dead = __syncthreads_or(sums.dead);  // the tiles are there
   if (dead) {
     clear_dead_rows(shared.Q, shared.lse);
@@ -156,7 +156,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   Fragments<depth> rows = {};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {
-    const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
+    const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
     if (whole && first_key + Bc <= N && pairs.all())
       step_along<false>(shared, keys, pairs, end, buffer, rows, scale * log2e, own, lane);
     else

@@ -25,13 +25,13 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, int M, int N, int heads,
-    int group, int diagonal, int lower, real scale) {
+    int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const Place at = place(blockIdx.x, cdiv(M, Br), heads);
   const int batch = at.batch, head = at.head, kv_head = head / group;
   const int first_row = at.tile * Br;
-  const int hidden = hidden_keys(first_row, N, lower);
-  const int visible = visible_keys(min(first_row + Br, M) - 1, N, diagonal);
+  const int hidden = kv_begin(first_row, N, window_offset);
+  const int visible = kv_end(min(first_row + Br, M) - 1, N, causal_offset);
 
   load_row_sums(shared, lse, delta, batch, head, first_row, M);
   share_out<Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
@@ -40,7 +40,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
   load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
 
   for (int first_key = hidden / Bc * Bc; first_key < visible; first_key += Bc) {
-    const Pairs pairs = {first_row, first_key, M, N, diagonal, lower};
+    const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
     load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);

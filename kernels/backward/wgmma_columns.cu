@@ -17,11 +17,11 @@
 #include <tile/shared.cuh>
 
 struct Shared {
-  Boxes<scalar, Bc, d> K;
-  Boxes<scalar, Bc, dv> V;
-  Boxes<scalar, Br, d> Q[stages];
-  Boxes<scalar, Br, dv> dO[stages];
-  Boxes<scalar, Br, Bc> dS[dS_stages];
+  TmaTile<scalar, Bc, d> K;
+  TmaTile<scalar, Bc, dv> V;
+  TmaTile<scalar, Br, d> Q[stages];
+  TmaTile<scalar, Br, dv> dO[stages];
+  TmaTile<scalar, Br, Bc> dS[dS_stages];
   Part dQ[consumers];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
@@ -44,16 +44,16 @@ __device__ __forceinline__ int dQ_empty(int warpgroup) {
 constexpr int adding_threads = warpgroup_size + warp_size;
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.K_full, 1);
-  make_barrier(shared.V_full, 1);
+  init_barrier(shared.K_full, 1);
+  init_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    make_barrier(shared.dO_full[i], 1);
+    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    init_barrier(shared.dO_full[i], 1);
     // Each thread says that it has read row sums, for compute-sanitizer follows no order through
     // another one; in time that products take. One of a warpgroup speaks for the tiles.
-    make_barrier(shared.empty[i], consuming_threads + consumers);
+    init_barrier(shared.empty[i], consuming_threads + consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
@@ -61,16 +61,16 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums* row_sums, int heads) {
   if (work.first_row >= work.end_row) return;
-  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  PipelineState<stages> turn;
   work.for_tiles(heads, [&](int head, int row, long long tile) {
     const int i = turn.stage;
     wait(shared.empty[i], turn.phase ^ 1);
-    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
-    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
-    load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
+    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
+    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    load_async(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
     turn.advance();
   });
 }
@@ -78,15 +78,15 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 // What a warp does for a warpgroup: it has dQ of each tile added to the sums in memory.
 __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* dQ_sum, int& count,
                                        int all, int warpgroup, int heads) {
-  const bool elected = is_elected();
+  const bool elected = elect_one();
   work.for_tiles(heads, [&](int, int, long long tile) {
     barrier_arrive(dQ_empty(warpgroup), adding_threads);
     barrier_sync(dQ_full(warpgroup), adding_threads);
     if (elected) {
-      add_floats(&dQ_sum[tile * parts + warpgroup % parts].sums[0][0].x,
-                 &shared.dQ[warpgroup].sums[0][0].x, sizeof(Part) / sizeof(float));
-      commit_stores();
-      wait_until_stores_have_read();
+      bulk_add(&dQ_sum[tile * parts + warpgroup % parts].sums[0][0].x,
+               &shared.dQ[warpgroup].sums[0][0].x, sizeof(Part) / sizeof(float));
+      bulk_commit_group();
+      bulk_wait_group_read();
     }
     __syncwarp();  // before another thread says that there is room
   });
@@ -100,8 +100,8 @@ struct Consumer {
   float scale2;
   Sums<d_width> dK;
   Sums<dv_width> dV;
-  Turn<stages> turn;
-  Turn<dS_stages> dS_turn;
+  PipelineState<stages> turn;
+  PipelineState<dS_stages> dS_turn;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, float scale)
       : shared(shared), own(warpgroup), scale2(scale * log2e), dK(), dV() {}
@@ -112,19 +112,19 @@ struct Consumer {
     const int first_row = by_rows_of_dQ ? own.warpgroup * warpgroup_rows : 0;
     const int first_box = by_columns_of_dQ ? own.warpgroup : 0;
     const int own_keys = parts == 1 ? own.warpgroup : 0;
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < (parts == 1 ? warpgroup_rows : Bc) / step; ++k) {
       const Matrix slopes = by_rows(dS.box[k / 4 + own_keys][first_row]) + k % 4 * 32;
       const Matrix keys = by_columns(shared.K.box[first_box][own_keys * warpgroup_rows], Bc);
       multiply_columns<scalar>(dQ, slopes, keys + k * 2048, k > 0);
     }
-    commit_products();
+    wgmma_commit_group();
   }
 
   // Writes the warp's columns of dS, whose transpose these are.
   __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
-    const int lane = fresh(own.lane);
+    const int lane = opaque(own.lane);
     const int chunk = own.first_key() / 8 + lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < Br / step; ++i) {
@@ -136,12 +136,12 @@ struct Consumer {
   // Leaves the part of dQ to the warp that adds it.
   __device__ __forceinline__ void pass_dQ(const Sums<part_width>& dQ) const {
     barrier_sync(dQ_empty(own.warpgroup), adding_threads);
-    const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+    const int mine = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
     for (int i = 0; i < part_width / 8; ++i)
       shared.dQ[own.warpgroup].sums[i][mine] =
           float4{dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]};
-    publish_to_copies();
+    fence_proxy_async();
     barrier_arrive(dQ_full(own.warpgroup), adding_threads);
   }
 
@@ -155,24 +155,24 @@ struct Consumer {
     begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
-    wait_for_products<1>(S);
+    wgmma_wait_group<1>(S);
     own.weigh(S, shared.sums[i], scale2);
     own.hide(S, pairs);
-    wait_for_products<0>(dP);
+    wgmma_wait_group<0>(dP);
     own.differentiate(S, dP, shared.sums[i]);
     pack_weights(S, P);
     pack_weights(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
     store_dS(dS);
     begin_sums(dV, P, shared.dO[i]);
-    publish_to_copies();
+    fence_proxy_async();
     barrier_sync(dS_full, consuming_threads);
     begin_dQ(dQ);
     begin_sums(dK, dS, shared.Q[i]);
     arrive(shared.empty[i]);  // row sums were read
-    wait_for_products<1>(dQ);
+    wgmma_wait_group<1>(dQ);
     pass_dQ(dQ);
-    wait_for_products<0>(dK);
+    wgmma_wait_group<0>(dK);
     settle(dV);
     if (own.leads()) arrive(shared.empty[i]);  // and the tiles
     dS_turn.advance();
@@ -185,17 +185,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int diagonal, int lower,
-    real scale) {
+    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int causal_offset,
+    int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    const int warp = uniform(threadIdx.x / warp_size);
-    if (warp == 0 && is_elected())
+    const int warp = warp_uniform(threadIdx.x / warp_size);
+    if (warp == 0 && elect_one())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     if (warp > 0 && warp <= consumers)
       add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
@@ -209,13 +209,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait(shared.V_full, 0);
   }
   work.for_tiles(heads, [&](int, int row, long long) {
-    consumer.advance({row, work.first_key, M, N, diagonal, lower});
+    consumer.advance({row, work.first_key, M, N, causal_offset, window_offset});
   });
 
   const int first_key = work.first_key + consumer.own.first_key();
-  if (is_strange(consumer.dK) || is_strange(consumer.dV)) {
-    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, diagonal, lower,
-                   scale);
+  if (has_nonfinite(consumer.dK) || has_nonfinite(consumer.dV)) {
+    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, causal_offset,
+                   window_offset, scale);
   } else {
     store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
                       consumer.own.lane);
@@ -225,7 +225,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if constexpr (finishes) {
     barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
-      finish_heads(work,
-                   {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, diagonal, lower, scale});
+      finish_heads(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset,
+                          window_offset, scale});
   }
 }

@@ -16,11 +16,11 @@
 #include <backward/parts/shared_keys.cuh>
 
 struct Shared {
-  Boxes<scalar, Bc, d> K;
-  Boxes<scalar, Bc, dv> V;
-  Boxes<scalar, Br, d> Q[stages];
-  Boxes<scalar, Br, dv> dO[dO_stages];
-  Boxes<scalar, Br, Bc> dS;
+  TmaTile<scalar, Bc, d> K;
+  TmaTile<scalar, Bc, dv> V;
+  TmaTile<scalar, Br, d> Q[stages];
+  TmaTile<scalar, Br, dv> dO[dO_stages];
+  TmaTile<scalar, Br, Bc> dS;
   PassedWeights P;
   Part dQ[consumers];
   RowSums sums[stages];
@@ -51,18 +51,18 @@ __device__ __forceinline__ constexpr int first_part(int warpgroup) {
 }
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.K_full, 1);
-  make_barrier(shared.V_full, 1);
+  init_barrier(shared.K_full, 1);
+  init_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     // As in wgmma_columns.cu: each thread for row sums, and one for the tiles.
-    make_barrier(shared.Q_empty[i], consuming_threads + 1);
+    init_barrier(shared.Q_empty[i], consuming_threads + 1);
   }
   for (int i = 0; i < dO_stages; ++i) {
-    make_barrier(shared.dO_full[i], 1);
-    make_barrier(shared.dO_empty[i], 1);
+    init_barrier(shared.dO_full[i], 1);
+    init_barrier(shared.dO_empty[i], 1);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
@@ -70,18 +70,18 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums* row_sums, int heads) {
   if (work.first_row >= work.end_row) return;
-  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  Turn<stages> turn;
-  Turn<dO_stages> dO_turn;
+  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  PipelineState<stages> turn;
+  PipelineState<dO_stages> dO_turn;
   work.for_tiles(heads, [&](int head, int row, long long tile) {
     const int i = turn.stage, j = dO_turn.stage;
     wait(shared.Q_empty[i], turn.phase ^ 1);
-    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
-    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
+    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
     wait(shared.dO_empty[j], dO_turn.phase ^ 1);
-    load_boxes(shared.dO[j], dO, shared.dO_full[j], row, head, work.batch);
+    load_async(shared.dO[j], dO, shared.dO_full[j], row, head, work.batch);
     turn.advance();
     dO_turn.advance();
   });
@@ -90,7 +90,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 // What a warp does for a warpgroup: it has parts of dQ of each tile added to the sums in memory.
 __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* dQ_sum, int& count,
                                        int all, int warpgroup, int heads) {
-  const bool elected = is_elected();
+  const bool elected = elect_one();
   const int end = warpgroup == of_dV ? first_part(of_dK) : parts;
   work.for_tiles(heads, [&](int, int, long long tile) {
 #pragma unroll 1
@@ -98,10 +98,10 @@ __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* d
       barrier_arrive(dQ_empty(warpgroup), adding_threads);
       barrier_sync(dQ_full(warpgroup), adding_threads);
       if (elected) {
-        add_floats(&dQ_sum[tile * parts + part].sums[0][0].x, &shared.dQ[warpgroup].sums[0][0].x,
-                   sizeof(Part) / sizeof(float));
-        commit_stores();
-        wait_until_stores_have_read();
+        bulk_add(&dQ_sum[tile * parts + part].sums[0][0].x, &shared.dQ[warpgroup].sums[0][0].x,
+                 sizeof(Part) / sizeof(float));
+        bulk_commit_group();
+        bulk_wait_group_read();
       }
       __syncwarp();  // before another thread says that there is room
     }
@@ -119,13 +119,13 @@ struct OwnParts {
   // Begins their products.
   __device__ __forceinline__ void begin(const Shared& shared) {
     if constexpr (count > 0) {
-      begin_products();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Bc / step; ++k) {
         const Matrix keys = by_columns(shared.K.box[first], Bc) + k * 2048;
         multiply_columns<scalar>(dQ, by_rows(shared.dS.box[0]) + k * 32, keys, k > 0);
       }
-      commit_products();
+      wgmma_commit_group();
     }
   }
 
@@ -133,17 +133,17 @@ struct OwnParts {
   // the warp that adds them.
   template <int pending>
   __device__ __forceinline__ void pass(Shared& shared) {
-    if constexpr (count > 0) wait_for_products<pending>(dQ);
+    if constexpr (count > 0) wgmma_wait_group<pending>(dQ);
 #pragma unroll
     for (int part = 0; part < count; ++part) {
       barrier_sync(dQ_empty(warpgroup), adding_threads);
-      const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+      const int mine = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
       for (int i = 0; i < part_width / 8; ++i) {
         const float* four = &dQ[part * part_width / 2 + 4 * i];
         shared.dQ[warpgroup].sums[i][mine] = float4{four[0], four[1], four[2], four[3]};
       }
-      publish_to_copies();
+      fence_proxy_async();
       barrier_arrive(dQ_full(warpgroup), adding_threads);
     }
   }
@@ -155,8 +155,8 @@ struct Weigher {
   Own own;
   float scale2;
   Sums<dv_width> dV;
-  Turn<stages> turn;
-  Turn<dO_stages> dO_turn;
+  PipelineState<stages> turn;
+  PipelineState<dO_stages> dO_turn;
 
   __device__ __forceinline__ Weigher(Shared& shared, float scale)
       : shared(shared), own(0), scale2(scale * log2e), dV() {}
@@ -169,7 +169,7 @@ struct Weigher {
     OwnParts<of_dV> dQ;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
-    wait_for_products<0>(S);
+    wgmma_wait_group<0>(S);
     own.weigh(S, shared.sums[i], scale2);
     own.hide(S, pairs);
     shared.P.write(S);
@@ -180,7 +180,7 @@ struct Weigher {
     begin_sums(dV, P, shared.dO[j]);
     barrier_sync(dS_full, consuming_threads);
     dQ.begin(shared);
-    wait_for_products<1>(dV);
+    wgmma_wait_group<1>(dV);
     if (own.leads()) arrive(shared.dO_empty[j]);  // dP was there before dS
     dQ.pass<0>(shared);
     turn.advance();
@@ -193,15 +193,15 @@ struct Differentiator {
   Shared& shared;
   Own own;
   Sums<d_width> dK;
-  Turn<stages> turn;
-  Turn<dO_stages> dO_turn;
+  PipelineState<stages> turn;
+  PipelineState<dO_stages> dO_turn;
 
   __device__ __forceinline__ explicit Differentiator(Shared& shared)
       : shared(shared), own(0), dK() {}
 
   // Writes the warp's columns of dS, whose transpose these are.
   __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
-    const int lane = fresh(own.lane);
+    const int lane = opaque(own.lane);
     const int chunk = own.first_key() / 8 + lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < Br / step; ++i) {
@@ -218,20 +218,20 @@ struct Differentiator {
     OwnParts<of_dK> dQ;
     wait(shared.dO_full[j], dO_turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[j], 0);
-    wait_for_products<0>(dP);
+    wgmma_wait_group<0>(dP);
     barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
     shared.P.read(P);
     own.differentiate(P, dP, shared.sums[i]);
     pack_weights(dP, dS);
     store_dS(dS);
-    publish_to_copies();
+    fence_proxy_async();
     barrier_arrive(dS_full, consuming_threads);
     barrier_sync(dS_kept, warpgroup_size);
     dQ.begin(shared);
     begin_sums(dK, dS, shared.Q[i]);
     arrive(shared.Q_empty[i]);  // row sums were read
     dQ.pass<1>(shared);
-    wait_for_products<0>(dK);
+    wgmma_wait_group<0>(dK);
     if (own.leads()) arrive(shared.Q_empty[i]);  // and Q
     turn.advance();
     dO_turn.advance();
@@ -243,17 +243,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int diagonal, int lower,
-    real scale) {
+    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int causal_offset,
+    int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    const int warp = uniform(threadIdx.x / warp_size);
-    if (warp == 0 && is_elected())
+    const int warp = warp_uniform(threadIdx.x / warp_size);
+    if (warp == 0 && elect_one())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     if (warp > 0 && warp <= consumers)
       add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
@@ -266,21 +266,21 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     Weigher weigher(shared, scale);
     if (any) wait(shared.K_full, 0);
     work.for_tiles(heads, [&](int, int row, long long) {
-      weigher.advance({row, work.first_key, M, N, diagonal, lower});
+      weigher.advance({row, work.first_key, M, N, causal_offset, window_offset});
     });
     leave_gradient<of_dV>(weigher.dV, weigher.own, Q, K, V, dO, dK, dV, row_sums, work, heads, N,
-                          diagonal, lower, scale);
+                          causal_offset, window_offset, scale);
   } else {
     Differentiator differentiator(shared);
     if (any) wait(shared.V_full, 0);  // K is there before dS
     work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
     leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
-                          work, heads, N, diagonal, lower, scale);
+                          work, heads, N, causal_offset, window_offset, scale);
   }
   if constexpr (finishes) {
     barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
-      finish_heads(work,
-                   {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, diagonal, lower, scale});
+      finish_heads(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset,
+                          window_offset, scale});
   }
 }

@@ -11,10 +11,10 @@
 #include <tile/shared.cuh>
 
 struct Shared {
-  Boxes<scalar, Bc, d> K;
-  Boxes<scalar, Bc, dv> V;
-  Boxes<scalar, Br, d> Q[stages];
-  Boxes<scalar, Br, dv> dO[stages];
+  TmaTile<scalar, Bc, d> K;
+  TmaTile<scalar, Bc, dv> V;
+  TmaTile<scalar, Br, d> Q[stages];
+  TmaTile<scalar, Br, dv> dO[stages];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
 };
@@ -23,15 +23,15 @@ static_assert(Bc == consumers * warpgroup_rows && !is_wide, "a warpgroup owns 64
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.K_full, 1);
-  make_barrier(shared.V_full, 1);
+  init_barrier(shared.K_full, 1);
+  init_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    make_barrier(shared.dO_full[i], 1);
+    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    init_barrier(shared.dO_full[i], 1);
     // Each thread that has read row sums, for compute-sanitizer follows no order through another.
-    make_barrier(shared.empty[i], consuming_threads);
+    init_barrier(shared.empty[i], consuming_threads);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
@@ -39,16 +39,16 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums* row_sums, int heads) {
   if (work.first_row >= work.end_row) return;
-  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  PipelineState<stages> turn;
   work.for_tiles(heads, [&](int head, int row, long long tile) {
     const int i = turn.stage;
     wait(shared.empty[i], turn.phase ^ 1);
-    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
-    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
-    load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
+    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
+    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    load_async(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
     turn.advance();
   });
 }
@@ -60,7 +60,7 @@ struct Consumer {
   float scale2;
   Sums<d_width> dK;
   Sums<dv_width> dV;
-  Turn<stages> turn;
+  PipelineState<stages> turn;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, float scale)
       : shared(shared), own(warpgroup), scale2(scale * log2e), dK(), dV() {}
@@ -74,16 +74,16 @@ struct Consumer {
     begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
-    wait_for_products<1>(S);
+    wgmma_wait_group<1>(S);
     own.weigh(S, shared.sums[i], scale2);
     own.hide(S, pairs);
-    wait_for_products<0>(dP);
+    wgmma_wait_group<0>(dP);
     own.differentiate(S, dP, shared.sums[i]);
     pack_weights(S, P);
     pack_weights(dP, dS);
     begin_sums(dV, P, shared.dO[i]);
     begin_sums(dK, dS, shared.Q[i]);
-    wait_for_products<0>(dK);
+    wgmma_wait_group<0>(dK);
     settle(dV);
     arrive(shared.empty[i]);
     turn.advance();
@@ -95,15 +95,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads,
-    int kv_heads, int group, int diagonal, int lower, real scale) {
+    int kv_heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
+    if (threadIdx.x < warp_size && elect_one())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     return;
   }
@@ -114,13 +114,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     wait(shared.V_full, 0);
   }
   work.for_tiles(heads, [&](int, int row, long long) {
-    consumer.advance({row, work.first_key, M, N, diagonal, lower});
+    consumer.advance({row, work.first_key, M, N, causal_offset, window_offset});
   });
 
   const int first_key = work.first_key + consumer.own.first_key();
-  if (is_strange(consumer.dK) || is_strange(consumer.dV)) {
-    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, diagonal, lower,
-                   scale);
+  if (has_nonfinite(consumer.dK) || has_nonfinite(consumer.dV)) {
+    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, causal_offset,
+                   window_offset, scale);
     return;
   }
   store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,

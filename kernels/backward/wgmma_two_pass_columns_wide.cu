@@ -13,10 +13,10 @@
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 
 struct Shared {
-  Boxes<scalar, Bc, d> K;
-  Boxes<scalar, Bc, dv> V;
-  Boxes<scalar, Br, d> Q[stages];
-  Boxes<scalar, Br, dv> dO[stages];
+  TmaTile<scalar, Bc, d> K;
+  TmaTile<scalar, Bc, dv> V;
+  TmaTile<scalar, Br, d> Q[stages];
+  TmaTile<scalar, Br, dv> dO[stages];
   PassedWeights P[stages];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[stages], dO_empty[stages];
@@ -26,17 +26,17 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.K_full, 1);
-  make_barrier(shared.V_full, 1);
+  init_barrier(shared.K_full, 1);
+  init_barrier(shared.V_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.Q_full[i], 2);  // Q, and the row sums
+    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
     // Each thread that has read row sums or P, or written P, as in wgmma_two_pass_columns.cu.
-    make_barrier(shared.Q_empty[i], consuming_threads);
-    make_barrier(shared.dO_full[i], 1);
-    make_barrier(shared.dO_empty[i], consumers);
-    for (int warp = 0; warp < warps; ++warp) make_barrier(shared.P_full[i][warp], warp_size);
+    init_barrier(shared.Q_empty[i], consuming_threads);
+    init_barrier(shared.dO_full[i], 1);
+    init_barrier(shared.dO_empty[i], consumers);
+    for (int warp = 0; warp < warps; ++warp) init_barrier(shared.P_full[i][warp], warp_size);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
@@ -44,17 +44,17 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums* row_sums, int heads) {
   if (work.first_row >= work.end_row) return;
-  load_boxes(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_boxes(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
+  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
+  PipelineState<stages> turn;
   work.for_tiles(heads, [&](int head, int row, long long tile) {
     const int i = turn.stage;
     wait(shared.Q_empty[i], turn.phase ^ 1);
-    load_boxes(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expecting(shared.Q_full[i], sizeof(RowSums));
-    load_bytes(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
+    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
+    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
+    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
     wait(shared.dO_empty[i], turn.phase ^ 1);
-    load_boxes(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
+    load_async(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
     turn.advance();
   });
 }
@@ -65,7 +65,7 @@ struct Weigher {
   Own own;
   float scale2;
   Sums<dv_width> dV;
-  Turn<stages> turn;
+  PipelineState<stages> turn;
 
   __device__ __forceinline__ Weigher(Shared& shared, float scale)
       : shared(shared), own(0), scale2(scale * log2e), dV() {}
@@ -77,7 +77,7 @@ struct Weigher {
     Weights16<Br> P;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
-    wait_for_products<0>(S);
+    wgmma_wait_group<0>(S);
     own.weigh(S, shared.sums[i], scale2);
     own.hide(S, pairs);
     shared.P[i].write(S);
@@ -86,7 +86,7 @@ struct Weigher {
     pack_weights(S, P);
     wait(shared.dO_full[i], turn.phase);
     begin_sums(dV, P, shared.dO[i]);
-    wait_for_products<0>(dV);
+    wgmma_wait_group<0>(dV);
     if (own.leads()) arrive(shared.dO_empty[i]);
     turn.advance();
   }
@@ -97,7 +97,7 @@ struct Differentiator {
   Shared& shared;
   Own own;
   Sums<d_width> dK;
-  Turn<stages> turn;
+  PipelineState<stages> turn;
 
   __device__ __forceinline__ explicit Differentiator(Shared& shared)
       : shared(shared), own(0), dK() {}
@@ -111,12 +111,12 @@ struct Differentiator {
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], 0);
     wait(shared.P_full[i][own.warp], turn.phase);  // and with it Q and the row sums are there
     shared.P[i].read(P);
-    wait_for_products<0>(dP);
+    wgmma_wait_group<0>(dP);
     if (own.leads()) arrive(shared.dO_empty[i]);
     own.differentiate(P, dP, shared.sums[i]);
     pack_weights(dP, dS);
     begin_sums(dK, dS, shared.Q[i]);
-    wait_for_products<0>(dK);
+    wgmma_wait_group<0>(dK);
     arrive(shared.Q_empty[i]);
     turn.advance();
   }
@@ -127,15 +127,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads,
-    int kv_heads, int group, int diagonal, int lower, real scale) {
+    int kv_heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, diagonal, lower);
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
+    if (threadIdx.x < warp_size && elect_one())
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     return;
   }
@@ -145,15 +145,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     Weigher weigher(shared, scale);
     if (any) wait(shared.K_full, 0);
     work.for_tiles(heads, [&](int, int row, long long) {
-      weigher.advance({row, work.first_key, M, N, diagonal, lower});
+      weigher.advance({row, work.first_key, M, N, causal_offset, window_offset});
     });
     leave_gradient<of_dV>(weigher.dV, weigher.own, Q, K, V, dO, dK, dV, row_sums, work, heads, N,
-                          diagonal, lower, scale);
+                          causal_offset, window_offset, scale);
   } else {
     Differentiator differentiator(shared);
     if (any) wait(shared.V_full, 0);
     work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
     leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
-                          work, heads, N, diagonal, lower, scale);
+                          work, heads, N, causal_offset, window_offset, scale);
   }
 }

@@ -16,10 +16,10 @@
 constexpr int own_rows = consumers * warpgroup_rows;
 
 struct Shared {
-  Boxes<scalar, own_rows, d> Q;
-  Boxes<scalar, own_rows, dv> dO;
-  Boxes<scalar, Bk, d> K[stages];
-  Boxes<scalar, Bk, dv> V[stages];
+  TmaTile<scalar, own_rows, d> Q;
+  TmaTile<scalar, own_rows, dv> dO;
+  TmaTile<scalar, Bk, d> K[stages];
+  TmaTile<scalar, Bk, dv> V[stages];
   Barrier Q_full, dO_full, K_full[stages], V_full[stages], empty[stages];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -27,14 +27,14 @@ static_assert(Bk % step == 0, "tiles are made of whole products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.Q_full, 1);
-  make_barrier(shared.dO_full, 1);
+  init_barrier(shared.Q_full, 1);
+  init_barrier(shared.dO_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.K_full[i], 1);
-    make_barrier(shared.V_full[i], 1);
-    make_barrier(shared.empty[i], consumers);
+    init_barrier(shared.K_full[i], 1);
+    init_barrier(shared.V_full[i], 1);
+    init_barrier(shared.empty[i], consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // A block's rows of a head, and the keys that some of them see.
@@ -42,12 +42,13 @@ struct Work {
   int row, head, batch, start, end;
 };
 
-__device__ __forceinline__ Work find_work(int M, int N, int heads, int diagonal, int lower) {
+__device__ __forceinline__ Work find_work(int M, int N, int heads, int causal_offset,
+                                          int window_offset) {
   const int tiles = cdiv(M, own_rows);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
   const int row = (tiles - 1 - tile) * own_rows;  // the longest rows of a causal mask first
-  return {row, head, batch, hidden_keys(row, N, lower) / Bk * Bk,
-          visible_keys(min(row + own_rows, M) - 1, N, diagonal)};
+  return {row, head, batch, kv_begin(row, N, window_offset) / Bk * Bk,
+          kv_end(min(row + own_rows, M) - 1, N, causal_offset)};
 }
 
 // What the producer's one thread does.
@@ -55,15 +56,15 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int kv_head) {
   if (work.start >= work.end) return;
-  load_boxes(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  load_boxes(shared.dO, dO, shared.dO_full, work.row, work.head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
+  load_async(shared.dO, dO, shared.dO_full, work.row, work.head, work.batch);
+  PipelineState<stages> turn;
 #pragma unroll 1  // it has few registers
   for (int first_key = work.start; first_key < work.end; first_key += Bk, turn.advance()) {
     const int i = turn.stage;
     wait(shared.empty[i], turn.phase ^ 1);
-    load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
-    load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
+    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
+    load_async(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
   }
 }
 
@@ -81,13 +82,13 @@ __device__ __forceinline__ void weigh(Sums<Bk>& S, const OwnRows& rows, float sc
 
 // Sets the weights of pairs to 0 that do not count: a key may be so far ahead of a row.
 __device__ __forceinline__ void hide(Sums<Bk>& P, const OwnRows& rows, int first_key, int N,
-                                     int diagonal, int lower) {
-  const int key = first_key + 2 * (fresh(int(threadIdx.x)) % 4), ahead = key - fresh(rows.first);
+                                     int causal_offset, int window_offset) {
+  const int key = first_key + 2 * (opaque(int(threadIdx.x)) % 4), ahead = key - opaque(rows.first);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const int more = i / 4 * 8 + i % 2, here = ahead + more - i / 2 % 2 * 8;
-    const bool seen =
-        key + more < N && (!causal || here <= diagonal) && (!windowed || here >= lower);
+    const bool seen = key + more < N && (!causal || here <= causal_offset) &&
+                      (!windowed || here >= window_offset);
     if (!seen) P[i] = 0;
   }
 }
@@ -102,11 +103,11 @@ __device__ __forceinline__ void differentiate(const Sums<Bk>& P, Sums<Bk>& dP,
 // What a warpgroup of consumers does.
 __device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
                                         const OwnRows& rows, Sums<d_width>& dQ, int M, int N,
-                                        int diagonal, int lower, float scale2) {
+                                        int causal_offset, int window_offset, float scale2) {
   if (work.start >= work.end) return;
-  const int seen_by_all = visible_keys(work.row, N, diagonal);
-  const int hidden_from_some = hidden_keys(min(work.row + own_rows, M) - 1, N, lower);
-  Turn<stages> turn;
+  const int seen_by_all = kv_end(work.row, N, causal_offset);
+  const int hidden_from_some = kv_begin(min(work.row + own_rows, M) - 1, N, window_offset);
+  PipelineState<stages> turn;
   wait(shared.Q_full, 0);
   wait(shared.dO_full, 0);
 #pragma unroll 1
@@ -118,15 +119,15 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
     begin_scores<d_width>(S, shared.Q, shared.K[i], warpgroup);
     wait(shared.V_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.dO, shared.V[i], warpgroup);
-    wait_for_products<1>(S);
+    wgmma_wait_group<1>(S);
     weigh(S, rows, scale2);
     if (first_key + Bk > seen_by_all || first_key < hidden_from_some)
-      hide(S, rows, first_key, N, diagonal, lower);
-    wait_for_products<0>(dP);
+      hide(S, rows, first_key, N, causal_offset, window_offset);
+    wgmma_wait_group<0>(dP);
     differentiate(S, dP, rows);
     pack_weights(dP, dS);
     begin_sums(dQ, dS, shared.K[i]);
-    wait_for_products<0>(dQ);
+    wgmma_wait_group<0>(dQ);
     if (threadIdx.x % warpgroup_size == 0) arrive(shared.empty[i]);
   }
 }
@@ -135,16 +136,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dQ, int M, int N, int heads, int group, int diagonal,
-    int lower, real scale) {
+    const RowSums* row_sums, Tensor<scalar> dQ, int M, int N, int heads, int group,
+    int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, heads, diagonal, lower);
-  const int kv_head = work.head / group, warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work(M, N, heads, causal_offset, window_offset);
+  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
+    if (threadIdx.x < warp_size && elect_one())
       produce(shared, work, Q_map, K_map, V_map, dO_map, kv_head);
     return;
   }
@@ -160,10 +161,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     rows.delta[half] = row < M ? sums->delta[row % Br] : 0;
   }
   Sums<d_width> sums = {};
-  consume(shared, work, warpgroup, rows, sums, M, N, diagonal, lower, scale * log2e);
-  if (is_strange(sums)) {
+  consume(shared, work, warpgroup, rows, sums, M, N, causal_offset, window_offset, scale * log2e);
+  if (has_nonfinite(sums)) {
     recompute_rows<d_width>(Q, K, V, dO, dQ, row_sums, first, work.head, heads, kv_head, work.batch,
-                            M, N, diagonal, lower, scale, 0);
+                            M, N, causal_offset, window_offset, scale, 0);
     return;
   }
   store_gradient<d>(sums, scale, first, dQ, work.batch, work.head, M, lane);

@@ -98,8 +98,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(Tensor<const scalar> Q
                                                           Tensor<const scalar> K,
                                                           Tensor<const scalar> V, Tensor<scalar> O,
                                                           Tensor<real> lse, int M, int N, int heads,
-                                                          int batches, int group, int diagonal,
-                                                          int lower, real scale) {
+                                                          int batches, int group, int causal_offset,
+                                                          int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
@@ -107,10 +107,10 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(Tensor<const scalar> Q
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);
     const int row = tile * Br + threadIdx.x;
-    const int visible = row < M ? visible_keys(row, N, diagonal) : 0;
-    const int hidden = hidden_keys(row, N, lower);
-    const int hidden_from_tile = hidden_keys(tile * Br, N, lower);
-    const int visible_to_tile = visible_keys(min((tile + 1) * Br, M) - 1, N, diagonal);
+    const int visible = row < M ? kv_end(row, N, causal_offset) : 0;
+    const int hidden = kv_begin(row, N, window_offset);
+    const int hidden_from_tile = kv_begin(tile * Br, N, window_offset);
+    const int visible_to_tile = kv_end(min((tile + 1) * Br, M) - 1, N, causal_offset);
 
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;

@@ -12,11 +12,9 @@
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
-extern "C" __global__ __launch_bounds__(threads) void mend_rows(Tensor<const scalar> P,
-                                                                Tensor<const scalar> V,
-                                                                Tensor<scalar> O, int M, int N,
-                                                                int heads, int group, int diagonal,
-                                                                int lower) {
+extern "C" __global__ __launch_bounds__(threads) void mend_rows(
+    Tensor<const scalar> P, Tensor<const scalar> V, Tensor<scalar> O, int M, int N, int heads,
+    int group, int causal_offset, int window_offset) {
   const auto [row, head, batch] = place(blockIdx.x, M, heads);
   const scalar* weights = P.row(batch, head, row);
   scalar* output = O.row(batch, head, row);
@@ -24,7 +22,7 @@ extern "C" __global__ __launch_bounds__(threads) void mend_rows(Tensor<const sca
   for (int col = threadIdx.x; col < dv; col += threads) {
     if (!isnan(real(output[col]))) continue;
     real sum = 0;
-    for (int key = hidden_keys(row, N, lower); key < visible_keys(row, N, diagonal); ++key) {
+    for (int key = kv_begin(row, N, window_offset); key < kv_end(row, N, causal_offset); ++key) {
       sum += real(weights[key]) * real(V.row(batch, head / group, key)[col]);
     }
     output[col] = scalar(sum);

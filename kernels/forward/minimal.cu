@@ -54,7 +54,7 @@ __device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) 
 extern "C" __global__ __launch_bounds__(threads) void minimal(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int diagonal, real scale) {
+    int heads, int group, int causal_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
@@ -69,7 +69,7 @@ extern "C" __global__ __launch_bounds__(threads) void minimal(
     __syncthreads();  // K and V are there
 
     for (int row = threadIdx.x; row < M && threadIdx.x < Br; row += Br) {
-      const int visible = visible_keys(row, N, diagonal);
+      const int visible = kv_end(row, N, causal_offset);
       const int last = last_tile(visible, Bc);
       if (tile > last) continue;
 

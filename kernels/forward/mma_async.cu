@@ -6,8 +6,8 @@
 // and the next K while softmax and O += P V are: two barriers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <forward/parts/mma_products.cuh>
 #include <tile/async_copy.cuh>
@@ -49,65 +49,67 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end;
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
-  const bool seen = !masked || first_key < visible_keys((rows.row(Wr / step - 1, 1) | 7) / packed,
-                                                        rows.N, rows.diagonal);
+  const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
+                                                  rows.N, rows.causal_offset);
   if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
     copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
     copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
-  commit_copies();
-  bool strange =
-      stages == 2 && has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  cp_async_commit_group();
+  bool nonfinite =
+      stages == 2 && has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   Fragments<Bc> S = {};
   if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
     if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
-    commit_copies();
+    cp_async_commit_group();
   }
-  if (stages == 1) strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[0]));
+  if (stages == 1) nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[0]));
   if (seen) {
     rescale<masked>(S, O, rows, first_key, task.lane);
-    if (strange)
+    if (nonfinite)
       multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
     else
       multiply_output(shared.V[buffer], S, O, rows, task.lane);
   }
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int group, int causal_offset, int window_offset,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * packed, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / packed);
+  const int tiles = cdiv(M * pack_gqa, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * packed, M * packed);
-  Head keys(K, batch, head * packed / group, N), values(V, batch, head * packed / group, N);
+  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
+  Head keys(K, batch, head * pack_gqa / group, N), values(V, batch, head * pack_gqa / group, N);
   const int start =
-      hidden_keys(first_row / packed, N, lower) / Bc * Bc;  // the first tile that is seen
+      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
 
-  copy_rows<d, packed>(shared.Q, queries, first_row);
+  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<d>(shared.K[0], keys, start);
   if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
-  commit_copies();
-  wait_for_copies<0>();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
   __syncthreads();
   if (scale <= 0) {
     apply_sign(shared.Q, scale);
     __syncthreads();
   }
   Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
-  const int seen_by_all = visible_keys(first_row / packed, N, diagonal);
-  const int last_row = (min(first_row + Br, M * packed) - 1) / packed;
-  const int end = visible_keys(last_row, N, diagonal);
-  const int hidden_from_some = hidden_keys(last_row, N, lower);
+  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
+  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
+  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
+  const int end = kv_end(last_row, N, causal_offset);
+  const int hidden_from_some = kv_begin(last_row, N, window_offset);
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
   const Task task = {shared, keys, values, own_row, lane, end};
   int buffer = 0;
@@ -119,8 +121,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     buffer = stages - 1 - buffer;
   }
   // Registers do not keep the place through the loop: it is found once more.
-  const int same_tiles = cdiv(fresh(M) * packed, Br);
-  const Place same = place(fresh(int(blockIdx.x)), same_tiles, heads / packed);
+  const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
+  const Place same = place(opaque(int(blockIdx.x)), same_tiles, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile) * Br;
   finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))

@@ -9,8 +9,8 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, packed, d, dv, causal,
-//   windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d, dv,
+//   causal, windowed, threads, shared_bytes
 #include <tile/async_copy.cuh>
 #include <ptx/cp_async.cuh>
 #include <attention/row_state.cuh>
@@ -88,13 +88,13 @@ struct Stream {
         }
       }
     }
-    commit_copies();
+    cp_async_commit_group();
   }
 
   // The slice whose turn it is. While some warps multiply it others begin the copies, for they
   // share the schedulers: `late` ones copy when they have multiplied, in `done`.
   __device__ __forceinline__ Slice& next(Shared& shared) {
-    wait_for_copies<stages - 2>();
+    cp_async_wait_group<stages - 2>();
     __syncthreads();  // the slice is there, and the one before it is no longer read
     if (!late) begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
     return shared.ring[stage];
@@ -115,7 +115,7 @@ struct Part {
   }
   // The same, from which nothing was computed ahead.
   __device__ __forceinline__ Part again() const {
-    return {fresh(row), fresh(col_warp), fresh(lane), used};
+    return {opaque(row), opaque(col_warp), opaque(lane), used};
   }
 };
 
@@ -127,13 +127,13 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wc>& S, 
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
-      load_matrices(a[i], at(slice.scores.Q, own.row + i * step + lane % 16, 2 * k + lane / 16));
+      ldmatrix(a[i], at(slice.scores.Q, own.row + i * step + lane % 16, 2 * k + lane / 16));
     }
 #pragma unroll
     for (int n = 0; n < Wc / step; ++n) {
       const int key = first_key + n * step + lane / 16 * 8 + lane % 8;
       unsigned b[4];
-      load_matrices(b, at(slice.scores.K, key, 2 * k + lane / 8 % 2));
+      ldmatrix(b, at(slice.scores.K, key, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
@@ -153,13 +153,13 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
       const int chunk = (key + k * step) / in_chunk + lane / 16;
-      load_matrices(a[i], at(shared.P, own.row + i * step + lane % 16, chunk));
+      ldmatrix(a[i], at(shared.P, own.row + i * step + lane % 16, chunk));
     }
 #pragma unroll
     for (int n = 0; n < Wv / step; ++n) {
       const int chunk = first_chunk + 2 * n + lane / 16;
       unsigned b[4];
-      load_matrices_transposed(b, at(slice.V, k * step + lane % 16, chunk));
+      ldmatrix_trans(b, at(slice.V, k * step + lane % 16, chunk));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
@@ -176,9 +176,9 @@ __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O,
   const Part own = part.again();
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int tile_row = own.tile_row(i / 2, i % 2), row = fresh(rows.first) + i * 8;
-    const int hidden = hidden_keys(row, rows.N, rows.lower) - first_key - key;
-    const int visible = visible_keys(row, rows.N, rows.diagonal) - first_key - key;
+    const int tile_row = own.tile_row(i / 2, i % 2), row = opaque(rows.first) + i * 8;
+    const int hidden = kv_begin(row, rows.N, rows.window_offset) - first_key - key;
+    const int visible = kv_end(row, rows.N, rows.causal_offset) - first_key - key;
 #pragma unroll 1
     for (int k = max(0, hidden); k < min(Bv, visible); ++k) {
       const float weight =
@@ -300,8 +300,8 @@ __device__ __forceinline__ void load_sums(Fragments<Wv>& O, const float4* from) 
 __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows& rows, scalar* to,
                                              long long stride, bool aligned, int first_col, int M,
                                              const Part& own) {
-  stride = fresh(stride);
-  const int first_row = fresh(rows.first);
+  stride = opaque(stride);
+  const int first_row = opaque(rows.first);
   first_col += own.col_warp * Wv;
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -328,8 +328,8 @@ __device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows&
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int diagonal, int lower,
-    real scale) {
+    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int causal_offset,
+    int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
@@ -340,11 +340,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
   const bool out_aligned = is_aligned(O);
   const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
-  const int seen_by_all = visible_keys(first_row, N, diagonal);
+  const int seen_by_all = kv_end(first_row, N, causal_offset);
   const int last_row = min(first_row + Br, M) - 1;
-  const int seen_by_some = visible_keys(last_row, N, diagonal);
-  const int hidden_from_some = hidden_keys(last_row, N, lower);
-  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
+  const int seen_by_some = kv_end(last_row, N, causal_offset);
+  const int hidden_from_some = kv_begin(last_row, N, window_offset);
+  const int start = kv_begin(first_row, N, window_offset) / Bc * Bc;  // the first tile that is seen
 
   Stream stream = {Head(Q, batch, head, M),
                    Head(K, batch, head / group, seen_by_some),
@@ -355,7 +355,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
-  Rows rows(first_row + own.row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  Rows rows(first_row + own.row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
 
 #pragma unroll 1
   for (int first_key = start; first_key == start || first_key < seen_by_some; first_key += span) {
@@ -391,7 +392,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         if (key % Bc == 0 && first_key + key > start) rescale(sums, shared.factors[key / Bc], own);
         const bool masked =
             first_key + key + Bv > seen_by_all || first_key + key < hidden_from_some;
-        if (has_mask && masked && __syncthreads_or(is_strange(current.V)))
+        if (has_mask && masked && __syncthreads_or(has_nonfinite(current.V)))
           multiply_visible(shared, current, sums, rows, first_key, key, own);
         else if (own.used)
           multiply_output(shared, current, sums, key, own);
@@ -404,9 +405,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     }
   }
   if (own.col_warp == 0 && lane % 4 == 0) {
-    const Place same = place(fresh(int(blockIdx.x)), tiles, heads);
+    const Place same = place(opaque(int(blockIdx.x)), tiles, heads);
     for (int i = 0; i < 2 * (Wr / step); ++i) {
-      const int row = fresh(rows.first) + i * 8;
+      const int row = opaque(rows.first) + i * 8;
       const float sum = rows.sum[i / 2][i % 2];
       if (row < M)
         *lse.row(same.batch, same.head, row) = rows.maximum[i / 2][i % 2] / log2e + log(sum);

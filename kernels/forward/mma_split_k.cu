@@ -7,8 +7,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_parts [batch, heads, M, parts, width]    max_parts, sum_parts [batch, heads, M, parts]
-//   grid (cdiv(M * packed, Br) * parts * heads / packed * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   grid (cdiv(M * pack_gqa, Br) * parts * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <forward/parts/mma_products.cuh>
 #include <tile/async_copy.cuh>
@@ -59,7 +59,7 @@ __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int b
     copy_rows<d>(task.shared.K[buffer], task.keys, first_key);
     copy_rows<dv>(task.shared.V[buffer], task.values, first_key);
   }
-  commit_copies();
+  cp_async_commit_group();
 }
 
 // One tile of keys: S = Q K^T, P = softmax(S), O += P V. Unless it is `masked`, all rows see all of
@@ -69,17 +69,17 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<width>& O, Rows& rows) {
   Shared& shared = task.shared;
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
-  const bool seen = !masked || first_key < visible_keys((rows.row(Wr / step - 1, 1) | 7) / packed,
-                                                        rows.N, rows.diagonal);
-  wait_for_copies<stages - 2>();
+  const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
+                                                  rows.N, rows.causal_offset);
+  cp_async_wait_group<stages - 2>();
   __syncthreads();  // the tile is there, and the one before it is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
-  const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  const bool nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   if (!seen) return;
   Fragments<Bc> S = {};
   multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   rescale<masked>(S, O, rows, first_key, task.lane);
-  if (strange)
+  if (nonfinite)
     multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
   else
     multiply_output(shared.V[buffer], S, O, rows, task.lane);
@@ -96,9 +96,9 @@ __device__ void store_part(const Fragments<width>& O, const Rows& rows, float* O
     float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    if (row >= M * packed) continue;
-    const long long first = (long long)(batch * heads + head * packed + row % packed) * M;
-    const long long place = (first + row / packed) * parts + part;
+    if (row >= M * pack_gqa) continue;
+    const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * M;
+    const long long place = (first + row / pack_gqa) * parts + part;
     if (lane % 4 == 0) {
       max_parts[place] = rows.maximum[i / 2][i % 2];
       sum_parts[place] = sum;
@@ -114,35 +114,36 @@ __device__ void store_part(const Fragments<width>& O, const Rows& rows, float* O
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, float* O_parts, float* max_parts, float* sum_parts, int parts, int M, int N,
-    int heads, int group, int diagonal, int lower, real scale) {
+    int heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * packed, Br);
-  const auto [index, head, batch] = place(blockIdx.x, tiles * parts, heads / packed);
+  const int tiles = cdiv(M * pack_gqa, Br);
+  const auto [index, head, batch] = place(blockIdx.x, tiles * parts, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * packed, M * packed);
-  Head keys(K, batch, head * packed / group, N), values(V, batch, head * packed / group, N);
-  const int seen_by_all = visible_keys(first_row / packed, N, diagonal);
-  const int last_row = (min(first_row + Br, M * packed) - 1) / packed;
-  const int hidden_from_some = hidden_keys(last_row, N, lower);
+  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
+  Head keys(K, batch, head * pack_gqa / group, N), values(V, batch, head * pack_gqa / group, N);
+  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
+  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
+  const int hidden_from_some = kv_begin(last_row, N, window_offset);
   const int start =
-      hidden_keys(first_row / packed, N, lower) / Bc * Bc;  // the first tile that is seen
-  const Part part(start, visible_keys(last_row, N, diagonal), index / tiles, parts);
+      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
+  const Part part(start, kv_end(last_row, N, causal_offset), index / tiles, parts);
 
-  copy_rows<d, packed>(shared.Q, queries, first_row);
-  commit_copies();
+  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
+  cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
   const Task task = {shared, keys, values, own_row, lane, part.end};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_keys(task, part.first_key + i * Bc, i);
   if (scale <= 0) {
-    wait_for_copies<stages - 1>();
+    cp_async_wait_group<stages - 1>();
     __syncthreads();  // Q is there
     apply_sign(shared.Q, scale);
   }
   Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
   int buffer = 0;
   for (int first_key = part.first_key; first_key < part.end; first_key += Bc) {
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
@@ -151,11 +152,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
       attend<true>(task, first_key, buffer, sums, rows);
     buffer = buffer == stages - 1 ? 0 : buffer + 1;
   }
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   __syncthreads();  // Q is no longer read, nor written
   // Registers do not keep the place through the loop: it is found once more.
-  const int same_tiles = cdiv(fresh(M) * packed, Br);
-  const Place same = place(fresh(int(blockIdx.x)), same_tiles * parts, heads / packed);
+  const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
+  const Place same = place(opaque(int(blockIdx.x)), same_tiles * parts, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   if (parts > 1) {
     store_part(sums, rows, O_parts, max_parts, sum_parts, same.tile / same_tiles, parts, same.batch,

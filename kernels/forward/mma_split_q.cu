@@ -7,7 +7,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, packed, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, pack_gqa, d, dv, causal, windowed, threads,
+//   shared_bytes
 #include <attention/row_state.cuh>
 #include <attention/mask.cuh>
 #include <ptx/mma.cuh>
@@ -66,13 +67,13 @@ __device__ void apply_sign(Shared& shared, float scale) {
 }
 
 // Whether one of the chunks of V that this thread has loaded holds an infinity or NaN.
-__device__ bool is_strange(Shared& shared) {
-  bool strange = false;
+__device__ bool has_nonfinite(Shared& shared) {
+  bool nonfinite = false;
   share_out_rows<Bc, width / in_chunk>([&](int row, int chunk, int) {
     const scalar* x = at(shared.V, row, chunk);
-    for (int j = 0; j < in_chunk; ++j) strange |= !(fabs(float(x[j])) < infinity);
+    for (int j = 0; j < in_chunk; ++j) nonfinite |= !(fabs(float(x[j])) < infinity);
   });
-  return strange;
+  return nonfinite;
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
@@ -83,12 +84,12 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
-      load_matrices(a[i], at(shared.Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
+      ldmatrix(a[i], at(shared.Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
     }
 #pragma unroll
     for (int n = 0; n < Bc / step; ++n) {
       unsigned b[4];
-      load_matrices(b, at(shared.K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      ldmatrix(b, at(shared.K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<
 #pragma unroll
     for (int n = 0; n < width / step; ++n) {
       unsigned b[4];
-      load_matrices_transposed(b, at(shared.V, k * step + lane % 16, 2 * n + lane / 16));
+      ldmatrix_trans(b, at(shared.V, k * step + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
@@ -153,7 +154,8 @@ __device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragmen
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int group, int causal_offset, int window_offset,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
@@ -171,27 +173,27 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     apply_sign(shared, scale);
   }
   Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, size);
+  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset, size);
 
-  const int seen_by_all = visible_keys(first_row, N, diagonal);
+  const int seen_by_all = kv_end(first_row, N, causal_offset);
   const int last_row = min(first_row + Br, M) - 1;
-  const int seen_by_some = visible_keys(last_row, N, diagonal);
-  const int hidden_from_some = hidden_keys(last_row, N, lower);
-  const int start = hidden_keys(first_row, N, lower) / Bc * Bc;  // the first tile that is seen
+  const int seen_by_some = kv_end(last_row, N, causal_offset);
+  const int hidden_from_some = kv_begin(last_row, N, window_offset);
+  const int start = kv_begin(first_row, N, window_offset) / Bc * Bc;  // the first tile that is seen
   for (int first_key = start; first_key < seen_by_some; first_key += Bc) {
     __syncthreads();  // before keys that a slower warp still reads are overwritten
     load_tile<d>(shared.K, keys, K.row_stride, k_aligned, first_key, N);
     load_tile<dv>(shared.V, values, V.row_stride, v_aligned, first_key, N);
     const bool masked = first_key + Bc > seen_by_all || first_key < hidden_from_some;
-    const bool strange =
-        __syncthreads_or(has_mask && masked && is_strange(shared));  // they are there
+    const bool nonfinite =
+        __syncthreads_or(has_mask && masked && has_nonfinite(shared));  // they are there
     Fragments<Bc> S = {};
     multiply_scores(shared, S, own_row, lane);
     if (masked)
       softmax<true>(S, sums, rows, first_key, lane);
     else
       softmax<false>(S, sums, rows, first_key, lane);
-    if (has_mask && strange)
+    if (has_mask && nonfinite)
       multiply_visible(shared, S, sums, rows, first_key, lane);
     else
       multiply_output(shared, S, sums, lane);

@@ -6,8 +6,8 @@
 // order: index c is key 2c and c + 4 is key 2c + 1, and rows of V are taken so.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M * packed, Br) * heads / packed * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <tile/async_copy.cuh>
 #include <ptx/cp_async.cuh>
@@ -42,9 +42,9 @@ __device__ void apply_sign(Shared& shared, float scale) {
   }
 }
 
-// Four matrices as `load_matrices` brings them, rounded.
+// Four matrices as `ldmatrix` brings them, rounded.
 __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
-  load_matrices(r, row);
+  ldmatrix(r, row);
 #pragma unroll
   for (int j = 0; j < 4; ++j) r[j] = round_to_tf32(__uint_as_float(r[j]));
 }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
                                                 Fragments<width>& O, Rows& rows, int lane) {
   float sum[Wr / step][2] = {};
-  lane = fresh(lane);
+  lane = opaque(lane);
 #pragma unroll
   for (int k = 0; k < Bc / rank; ++k) {
     exponentiate(S, k, rows, sum);
@@ -122,24 +122,24 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
     copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
-  commit_copies();
+  cp_async_commit_group();
   Fragments<Bc> S = {};
   if (seen) multiply_scores(shared, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
     if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
-    commit_copies();
+    cp_async_commit_group();
   }
-  const bool strange = has_mask && masked && __syncthreads_or(is_strange(shared.V[buffer]));
+  const bool nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   if (seen) {
     rescale<masked>(S, O, rows, first_key, task.lane);
-    if (strange)
+    if (nonfinite)
       multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
     else
       multiply_output(shared.V[buffer], S, O, rows, task.lane);
   }
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read
 }
 
@@ -162,10 +162,10 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
   for (int i = lane; i < Wr * chunks; i += warp_size) {
     const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
     const int packed_row = first_row + own_row + row;
-    if (packed_row >= M * packed) continue;
+    if (packed_row >= M * pack_gqa) continue;
     const operand* from = at(shared.Q, own_row + row, chunk);
-    scalar* to =
-        out.row(batch, head * packed + packed_row % packed, packed_row / packed) + chunk * in_chunk;
+    scalar* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
+                 chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else {
@@ -176,34 +176,37 @@ __device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<s
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int diagonal, int lower, real scale) {
+    Tensor<real> lse, int M, int N, int heads, int group, int causal_offset, int window_offset,
+    real scale) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * packed, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / packed);
+  const int tiles = cdiv(M * pack_gqa, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * packed, M * packed);
-  const Head keys(K, batch, head * packed / group, N), values(V, batch, head * packed / group, N);
+  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
+  const Head keys(K, batch, head * pack_gqa / group, N),
+      values(V, batch, head * pack_gqa / group, N);
   const int start =
-      hidden_keys(first_row / packed, N, lower) / Bc * Bc;  // the first tile that is seen
+      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
 
-  copy_rows<d, packed>(shared.Q, queries, first_row);
+  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<d>(shared.K[0], keys, start);
   if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
-  commit_copies();
-  wait_for_copies<0>();
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
   __syncthreads();
   if (scale <= 0) {
     apply_sign(shared, scale);
     __syncthreads();
   }
   Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
-  const int seen_by_all = visible_keys(first_row / packed, N, diagonal);
-  const int last_row = (min(first_row + Br, M * packed) - 1) / packed;
-  const int end = visible_keys(last_row, N, diagonal);
-  const int hidden_from_some = hidden_keys(last_row, N, lower);
-  const int seen = visible_keys((first_row + own_row + Wr - 1) / packed, N, diagonal);
+  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
+  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
+  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
+  const int end = kv_end(last_row, N, causal_offset);
+  const int hidden_from_some = kv_begin(last_row, N, window_offset);
+  const int seen = kv_end((first_row + own_row + Wr - 1) / pack_gqa, N, causal_offset);
   const Task task = {shared, keys, values, own_row, lane, end, seen};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {

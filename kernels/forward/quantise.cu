@@ -87,7 +87,7 @@ struct Tile {
 // The scale of a tile, and whether it has numbers that are not finite.
 struct Found {
   float unit;
-  bool strange;
+  bool nonfinite;
 };
 
 // The largest magnitude of a thread's numbers, infinity if one is NaN; or that of the finite ones.
@@ -178,6 +178,6 @@ extern "C" __global__ __launch_bounds__(threads, resident) void quantise(
     const Tile<Bc, dv, 16, 2> v(V, of_batch, head, tile * Bc, N);
     const Found found = look_at(v, shared);
     transpose_values(v, V8, of_batch, head, 1 / found.unit);
-    if (threadIdx.x == 0) V_scale[index] = found.strange ? -found.unit : found.unit;
+    if (threadIdx.x == 0) V_scale[index] = found.nonfinite ? -found.unit : found.unit;
   }
 }

@@ -13,7 +13,7 @@
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 
-static_assert(sizeof(operand) == 2, "two operands are packed into a word");
+static_assert(sizeof(operand) == 2, "two operands are pack_gqa into a word");
 static_assert(shared_bytes == 0, "nothing is shared");
 
 // Rounds Br rows of a head with `cols` columns.

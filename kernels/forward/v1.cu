@@ -47,7 +47,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], real scale) {
 extern "C" __global__ __launch_bounds__(threads) void v1(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int diagonal, real scale) {
+    int heads, int group, int causal_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
@@ -59,7 +59,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
     load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
 
     for (int row = 0; row < M; ++row) {
-      const int visible = visible_keys(row, N, diagonal);
+      const int visible = kv_end(row, N, causal_offset);
       const int last = last_tile(visible, Bc);
       if (tile > last) continue;
 

@@ -37,7 +37,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane, real s
 extern "C" __global__ __launch_bounds__(threads) void v2(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int diagonal, real scale) {
+    int heads, int group, int causal_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
@@ -51,7 +51,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
     __syncthreads();  // K and V are there
 
     for (int row = warp; row < M; row += Br) {
-      const int visible = visible_keys(row, N, diagonal);
+      const int visible = kv_end(row, N, causal_offset);
       const int last = last_tile(visible, Bc);
       if (tile > last) continue;
 

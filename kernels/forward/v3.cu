@@ -143,7 +143,7 @@ __device__ float weigh(Shared& shared, int row, int keys, int lane, float scale,
 extern "C" __global__ __launch_bounds__(threads) void v3(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int diagonal, real scale) {
+    int heads, int group, int causal_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const Place block = place(blockIdx.x, 1, heads);
   const int head = block.head, batch = block.batch, kv_head = head / group;
@@ -152,7 +152,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
   for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
     const int first_key = tile * Bc;
     for (int first_row = 0; first_row < M; first_row += Br) {
-      const int last = last_tile(visible_keys(min(first_row + Br, M) - 1, N, diagonal), Bc);
+      const int last = last_tile(kv_end(min(first_row + Br, M) - 1, N, causal_offset), Bc);
       if (tile > last) continue;
 
       WarpTile S(warp);
@@ -174,7 +174,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
 
       for (int row = warp; row < Br; row += warps) {
         const int query = first_row + row;
-        const int keys = query < M ? visible_keys(query, N, diagonal) - first_key : 0;
+        const int keys = query < M ? kv_end(query, N, causal_offset) - first_key : 0;
         OnlineSoftmax softmax = shared.rows[row];
         const float old_sum = softmax.sum;
         const float factor = weigh(shared, row, keys, lane, scale, softmax);
@@ -200,7 +200,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         share_out<Br * Bd, turns>([&](int i, int turn) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
           if (query >= M || slice + col >= dv) return;
-          const int keys = min(Bc, visible_keys(query, N, diagonal) - first_key);
+          const int keys = min(Bc, kv_end(query, N, causal_offset) - first_key);
           const float product = tile_output(shared, row, col, keys);
           const float sum = old[turn] * shared.keep[row] + product * shared.take[row];
           if (tile < last)

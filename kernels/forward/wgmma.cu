@@ -8,7 +8,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <forward/parts/consumers.cuh>
 #include <attention/mask.cuh>
@@ -26,28 +26,28 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.Q_full, 1);
+  init_barrier(shared.Q_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.K_full[i], 1);
-    make_barrier(shared.V_full[i], 1);
-    make_barrier(shared.K_empty[i], consumers);
-    make_barrier(shared.V_empty[i], consumers);
+    init_barrier(shared.K_full[i], 1);
+    init_barrier(shared.V_full[i], 1);
+    init_barrier(shared.K_empty[i], consumers);
+    init_barrier(shared.V_empty[i], consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
 __device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
-  load_boxes(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
+  PipelineState<stages> turn;
 #pragma unroll 1  // it has few registers
   for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
     const int i = turn.stage;
     wait(shared.K_empty[i], turn.phase ^ 1);
-    load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
+    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
     wait(shared.V_empty[i], turn.phase ^ 1);
-    load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
+    load_async(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
   }
 }
 
@@ -56,16 +56,16 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
                                         Fragments<width>& O, int M) {
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
-  const int hidden_from_some = hidden_keys(min(work.row + Br, M) - 1, rows.N, rows.lower);
-  Turn<stages> turn;
+  const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
+  const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
+  PipelineState<stages> turn;
   for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
     const int i = turn.stage;
     Fragments<Bc> S;
     Weights P;
     wait(shared.K_full[i], turn.phase);
     begin_scores(shared.Q, shared.K[i], S, warpgroup * warpgroup_rows);
-    wait_for_products<0>(flat(S));
+    wgmma_wait_group<0>(flat(S));
     if (leads) arrive(shared.K_empty[i]);
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
       softmax<false>(S, O, rows, first_key, lane);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
     pack_weights(S, P);
     wait(shared.V_full[i], turn.phase);
     begin_output(shared.V[i], P, O, true);
-    wait_for_products<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));
     if (leads) arrive(shared.V_empty[i]);
   }
 }
@@ -83,28 +83,28 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
     Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N, int heads, int group,
-    int diagonal, int lower, real scale) {
+    int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, diagonal, lower);
-  const int kv_head = work.head / group, warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, causal_offset, window_offset);
+  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
-      produce(shared, work, Q_map, K_map, V_map, kv_head);
+    if (threadIdx.x < warp_size && elect_one()) produce(shared, work, Q_map, K_map, V_map, kv_head);
     return;
   }
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
   Fragments<width> sums = {};
   wait(shared.Q_full, 0);
   if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
   consume(shared, work, warpgroup, rows, sums, M);
   finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
-  if (has_mask && is_strange(sums))
+  if (has_mask && has_nonfinite(sums))
     recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
   else
     store_pieces(sums, rows, O, work.batch, work.head, M, lane);

@@ -9,7 +9,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, packed, d, dv, causal, windowed,
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <forward/parts/consumers.cuh>
 #include <ptx/e4m3.cuh>
@@ -24,9 +24,9 @@ constexpr int tolerated = 8 - offset;  // as slack: no weight is above 2^8, and 
 constexpr int depth = 32;              // of a product
 static_assert(Bc % depth == 0, "tiles are made of whole products");
 
-using Queries8 = Boxes<E4m3, Br, d>;
-using Keys8 = Boxes<E4m3, Bc, d>;
-using Values8 = Boxes<E4m3, width, Bc>;  // a row for each column of V
+using Queries8 = TmaTile<E4m3, Br, d>;
+using Keys8 = TmaTile<E4m3, Bc, d>;
+using Values8 = TmaTile<E4m3, width, Bc>;  // a row for each column of V
 using Weights8 = unsigned[Bc / depth][4];
 
 struct Shared {
@@ -38,51 +38,51 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
-  make_barrier(shared.Q_full, 1);
+  init_barrier(shared.Q_full, 1);
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.K_full[i], 1);
-    make_barrier(shared.V_full[i], 1);
-    make_barrier(shared.K_empty[i], consumers);
-    make_barrier(shared.V_empty[i], consumers);
+    init_barrier(shared.K_full[i], 1);
+    init_barrier(shared.V_full[i], 1);
+    init_barrier(shared.K_empty[i], consumers);
+    init_barrier(shared.V_empty[i], consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // What the producer's one thread does.
 __device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
-  load_boxes(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  Turn<stages> turn;
+  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
+  PipelineState<stages> turn;
 #pragma unroll 1  // it has few registers
   for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
     const int i = turn.stage;
     wait(shared.K_empty[i], turn.phase ^ 1);
-    load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
+    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
     wait(shared.V_empty[i], turn.phase ^ 1);
-    load_boxes(shared.V[i], V, shared.V_full[i], 0, kv_head, work.batch, first_key);
+    load_async(shared.V[i], V, shared.V_full[i], 0, kv_head, work.batch, first_key);
   }
 }
 
 // Begins S = Q K^T for the warpgroup's rows and a tile's keys.
 __device__ __forceinline__ void begin_scores(const Queries8& Q, const Keys8& K, Fragments<Bc>& S,
                                              int warpgroup) {
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < cdiv(d, depth); ++k) {
     const Matrix queries = by_rows(Q.box[k / 4][warpgroup * warpgroup_rows]);
     multiply<E4m3>(flat(S), queries + k % 4 * 32, by_rows(K.box[k / 4]) + k % 4 * 32, k > 0);
   }
-  commit_products();
+  wgmma_commit_group();
 }
 
 // Begins O += P V.
 __device__ __forceinline__ void begin_output(const Values8& V, const Weights8& P,
                                              Fragments<width>& O) {
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Bc / depth; ++k)
     multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * 32, true);
-  commit_products();
+  wgmma_commit_group();
 }
 
 // The scales of a tile of keys.
@@ -94,11 +94,11 @@ struct Units {
 struct Scales {
   const float *K, *V;
   float own, of_O = 0;
-  bool strange = false;  // whether a tile of V has what is infinite or NaN
+  bool nonfinite = false;  // whether a tile of V has what is infinite or NaN
 
   __device__ __forceinline__ Units at(int first_key) {
     const float of_V = V[first_key / Bc];
-    strange |= of_V < 0;
+    nonfinite |= of_V < 0;
     return {K[first_key / Bc], fabs(of_V)};
   }
   // That of scores as they come, neither 0 nor infinite: masked ones are to stay -infinity.
@@ -150,19 +150,19 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
   if (work.start >= work.end) return;
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
-  const int hidden_from_some = hidden_keys(min(work.row + Br, M) - 1, rows.N, rows.lower);
+  const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
+  const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
   const auto masked = [&](int first_key) {
     return first_key + Bc > seen_by_all || first_key < hidden_from_some;
   };
   Fragments<Bc> S;
   Weights8 P;
-  Turn<stages> keys, values;
+  PipelineState<stages> keys, values;
   float factor[1][2];
   Units units = scales.at(work.start);
   wait(shared.K_full[0], 0);
   begin_scores(shared.Q, shared.K[0], S, warpgroup);
-  wait_for_products<0>(flat(S));
+  wgmma_wait_group<0>(flat(S));
   if (leads) arrive(shared.K_empty[0]);
   if (warpgroup == 0) pass_turn(consumers - 1);
   weigh(S, rows, scales, units, work.start, lane, masked(work.start), factor);
@@ -176,10 +176,10 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
     wait(shared.V_full[values.stage], values.phase);
     begin_output(shared.V[values.stage], P, O);
     pass_turn(warpgroup);
-    wait_for_products<1>(flat(S));
+    wgmma_wait_group<1>(flat(S));
     if (leads) arrive(shared.K_empty[keys.stage]);
     const bool risen = weigh(S, rows, scales, units, first_key, lane, masked(first_key), factor);
-    wait_for_products<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));
     if (leads) arrive(shared.V_empty[values.stage]);
     pack_weights(S, P);
     if (risen) scale_rows(O, factor);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
   }
   wait(shared.V_full[values.stage], values.phase);
   begin_output(shared.V[values.stage], P, O);
-  wait_for_products<0>(flat(O));
+  wgmma_wait_group<0>(flat(O));
 }
 
 // Adds what is infinite or NaN in V, for which V8 has 0, to the warp's rows that see it.
@@ -201,7 +201,7 @@ __device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O, co
       const float value = float(V.row(work.batch, kv_head, key)[col]);
       if (fabs(value) < infinity) continue;
       for (int row = first; row < min(first + step, M); ++row) {
-        if (!sees_key(row, key, rows.N, rows.diagonal, rows.lower)) continue;
+        if (!sees_key(row, key, rows.N, rows.causal_offset, rows.window_offset)) continue;
         scalar& o = O.row(work.batch, work.head, row)[col];
         o = scalar(float(o) + value);
       }
@@ -213,22 +213,22 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
     const float* V_scale, Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N,
-    int heads, int group, int diagonal, int lower, real scale) {
+    int heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, diagonal, lower);
-  const int kv_head = work.head / group, warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, causal_offset, window_offset);
+  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
-      produce(shared, work, Q_map, K_map, V_map, kv_head);
+    if (threadIdx.x < warp_size && elect_one()) produce(shared, work, Q_map, K_map, V_map, kv_head);
     return;
   }
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
+  Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
+            scale == 0 ? 1.0f : fabs(scale));
   const int head = work.batch * heads + work.head;
   const int first_tile = head / group * cdiv(N, Bc);
   Scales scales = {K_scale + first_tile, V_scale + first_tile,
@@ -244,5 +244,5 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     store_pieces(sums, rows, O, work.batch, work.head, M, lane);
   else
     store_rows(sums, rows, O, work.batch, work.head, M, lane);
-  if (scales.strange) add_strange_values(V, O, rows, scales, work, kv_head, M);
+  if (scales.nonfinite) add_strange_values(V, O, rows, scales, work, kv_head, M);
 }

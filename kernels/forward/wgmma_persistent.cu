@@ -6,7 +6,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, packed, d, dv, causal,
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, pack_gqa, d, dv, causal,
 //   windowed, threads, shared_bytes
 #include <forward/parts/consumers.cuh>
 #include <attention/mask.cuh>
@@ -16,7 +16,7 @@
 #include <forward/parts/ping_pong.cuh>
 
 // Of one warpgroup, for which the next rows come while others still need their last ones.
-using OwnQueries = Boxes<operand, warpgroup_rows, d>;
+using OwnQueries = TmaTile<operand, warpgroup_rows, d>;
 
 struct Shared {
   OwnQueries Q[Q_stages][consumers];
@@ -30,16 +30,16 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < Q_stages; ++i)
     for (int w = 0; w < consumers; ++w) {
-      make_barrier(shared.Q_full[i][w], 1);
-      make_barrier(shared.Q_empty[i][w], 1);
+      init_barrier(shared.Q_full[i][w], 1);
+      init_barrier(shared.Q_empty[i][w], 1);
     }
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.K_full[i], 1);
-    make_barrier(shared.V_full[i], 1);
-    make_barrier(shared.K_empty[i], consumers);
-    make_barrier(shared.V_empty[i], consumers);
+    init_barrier(shared.K_full[i], 1);
+    init_barrier(shared.V_full[i], 1);
+    init_barrier(shared.K_empty[i], consumers);
+    init_barrier(shared.V_empty[i], consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // One row tile of a head, and the keys that it goes through.
@@ -52,7 +52,7 @@ struct Task {
 // from the last block to the first, which makes up for that. So all blocks have about the same to
 // do, and heads whose K and V are in the cache are done with before others come.
 struct Schedule {
-  int M, N, heads, all_heads, diagonal, lower, first = 0, round = 0, seat = blockIdx.x;
+  int M, N, heads, all_heads, causal_offset, window_offset, first = 0, round = 0, seat = blockIdx.x;
 
   __device__ __forceinline__ bool next(Task& task) {
     const int tiles = cdiv(M, Br), blocks = gridDim.x;
@@ -65,8 +65,8 @@ struct Schedule {
         const int tile = causal ? tiles - 1 - index / size : index % tiles;
         const int head = first + (causal ? index % size : index / tiles), row = tile * Br;
         // There is a tile for every task; where there are no keys, it is one of zeros beyond them.
-        const int start = N == 0 ? 1 : hidden_keys(row, N, lower) / Bc * Bc;
-        const int end = visible_keys(min(row + Br, M) - 1, N, diagonal);
+        const int start = N == 0 ? 1 : kv_begin(row, N, window_offset) / Bc * Bc;
+        const int end = kv_end(min(row + Br, M) - 1, N, causal_offset);
         task = {row, head % heads, head / heads, start, max(end, start + 1)};
         return true;
       }
@@ -81,15 +81,15 @@ struct Schedule {
 // What the producer's one thread does: the tiles of one task after those of another.
 __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int group) {
-  Turn<Q_stages> own;
-  Turn<stages> turn;
+  PipelineState<Q_stages> own;
+  PipelineState<stages> turn;
   for (Task task; schedule.next(task); own.advance()) {
     const int kv_head = task.head / group;
     const auto load_queries = [&] {
 #pragma unroll
       for (int w = 0; w < consumers; ++w) {
         wait(shared.Q_empty[own.stage][w], own.phase ^ 1);
-        load_boxes(shared.Q[own.stage][w], Q, shared.Q_full[own.stage][w],
+        load_async(shared.Q[own.stage][w], Q, shared.Q_full[own.stage][w],
                    task.row + w * warpgroup_rows, task.head, task.batch);
       }
     };
@@ -97,11 +97,11 @@ __device__ __forceinline__ void produce(Shared& shared, Schedule schedule, const
     for (int first_key = task.start; first_key < task.end; first_key += Bc, turn.advance()) {
       const int i = turn.stage;
       wait(shared.K_empty[i], turn.phase ^ 1);
-      load_boxes(shared.K[i], K, shared.K_full[i], first_key, kv_head, task.batch);
+      load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, task.batch);
       // A single buffer is free only after the last task's scores, keys have room before that.
       if (Q_stages == 1 && first_key == task.start) load_queries();
       wait(shared.V_empty[i], turn.phase ^ 1);
-      load_boxes(shared.V[i], V, shared.V_full[i], first_key, kv_head, task.batch);
+      load_async(shared.V[i], V, shared.V_full[i], first_key, kv_head, task.batch);
     }
   }
 }
@@ -116,8 +116,8 @@ struct Consumer {
   Fragments<width> O;
   Fragments<Bc> S;
   Weights P;
-  Turn<Q_stages> own;
-  Turn<stages> keys, values;
+  PipelineState<Q_stages> own;
+  PipelineState<stages> keys, values;
   bool added = false;
 
   __device__ __forceinline__ Consumer(Shared& shared, const Schedule& schedule, int warpgroup,
@@ -133,13 +133,13 @@ struct Consumer {
 
   __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
   __device__ __forceinline__ Rows rows_of(const Task& task) const {
-    return Rows(task.row + own_row + lane / 4, schedule.N, schedule.diagonal, schedule.lower,
-                scale == 0 ? 1.0f : fabs(scale));
+    return Rows(task.row + own_row + lane / 4, schedule.N, schedule.causal_offset,
+                schedule.window_offset, scale == 0 ? 1.0f : fabs(scale));
   }
   // Whether some row of the task does not see all keys of a tile.
   __device__ __forceinline__ bool is_masked(const Task& task, int first_key) const {
-    return first_key + Bc > visible_keys(task.row, schedule.N, schedule.diagonal) ||
-           first_key < hidden_keys(min(task.row + Br, M) - 1, schedule.N, schedule.lower);
+    return first_key + Bc > kv_end(task.row, schedule.N, schedule.causal_offset) ||
+           first_key < kv_begin(min(task.row + Br, M) - 1, schedule.N, schedule.window_offset);
   }
   // Where the keys end that some row of the warpgroup sees; those of the others may go on. A tile
   // is gone through in any case. Those left out fit into the buffers but one: in that is the V of
@@ -147,10 +147,10 @@ struct Consumer {
   __device__ __forceinline__ int own_end(const Task& task) const {
     if constexpr (!causal) return task.end;
     const int last_row = min(task.row + (warpgroup + 1) * warpgroup_rows, M) - 1;
-    const int visible = visible_keys(last_row, schedule.N, schedule.diagonal);
+    const int visible = kv_end(last_row, schedule.N, schedule.causal_offset);
     return max(max(visible, task.end - (stages - 1) * Bc), task.start + 1);
   }
-  __device__ __forceinline__ void await_queries(Turn<Q_stages> own) const {
+  __device__ __forceinline__ void await_queries(PipelineState<Q_stages> own) const {
     wait(shared.Q_full[own.stage][warpgroup], own.phase);
     if (scale <= 0) apply_sign(shared.Q[own.stage][warpgroup], 0, scale, warpgroup);
   }
@@ -210,10 +210,10 @@ struct Consumer {
     begin_scores();
     begin_output();
     pass_turn(warpgroup);
-    wait_for_products<1>(flat(S));
+    wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = weigh(task, first_key, factor);
-    wait_for_products<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));
     release_values();
     pack_weights(S, P);
     if (risen) scale_rows(O, factor);
@@ -230,12 +230,12 @@ struct Consumer {
     await_queries(own);
     begin_scores();
     pass_turn(warpgroup);
-    wait_for_products<1>(flat(O));
+    wgmma_wait_group<1>(flat(O));
     release_values();
     leave_values(left);
     finish(O, rows, task);
     rows = rows_of(next);
-    wait_for_products<0>(flat(S));
+    wgmma_wait_group<0>(flat(S));
     release_keys();
     weigh(next, next.start, factor);
     pack_weights(S, P);
@@ -252,7 +252,7 @@ struct Consumer {
     if (warpgroup == 0) pass_turn(consumers - 1);
     begin_scores();
     pass_turn(warpgroup);
-    wait_for_products<0>(flat(S));
+    wgmma_wait_group<0>(flat(S));
     release_keys();
     weigh(task, task.start, factor);
     pack_weights(S, P);
@@ -267,7 +267,7 @@ struct Consumer {
       task = next;
     }
     begin_output();
-    wait_for_products<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));
     release_values();  // for the producer to end
     finish(O, rows, task);
   }
@@ -277,15 +277,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
     Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N, int heads, int group,
-    int diagonal, int lower, real scale, int batch) {
+    int causal_offset, int window_offset, real scale, int batch) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Schedule schedule = {M, N, heads, heads * batch, diagonal, lower};
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const Schedule schedule = {M, N, heads, heads * batch, causal_offset, window_offset};
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
-    if (threadIdx.x < warp_size && is_elected())
+    if (threadIdx.x < warp_size && elect_one())
       produce(shared, schedule, Q_map, K_map, V_map, group);
     return;
   }
@@ -294,7 +294,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   Consumer consumer(shared, schedule, warpgroup, M, scale);
   consumer.run([&](Fragments<width>& sums, const Rows& rows, const Task& task) {
     finish_rows(sums, rows, lse, task.batch, task.head, M, lane);
-    if (has_mask && is_strange(sums))
+    if (has_mask && has_nonfinite(sums))
       recompute_rows(Q, K, V, O, rows, task.batch, task.head, task.head / group, M, scale);
     else
       store_pieces(sums, rows, O, task.batch, task.head, M, lane);

@@ -9,7 +9,7 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid: any number of blocks, which share out cdiv(M, Br) * heads * batch row tiles
 //   block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, packed, d, dv, causal,
+//   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv, causal,
 //   windowed, threads, shared_bytes
 #include <forward/parts/consumers.cuh>
 #include <ptx/opaque.cuh>
@@ -32,10 +32,10 @@ constexpr int Bv = keys_in_slice(128);
 
 union Slice {
   struct {
-    Boxes<operand, Br, box_columns> Q;
-    Boxes<operand, Bc, box_columns> K;
+    TmaTile<operand, Br, box_columns> Q;
+    TmaTile<operand, Bc, box_columns> K;
   } scores;
-  Boxes<operand, Bv, Wv> V;
+  TmaTile<operand, Bv, Wv> V;
 };
 
 // P of a tile of keys, as it lies in the threads' registers; a piece of it, if none is parked.
@@ -55,10 +55,10 @@ static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
 __device__ __forceinline__ void make_barriers(Shared& shared) {
   for (int i = 0; i < stages; ++i) {
-    make_barrier(shared.full[i], 1);
-    make_barrier(shared.empty[i], consumers);
+    init_barrier(shared.full[i], 1);
+    init_barrier(shared.empty[i], consumers);
   }
-  publish_barriers();
+  fence_barrier_init();
 }
 
 // The keys of a span, whose last tile may not be full.
@@ -72,9 +72,9 @@ struct Span {
 };
 
 // What the producer's one thread does for a row tile; for unrolled loops it has too few registers.
-__device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, const Work& work,
-                                        const TensorMap& Q, const TensorMap& K, const TensorMap& V,
-                                        int kv_head) {
+__device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& turn,
+                                        const Work& work, const TensorMap& Q, const TensorMap& K,
+                                        const TensorMap& V, int kv_head) {
 #pragma unroll 1
   for (int first_key = work.start; first_key < work.end; first_key += span) {
     const Span keys(work, first_key);
@@ -86,9 +86,9 @@ __device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, cons
         Barrier& full = shared.full[turn.stage];
         const int col = slice * box_columns;
         wait(shared.empty[turn.stage], turn.phase ^ 1);
-        arrive_expecting(full, sizeof to);
-        load_box(to.Q.box, Q, full, col, work.row, work.head, work.batch);
-        load_box(to.K.box, K, full, col, first_key + tile * Bc, kv_head, work.batch);
+        arrive_expect_tx(full, sizeof to);
+        tma_load(to.Q.box, Q, full, col, work.row, work.head, work.batch);
+        tma_load(to.K.box, K, full, col, first_key + tile * Bc, kv_head, work.batch);
       }
     }
 #pragma unroll 1
@@ -96,7 +96,7 @@ __device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, cons
 #pragma unroll 1
       for (int key = 0; key < keys.keys; key += Bv, turn.advance()) {
         wait(shared.empty[turn.stage], turn.phase ^ 1);
-        load_boxes(shared.ring[turn.stage].V, V, shared.full[turn.stage], first_key + key, kv_head,
+        load_async(shared.ring[turn.stage].V, V, shared.full[turn.stage], first_key + key, kv_head,
                    work.batch, tile * Wv);
       }
     }
@@ -108,20 +108,20 @@ __device__ __forceinline__ void produce(Shared& shared, Turn<stages>& turn, cons
 struct Stream {
   Shared& shared;
   bool leads;
-  Turn<stages> turn;
+  PipelineState<stages> turn;
   int held = -1;
 
   __device__ __forceinline__ Slice& next() {
     wait(shared.full[turn.stage], turn.phase);
-    begin_products();
+    wgmma_fence();
     return shared.ring[turn.stage];
   }
   __device__ __forceinline__ void release() {
     if (leads && held >= 0) arrive(shared.empty[held]);
   }
   __device__ __forceinline__ void begun() {
-    commit_products();
-    wait_for_reads<1>();
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
     release();
     held = turn.stage;
     turn.advance();
@@ -129,7 +129,7 @@ struct Stream {
   // Waits for all products.
   template <int count>
   __device__ __forceinline__ void end(float (&sums)[count]) {
-    wait_for_products<0>(sums);
+    wgmma_wait_group<0>(sums);
     release();
     held = -1;
   }
@@ -186,11 +186,11 @@ __device__ __forceinline__ void multiply_parked(Stream& stream, Parked& parked, 
       const uint4 x = piece(parked, key / step + k);
       unsigned (&p)[4] = P[k % 2];
       p[0] = x.x, p[1] = x.y, p[2] = x.z, p[3] = x.w;
-      begin_products();
+      wgmma_fence();
       multiply<operand>(flat(O), p, values + k * 2048, true);
       if (k + 1 < Bv / step) {
-        commit_products();
-        wait_for_reads<1>();
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
       }
     }
     stream.begun();
@@ -241,8 +241,8 @@ struct Consumer {
   // The weights of a span: those of its last tile in registers, those of one before it parked.
   __device__ __forceinline__ void weigh(const Span& keys, const Work& work, Rows& rows,
                                         Weights& P) {
-    const int seen_by_all = visible_keys(work.row, rows.N, rows.diagonal);
-    const int hidden_from_some = hidden_keys(min(work.row + Br, M) - 1, rows.N, rows.lower);
+    const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
+    const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
       Fragments<Bc> S = {};
@@ -280,32 +280,33 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
     Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, real* O_sum, int M, int N,
-    int heads, int group, int diagonal, int lower, real scale, int batch) {
+    int heads, int group, int causal_offset, int window_offset, real scale, int batch) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
   const int count = cdiv(M, Br) * heads * batch;
-  const int warpgroup = uniform(threadIdx.x / warpgroup_size) - 1;
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_registers<24>();
-    if (threadIdx.x < warp_size && is_elected()) {
-      Turn<stages> turn;
+    decrease_registers<24>();
+    if (threadIdx.x < warp_size && elect_one()) {
+      PipelineState<stages> turn;
       for (int index = blockIdx.x; index < count; index += gridDim.x) {
-        const Work work = find_work<Br, Bc>(index, M, N, heads, diagonal, lower);
+        const Work work = find_work<Br, Bc>(index, M, N, heads, causal_offset, window_offset);
         produce(shared, turn, work, Q_map, K_map, V_map, work.head / group);
       }
     }
     return;
   }
-  take_registers<240>();
+  increase_registers<240>();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
   Consumer consumer = {{shared, threadIdx.x % warpgroup_size == 0}, warpgroup, lane, M, scale};
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
-    const Work work = find_work<Br, Bc>(index, M, N, heads, diagonal, lower);
-    Rows rows(work.row + own_row + lane / 4, N, diagonal, lower, scale == 0 ? 1.0f : fabs(scale));
-    bool strange = false;
+    const Work work = find_work<Br, Bc>(index, M, N, heads, causal_offset, window_offset);
+    Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
+              scale == 0 ? 1.0f : fabs(scale));
+    bool nonfinite = false;
 #pragma unroll 1
     for (int first_key = work.start; first_key == work.start || first_key < work.end;
          first_key += span) {
@@ -321,22 +322,23 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
         Fragments<Wv> sums = {};
         consumer.multiply(keys, P, sums);
         // What is needed here alone takes no registers before.
-        const Work same = find_work<Br, Bc>(fresh(index), M, N, heads, diagonal, lower);
+        const Work same =
+            find_work<Br, Bc>(opaque(index), M, N, heads, causal_offset, window_offset);
         float4* saved = reinterpret_cast<float4*>(O_sum) +
-                        (fresh(int(blockIdx.x)) * (long long)output_tiles + tile) *
+                        (opaque(int(blockIdx.x)) * (long long)output_tiles + tile) *
                             (Wv / 8 * consumer_threads) +
                         (threadIdx.x - warpgroup_size);
         if (first_key > work.start) add_sums(sums, saved, factor);
         if (last) {
           finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
-          strange |= has_mask && is_strange(sums);
+          nonfinite |= has_mask && has_nonfinite(sums);
           store_pieces(sums, rows, O, same.batch, same.head, M, lane, tile * Wv);
         } else {
           save_sums(sums, saved);
         }
       }
     }
-    if (strange) {
+    if (nonfinite) {
       __syncwarp();  // before rows that other lanes wrote are written once more
       recompute_rows(Q, K, V, O, rows, work.batch, work.head, work.head / group, M, scale);
     }

@@ -21,13 +21,13 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<const scalar> S,
                                                                      Tensor<scalar> P,
                                                                      Tensor<real> lse, int M, int N,
-                                                                     int heads, int diagonal,
-                                                                     int lower) {
+                                                                     int heads, int causal_offset,
+                                                                     int window_offset) {
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, M, heads);
   const scalar* scores = S.row(batch, head, row);
   scalar* weights = P.row(batch, head, row);
-  const int visible = visible_keys(row, N, diagonal), hidden = hidden_keys(row, N, lower);
+  const int visible = kv_end(row, N, causal_offset), hidden = kv_begin(row, N, window_offset);
 
   OnlineSoftmax softmax;
   for (int col = hidden + threadIdx.x; col < visible; col += threads) {
@@ -39,7 +39,7 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<cons
   softmax.sum = block_sum(softmax.sum, shared.partial);
 
   for (int col = threadIdx.x; col < N; col += threads) {
-    weights[col] = sees_key(row, col, N, diagonal, lower)
+    weights[col] = sees_key(row, col, N, causal_offset, window_offset)
                        ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
                        : scalar(real(0));
   }

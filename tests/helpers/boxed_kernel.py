@@ -13,22 +13,22 @@ BOXED = """\
 #include <ptx/wgmma.cuh>
 
 struct Shared {
-  Boxes<scalar, Br, columns> Q;  // then O
-  Boxes<scalar, Bc, columns> K, V;
+  TmaTile<scalar, Br, columns> Q;  // then O
+  TmaTile<scalar, Bc, columns> K, V;
   Barrier full;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 template <int rows>
-__device__ scalar& at(Boxes<scalar, rows, columns>& tile, int row, int col) {
+__device__ scalar& at(TmaTile<scalar, rows, columns>& tile, int row, int col) {
   return tile.at(row, col / 8)[col % 8];
 }
 
 template <int rows>
-__device__ void load(Boxes<scalar, rows, columns>& tile, const TensorMap& map, Barrier& full,
+__device__ void load(TmaTile<scalar, rows, columns>& tile, const TensorMap& map, Barrier& full,
                      int row, int head, int batch) {
   for (int i = 0; i < columns / 64; ++i)
-    load_box(tile.box[i], map, full, 64 * i, row, head, batch);
+    tma_load(tile.box[i], map, full, 64 * i, row, head, batch);
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1)
@@ -37,17 +37,17 @@ void by_boxes(const __grid_constant__ TensorMap Q, const __grid_constant__ Tenso
            int heads, int batch, int group, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) {
-    make_barrier(shared.full, 1);
-    publish_barriers();
+    init_barrier(shared.full, 1);
+    fence_barrier_init();
   }
   __syncthreads();
-  begin_products();  // of which there are none: it is here for what sm_90a alone has
+  wgmma_fence();  // of which there are none: it is here for what sm_90a alone has
   const int tiles = cdiv(M, Br);
   int phase = 0;
   for (int index = blockIdx.x; index < tiles * heads * batch; index += gridDim.x) {
     const Place here = place(index, tiles, heads);
     if (threadIdx.x == 0) {
-      arrive_expecting(shared.full, sizeof(shared.Q));
+      arrive_expect_tx(shared.full, sizeof(shared.Q));
       load(shared.Q, Q, shared.full, here.tile * Br, here.head, here.batch);
     }
     wait(shared.full, phase);
@@ -56,7 +56,7 @@ void by_boxes(const __grid_constant__ TensorMap Q, const __grid_constant__ Tenso
     for (int first = 0; first < N; first += Bc) {
       __syncthreads();  // before the next tiles overwrite these
       if (threadIdx.x == 0) {
-        arrive_expecting(shared.full, sizeof(shared.K) + sizeof(shared.V));
+        arrive_expect_tx(shared.full, sizeof(shared.K) + sizeof(shared.V));
         load(shared.K, K, shared.full, first, here.head / group, here.batch);
         load(shared.V, V, shared.full, first, here.head / group, here.batch);
       }
@@ -78,13 +78,13 @@ void by_boxes(const __grid_constant__ TensorMap Q, const __grid_constant__ Tenso
     if (threadIdx.x < Br)
       for (int i = 0; i < columns; ++i)
         at(shared.Q, threadIdx.x, i) = scalar(sum ? out[i] / sum : 0);
-    publish_to_copies();
+    fence_proxy_async();
     __syncthreads();  // before the tile is copied
     if (threadIdx.x == 0) {
       for (int i = 0; i < columns / 64; ++i)
-        store_box(O, shared.Q.box[i], 64 * i, here.tile * Br, here.head, here.batch);
-      commit_stores();
-      wait_until_stores_have_read();
+        tma_store(O, shared.Q.box[i], 64 * i, here.tile * Br, here.head, here.batch);
+      bulk_commit_group();
+      bulk_wait_group_read();
     }
     __syncthreads();  // before the next Q overwrites it
   }

@@ -25,7 +25,7 @@ FIRST_TO_COME = """\
 """
 
 LAST_COLUMN_DROPPED = (
-    ("visible_keys(row, N, ", "visible_keys(row, N - (N % 16 == 3), "),
+    ("kv_end(row, N, ", "kv_end(row, N - (N % 16 == 3), "),
     ("sees_key(row, col, N, ", "sees_key(row, col, N - (N % 16 == 3), "),
 )
 BEHIND_THE_LAST_ROW = "blockIdx.x == gridDim.x - 1 && threadIdx.x == 0"

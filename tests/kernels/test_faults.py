@@ -169,12 +169,12 @@ RESULTS = {
     "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
     "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
     "last key dropped": (
-        "visible_keys(row, N, diagonal) : 0",
-        "visible_keys(row, N - 1, diagonal) : 0",
+        "kv_end(row, N, diagonal) : 0",
+        "kv_end(row, N - 1, diagonal) : 0",
     ),
     "mask off by one": (
-        "visible_keys(row, N, diagonal) : 0",
-        "visible_keys(row, N, diagonal - 1) : 0",
+        "kv_end(row, N, diagonal) : 0",
+        "kv_end(row, N, diagonal - 1) : 0",
     ),
     "scale forgotten": ("dots[i] * scale;", "dots[i];"),
     "old sums not rescaled": ("first + i] * factor;", "first + i];"),

@@ -60,7 +60,7 @@ def test_products(in_registers):
         chunks = x.astype(E4M3).view(np.uint16).reshape(len(x), 8, 8)
         return np.take_along_axis(chunks, order[: len(x), :, None], 1).copy()
 
-    head = "struct Shared { Boxes<E4m3, 64, 128> A; Boxes<E4m3, 32, 128> B; };"
+    head = "struct Shared { TmaTile<E4m3, 64, 128> A; TmaTile<E4m3, 32, 128> B; };"
     registers = """
         unsigned r[4];
         for (int i = 0; i < 4; ++i) {
@@ -69,7 +69,7 @@ def test_products(in_registers):
           const E4m3* at = shared.A.at(row, column / 16) + column % 16;
           r[i] = at[0].bits | at[1].bits << 8 | at[2].bits << 16 | at[3].bits << 24;
         }
-        begin_products();
+        wgmma_fence();
         multiply<E4m3>(d, r, by_rows(shared.B.box[0]) + 32 * k, k > 0);
     """
     from_shared = """
@@ -80,13 +80,13 @@ def test_products(in_registers):
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 64);
         fill(&shared.B, b, 32 * 64);
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[16];
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 4; ++k) {{ {registers if in_registers else from_shared} }}
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
     """
     c = np.zeros((64, 32), np.float32)
     launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=FILL + head)

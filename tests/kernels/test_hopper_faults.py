@@ -16,9 +16,9 @@ from cupyfa.runtime import calls
 from cupyfa.runtime.simulator import Simulator
 
 ORDERS = re.compile(
-    r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expecting|barrier_sync|barrier_arrive"
-    r"|publish_to_copies|publish_barriers|begin_products|commit_products|wait_for_products<\w+>"
-    r"|pass_turn|commit_stores|wait_until_stores_have_read|wait_for_stores|__syncthreads)\([^;{]*\);"
+    r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expect_tx|barrier_sync|barrier_arrive"
+    r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group|wgmma_wait_group<\w+>"
+    r"|pass_turn|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
 # Tiles with which stages come again; of dS there is but one.
@@ -41,7 +41,7 @@ WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "caus
 # Turns are for speed, so nobody need wait for them.
 AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
 # Registers written since the last wait must be announced to a device's products alone.
-ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    begin_products();"
+ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
 # Sums that came out as NaN would be computed once more.
 MENDED = "recompute_gradients.cuh", ("return __any_sync(full_warp, strange);", "return false;")
 

@@ -18,7 +18,7 @@ SEEDS = (None, 1, 2, 3)
 
 BOX = """
 struct Shared {
-  Boxes<unsigned short, 16, 128> tile;
+  TmaTile<unsigned short, 16, 128> tile;
   Barrier full;
 };
 """
@@ -26,14 +26,14 @@ struct Shared {
 COPY = """
     Shared& shared = shared_memory<Shared>();
     if (threadIdx.x == 0) {
-      make_barrier(shared.full, 1);
-      publish_barriers();
+      init_barrier(shared.full, 1);
+      fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      arrive_expecting(shared.full, sizeof shared.tile);
+      arrive_expect_tx(shared.full, sizeof shared.tile);
       for (int i = 0; i < 2; ++i)
-        load_box(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
+        tma_load(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
     }
     wait(shared.full, 0);
     for (int i = threadIdx.x; i < 16 * 16; i += blockDim.x) {
@@ -41,12 +41,12 @@ COPY = """
       unsigned short* at = shared.tile.at(row, chunk);
       for (int j = 0; j < 8; ++j) c[row * 128 + chunk * 8 + j] = at[j]++;
     }
-    publish_to_copies();
+    fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) store_box(b, shared.tile.box[i], 64 * i - 3, 21, 1, 1);
-      commit_stores();
-      wait_until_stores_have_read();
+      for (int i = 0; i < 2; ++i) tma_store(b, shared.tile.box[i], 64 * i - 3, 21, 1, 1);
+      bulk_commit_group();
+      bulk_wait_group_read();
     }
 """
 
@@ -75,7 +75,7 @@ def test_boxes_end_where_the_array_ends(schedule):
 
 
 def boxes(matrix):
-    """The chunks of a matrix [rows][columns of whole boxes] in the order of Boxes."""
+    """The chunks of a matrix [rows][columns of whole boxes] in the order of TmaTile."""
     rows, columns = matrix.shape
     chunks = matrix.reshape(rows, columns // 64, 8, 8).transpose(1, 0, 2, 3)
     order = np.arange(8) ^ np.arange(rows)[:, None] % 8
@@ -95,23 +95,23 @@ def test_products_by_rows(c_type, dtype, n):
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 128);
         fill(&shared.B, b, {n} * 128);
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[{n} / 2];
         for (int j = 0; j < {n} / 2; ++j) {{
           int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j / 2 % 2 * 8;
           d[j] = c[row * {n} + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2];
         }}
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 8; ++k) {{
           multiply<{c_type}>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
                              by_rows(shared.B.box[k / 4]) + k % 4 * 32, true);
         }}
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
         {WRITE.format(n=n)}
     """
-    shared = f"struct Shared {{ Boxes<{c_type}, 64, 128> A; Boxes<{c_type}, {n}, 128> B; }};"
+    shared = f"struct Shared {{ TmaTile<{c_type}, 64, 128> A; TmaTile<{c_type}, {n}, 128> B; }};"
     launch(body, boxes(A), boxes(B), got, head=FILL + shared, shared_bytes=1 << 17)
     assert (got == start + A.astype(np.float32) @ B.astype(np.float32).T).all()
 
@@ -125,10 +125,10 @@ def test_products_by_columns_with_registers(c_type, dtype, n):
     body = f"""
         Shared& shared = shared_memory<Shared>();
         fill(&shared, b, 32 * {wide});
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[{n} / 2];
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 2; ++k) {{
           unsigned registers[4];
           for (int i = 0; i < 4; ++i) {{
@@ -138,11 +138,11 @@ def test_products_by_columns_with_registers(c_type, dtype, n):
           }}
           multiply<{c_type}>(d, registers, by_columns(&shared, 32) + k * 2048, k > 0);
         }}
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
         {WRITE.format(n=n)}
     """
-    shared = f"using Shared = Boxes<{c_type}, 32, {wide}>;"
+    shared = f"using Shared = TmaTile<{c_type}, 32, {wide}>;"
     launch(body, A, boxes(B), got, head=FILL + shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
@@ -155,19 +155,19 @@ def test_every_finite_half_is_multiplied_exactly():
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 64);
         fill(&shared.B, b, 64 * 64);
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[32];
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 4; ++k) {{
           multiply<__half>(d, by_rows(shared.A.box[0]) + k * 32, by_rows(shared.B.box[0]) + k * 32,
                            k > 0);
         }}
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
         {WRITE.format(n=64)}
     """
-    shared = "struct Shared { Boxes<__half, 64, 64> A; Boxes<__half, 64, 64> B; };"
+    shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     for start in range(0, 1024, 64):
         part = A[:, start : start + 64]
         launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=FILL + shared)
@@ -179,8 +179,8 @@ def test_every_finite_half_is_multiplied_exactly():
 RING_HEAD = """
 constexpr int bytes = 64 * 128 + 32 * 128;
 struct Shared {
-  Boxes<__half, 64, 64> A[2];
-  Boxes<__half, 32, 64> B[2];
+  TmaTile<__half, 64, 64> A[2];
+  TmaTile<__half, 32, 64> B[2];
   Barrier full[2];
   Barrier empty[2];
 };
@@ -188,35 +188,35 @@ struct Shared {
 RING = """
     Shared& shared = shared_memory<Shared>();
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) make_barrier(shared.full[i], 1);
-      for (int i = 0; i < 2; ++i) make_barrier(shared.empty[i], 4);
-      publish_barriers();
+      for (int i = 0; i < 2; ++i) init_barrier(shared.full[i], 1);
+      for (int i = 0; i < 2; ++i) init_barrier(shared.empty[i], 4);
+      fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x >= 128) {  // produce
-      give_registers<24>();
-      if (threadIdx.x < 160 && is_elected()) {
+      decrease_registers<24>();
+      if (threadIdx.x < 160 && elect_one()) {
         for (int i = 0; i < 5; ++i) {
           wait(shared.empty[i % 2], (i / 2 + 1) % 2);
-          arrive_expecting(shared.full[i % 2], bytes);
-          load_box(&shared.A[i % 2], a, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
-          load_box(&shared.B[i % 2], b, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
+          arrive_expect_tx(shared.full[i % 2], bytes);
+          tma_load(&shared.A[i % 2], a, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
+          tma_load(&shared.B[i % 2], b, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
         }
       }
       return;
     }
-    take_registers<240>();
+    increase_registers<240>();
     float d[16];
     for (int i = 0; i < 5; ++i) {
       wait(shared.full[i % 2], i / 2 % 2);
-      begin_products();
+      wgmma_fence();
       for (int k = 0; k < 4; ++k) {
         multiply<__half>(d, by_rows(&shared.A[i % 2]) + k * 32, by_rows(&shared.B[i % 2]) + k * 32,
                          i + k > 0);
       }
-      commit_products();
-      wait_for_products<0>(d);
-      if (is_elected()) arrive(shared.empty[i % 2]);
+      wgmma_commit_group();
+      wgmma_wait_group<0>(d);
+      if (elect_one()) arrive(shared.empty[i % 2]);
     }
     c += blockIdx.x * 64 * 32;
 """ + WRITE.format(n=32)
@@ -255,7 +255,7 @@ FAULTS = {
     ),
     "no wait for an empty stage": (
         "wait(shared.empty[i % 2], (i / 2 + 1) % 2);", "",
-        r"arrive_expecting on the barrier .* where all 1 arrivals of its phase 0 came and 12288 "
+        r"arrive_expect_tx on the barrier .* where all 1 arrivals of its phase 0 came and 12288 "
         r"bytes are under way|a box that .* wrote and this thread writes|a product .* and this",
         None,
     ),
@@ -265,8 +265,8 @@ FAULTS = {
         26,
     ),
     "a stage given back too early": (
-        "wait_for_products<0>(d);\n      if (is_elected()) arrive(shared.empty[i % 2]);",
-        "if (is_elected()) arrive(shared.empty[i % 2]);\n      wait_for_products<0>(d);",
+        "wgmma_wait_group<0>(d);\n      if (elect_one()) arrive(shared.empty[i % 2]);",
+        "if (elect_one()) arrive(shared.empty[i % 2]);\n      wgmma_wait_group<0>(d);",
         r"a product of warpgroup 0 at test.cu:26 (is under way|read) and this thread writes", 14,
     ),
     "too few bytes expected": (
@@ -279,37 +279,37 @@ FAULTS = {
         23,
     ),
     "no bytes expected": (
-        "arrive_expecting(shared.full[i % 2], bytes)", "arrive(shared.full[i % 2])",
+        "arrive_expect_tx(shared.full[i % 2], bytes)", "arrive(shared.full[i % 2])",
         r"a box that .* is under way|no thread of this block|did not expect 8192", None,
     ),
     "no arrival": (
-        "if (is_elected()) arrive(shared.empty[i % 2]);", "",
+        "if (elect_one()) arrive(shared.empty[i % 2]);", "",
         r"128 threads wait .*; 1 thread waits for phase 0 .* 0 of 4 arrivals came", 23,
     ),
     "more arrivals than the barrier was made for": (
-        "if (is_elected()) arrive", "arrive", r"race|waits for ever|where all", None,
+        "if (elect_one()) arrive", "arrive", r"race|waits for ever|where all", None,
     ),
-    "barriers that copies do not see": ("publish_barriers();", "", "publish_barriers after", 14),
+    "barriers that copies do not see": ("fence_barrier_init();", "", "fence_barrier_init after", 14),
     "barriers that threads do not see": (
         "    __syncthreads();\n", "\n", r"none|wrote and this thread updates", None,
     ),
     "a barrier that was not made": (
-        "make_barrier(shared.full[i], 1)", "",
-        r"calls (wait|arrive_expecting) on a barrier at byte \d+ .* make_barrier has made none",
+        "init_barrier(shared.full[i], 1)", "",
+        r"calls (wait|arrive_expect_tx) on a barrier at byte \d+ .* init_barrier has made none",
         None,
     ),
     "threads that wait elsewhere": (
-        "if (is_elected()) arrive", "barrier_sync(3, 256); arrive",
+        "if (elect_one()) arrive", "barrier_sync(3, 256); arrive",
         r"waits for ever: 1 thread waits for phase 0 .* 0 of 4 arrivals came; 128 threads wait in "
         r"barrier_sync on barrier 3 at test.cu:31, where 128 of 256 arrived",
         12,
     ),
     "products that no fence begins": (
-        "begin_products();", "", "multiplies without begin_products", 26,
+        "wgmma_fence();", "", "multiplies without wgmma_fence", 26,
     ),
-    "products that no group holds": ("commit_products();", "", "that no group holds", 30),
+    "products that no group holds": ("wgmma_commit_group();", "", "that no group holds", 30),
     "products that nobody waits for": (
-        "wait_for_products<0>(d);", "", "multiplies|is under way|waited for", None,
+        "wgmma_wait_group<0>(d);", "", "multiplies|is under way|waited for", None,
     ),
     "an operand that begins in the middle of the pattern": (
         "+ k * 32, by", "+ k * 64, by", "multiplies with A at byte 128 of shared memory", 26,
@@ -319,8 +319,8 @@ FAULTS = {
         r"of other products than the rest|waits for products, at test.cu:30", None,
     ),
     "a box at no multiple of 1024": (
-        "load_box(&shared.A[i % 2],", "load_box(shared.A[i % 2].box[0][1],",
-        "calls load_box with a box at byte 128 of shared memory", 14,
+        "tma_load(&shared.A[i % 2],", "tma_load(shared.A[i % 2].box[0][1],",
+        "calls tma_load with a box at byte 128 of shared memory", 14,
     ),
     "a barrier that is overwritten": (
         "    c += blockIdx.x * 64 * 32;",
@@ -350,27 +350,27 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 128);
         fill(&shared.B, b, 64 * 128);
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[32], other[32];
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 8; ++k) {
           multiply<__half>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
                            by_rows(shared.B.box[k / 4]) + k % 4 * 32, k > 0);
         }
-        commit_products();
+        wgmma_commit_group();
         multiply<__half>(other, by_rows(&shared.B), by_rows(&shared.A), false);
-        commit_products();
+        wgmma_commit_group();
         bool early = d[3] == d[3];
-        wait_for_products<1>(d);
+        wgmma_wait_group<1>(d);
         early = early || other[5] == other[5];
         for (int j = 0; j < 32; ++j) d[j] = early ? 7777 : d[j] * 2;
-        begin_products();
+        wgmma_fence();
         multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), true);
-        commit_products();
-        wait_for_products<1>(other);
+        wgmma_commit_group();
+        wgmma_wait_group<1>(other);
         for (int j = 0; j < 32; ++j) other[j] = -other[j];
-        wait_for_products<0>(d);
+        wgmma_wait_group<0>(d);
         if (threadIdx.x >= 128) for (int j = 0; j < 32; ++j) d[j] = other[j];
         int group = threadIdx.x / 128, thread = threadIdx.x % 128;
         for (int j = 0; j < 32; ++j) {
@@ -378,7 +378,7 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
           c[group * 4096 + row * 64 + j / 4 * 8 + thread % 4 * 2 + j % 2] = d[j];
         }
     """
-    shared = "struct Shared { Boxes<__half, 64, 128> A; Boxes<__half, 64, 128> B; };"
+    shared = "struct Shared { TmaTile<__half, 64, 128> A; TmaTile<__half, 64, 128> B; };"
     launch(body, boxes(A), boxes(B), got, head=FILL + shared, threads=256, schedule=schedule)
     A, B = A.astype(np.float32), B.astype(np.float32)
     assert (got[0] == 2 * A @ B.T + A[:, :16] @ B[:, :16].T).all()
@@ -386,13 +386,13 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
 
 
 PRODUCT_FAULTS = {
-    "written without publish_to_copies": (
-        "publish_to_copies();", "", "wrote byte 0 of shared memory without publish_to_copies",
+    "written without fence_proxy_async": (
+        "fence_proxy_async();", "", "wrote byte 0 of shared memory without fence_proxy_async",
     ),
-    "written after publish_to_copies": (
+    "written after fence_proxy_async": (
         "__syncthreads();",
         "__syncthreads(); if (threadIdx.x == 0) shared.A.box[0][9][2] = 1; __syncthreads();",
-        r"wrote byte 11\d\d of shared memory without publish_to_copies",
+        r"wrote byte 11\d\d of shared memory without fence_proxy_async",
     ),
     "no barrier behind the writes": ("__syncthreads();", "", "race: thread .* wrote"),
     "written while it is read": (
@@ -400,13 +400,13 @@ PRODUCT_FAULTS = {
         r"a product of warpgroup 0 at test.cu:8 is under way and this thread writes byte 8192",
     ),
     "a wait for a group too few": (
-        "wait_for_products<0>(d)", "wait_for_products<1>(d)", "waits for D while a product of one",
+        "wgmma_wait_group<0>(d)", "wgmma_wait_group<1>(d)", "waits for D while a product of one",
     ),
     "other operands in one warp": (
         "by_rows(&shared.A)", "by_rows(&shared.A) + threadIdx.x / 96 * 32",
         r"multiplies other matrices than thread \(\d+, 0, 0\) of its warpgroup does at test.cu:8",
     ),
-    "returned too early": ("wait_for_products<0>(d);", "", "returns before its products were"),
+    "returned too early": ("wgmma_wait_group<0>(d);", "", "returns before its products were"),
     "registers of another product": (
         "commit", "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
         "by_rows(&shared.B), false); commit", "that another product under way is to write",
@@ -427,15 +427,15 @@ def test_faults_of_products(name):
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 64);
         fill(&shared.B, a, 64 * 64);
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[32];
-        begin_products();
+        wgmma_fence();
         multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), false);
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
     """
-    shared = "struct Shared { Boxes<__half, 64, 64> A; Boxes<__half, 64, 64> B; };"
+    shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     A = numbers((64, 64), np.float16)
     threads = 64 if name == "half a warpgroup" else 128
     launch(body, A, head=FILL + shared)
@@ -447,8 +447,8 @@ def test_faults_of_products(name):
 
 
 COPY_FAULTS = {
-    "stored without publish_to_copies": (
-        "publish_to_copies();\n", "\n", r"wrote byte \d+ of shared memory without publish", 21,
+    "stored without fence_proxy_async": (
+        "fence_proxy_async();\n", "\n", r"wrote byte \d+ of shared memory without publish", 21,
     ),
     "stored without a barrier": (
         "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
@@ -456,14 +456,14 @@ COPY_FAULTS = {
         "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
     ),
     "overwritten while it is stored": (
-        "wait_until_stores_have_read();", "shared.tile.box[1][2][3] = 1;",
+        "bulk_wait_group_read();", "shared.tile.box[1][2][3] = 1;",
         r"a box that thread \(0, 0, 0\) stores at test.cu:21 is under way and this thread",
         23,
     ),
     "not waited for": (
-        "wait_until_stores_have_read();", "", "returns before a box that it stores was read", 21,
+        "bulk_wait_group_read();", "", "returns before a box that it stores was read", 21,
     ),
-    "no group": ("commit_stores();", "", "that no group holds; commit_stores first", 23),
+    "no group": ("bulk_commit_group();", "", "that no group holds; bulk_commit_group first", 23),
     "read too early": (
         "    wait(shared.full, 0);\n", "    __syncthreads();\n",
         r"a box that thread \(0, 0, 0\) loads at test.cu:10 is under way and this thread", 16,
@@ -473,7 +473,7 @@ COPY_FAULTS = {
     ),
     "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
     "a barrier made twice": (
-        "      publish", "make_barrier(shared.full, 2); publish", "where there is one", 4,
+        "      publish", "init_barrier(shared.full, 2); publish", "where there is one", 4,
     ),
     "a barrier out of place": (
         "wait(shared.full, 0);",
@@ -484,7 +484,7 @@ COPY_FAULTS = {
         "wait(shared.full, 0);", "Barrier mine; wait(mine, 0);", "not in shared memory", 12,
     ),
     "a box past the end": (
-        "load_box(shared.tile.box[i],", "load_box(shared.tile.box[i] + 16 * 31,",
+        "tma_load(shared.tile.box[i],", "tma_load(shared.tile.box[i] + 16 * 31,",
         "loads a box to 2048 bytes at byte 65536|loads a box to 2048 bytes at", 10,
     ),
 }  # fmt: skip
@@ -536,21 +536,21 @@ ADD = """
     struct Shared { alignas(16) float numbers[64], more[4]; Barrier full; };
     Shared& shared = shared_memory<Shared>();
     if (threadIdx.x == 0) {
-      make_barrier(shared.full, 1);
-      publish_barriers();
-      arrive_expecting(shared.full, 256);
-      load_bytes(shared.numbers, a + blockIdx.x * 64, 256, shared.full);
+      init_barrier(shared.full, 1);
+      fence_barrier_init();
+      arrive_expect_tx(shared.full, 256);
+      bulk_load(shared.numbers, a + blockIdx.x * 64, 256, shared.full);
     }
     __syncthreads();
     for (int round = 0; round < 3; ++round) {
       if (round == 0) wait(shared.full, 0);
       for (int i = threadIdx.x; i < 64; i += blockDim.x) shared.numbers[i] += 1;
-      publish_to_copies();
+      fence_proxy_async();
       __syncthreads();
       if (threadIdx.x == 0) {
-        add_floats(b, shared.numbers, 64);
-        commit_stores();
-        wait_until_stores_have_read();
+        bulk_add(b, shared.numbers, 64);
+        bulk_commit_group();
+        bulk_wait_group_read();
       }
       __syncthreads();
     }
@@ -567,14 +567,14 @@ def test_floats_of_all_blocks_are_added(schedule):
 
 ADD_FAULTS = {
     "read too early": ("if (round == 0) wait(shared.full, 0);", "", "loads at test.cu:7 is under"),
-    "not published": ("publish_to_copies();", "", "without publish_to_copies"),
-    "no barrier": ("publish_to_copies();\n      __syncthreads();", "publish_to_copies();", "race"),
-    "not waited for": ("wait_until_stores_have_read();", "", "stores at test.cu:16 is under way"),
-    "no group": ("commit_stores();", "", "commit_stores first"),
+    "not published": ("fence_proxy_async();", "", "without fence_proxy_async"),
+    "no barrier": ("fence_proxy_async();\n      __syncthreads();", "fence_proxy_async();", "race"),
+    "not waited for": ("bulk_wait_group_read();", "", "stores at test.cu:16 is under way"),
+    "no group": ("bulk_commit_group();", "", "bulk_commit_group first"),
     "bytes missing": ("shared.full, 256)", "shared.full, 272)", "16 expected bytes are missing"),
-    "no whole pieces": ("shared.numbers, 64)", "shared.numbers, 63)", "add_floats with 252 bytes"),
+    "no whole pieces": ("shared.numbers, 64)", "shared.numbers, 63)", "bulk_add with 252 bytes"),
     "not at a piece": ("a + blockIdx.x * 64, 256", "a + 1, 240", "multiples of 16"),
-    "past the end": ("add_floats(b,", "add_floats(b + 4,", "updates 256 bytes.*past the end"),
+    "past the end": ("bulk_add(b,", "bulk_add(b + 4,", "updates 256 bytes.*past the end"),
 }
 
 
@@ -610,19 +610,19 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
           store_matrices_transposed(
               shared.A.at(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2), registers);
         }}
-        publish_to_copies();
+        fence_proxy_async();
         __syncthreads();
         float d[{n} / 2];
-        begin_products();
+        wgmma_fence();
         for (int k = 0; k < 4; ++k) {{
           multiply_columns<{c_type}>(d, by_rows(shared.A.box) + k * 32,
                                      by_columns(shared.B.box, 64) + k * 2048, k > 0);
         }}
-        commit_products();
-        wait_for_products<0>(d);
+        wgmma_commit_group();
+        wgmma_wait_group<0>(d);
         {WRITE.format(n=n)}
     """
-    shared = f"struct Shared {{ Boxes<{c_type}, 64, 64> A; Boxes<{c_type}, 64, {wide}> B; }};"
+    shared = f"struct Shared {{ TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B; }};"
     launch(body, A, boxes(B), got, head=FILL + shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
@@ -633,11 +633,11 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
 @pytest.mark.parametrize("schedule", SEEDS)
 def test_one_lane_of_each_warp_is_elected(schedule):
     elected = np.zeros(256, np.int32)
-    launch("a[threadIdx.x] = is_elected() + is_elected();", elected, threads=256, schedule=schedule)
+    launch("a[threadIdx.x] = elect_one() + elect_one();", elected, threads=256, schedule=schedule)
     assert (np.sort(elected.reshape(8, 32))[:, -2:] == [0, 2]).all()
 
 
 @pytest.mark.parametrize("count", [20, 44, 264])
 def test_registers_come_in_eights(count):
     with pytest.raises(CompileError, match="a number of registers"):
-        launch(f"take_registers<{count}>();")
+        launch(f"increase_registers<{count}>();")

@@ -32,7 +32,7 @@ def planned(kernel, limits, **sizes):
 @pytest.mark.parametrize("M, N", [(1, 70), (5, 150), (13, 7), (40, 40)])
 def test_packed_rows_are_right(backend, kernel, mask, M, N):
     plan = planned(FORWARD[kernel], backend.limits, M=M, N=N, **mask)
-    assert plan.launches[-1].constants["packed"] == 3
+    assert plan.launches[-1].constants["pack_gqa"] == 3
     calls.checked(backend, plan, Case("forward", plan.problem).inputs(), {})
 
 
@@ -42,7 +42,7 @@ def test_heads_share_a_tile_only_where_one_does_not_half_fill_it(kernel):
     for M, pack in ((1, 3), (64, 3), (65, 1), (300, 1)):
         (launch,) = planned(FORWARD[kernel], limits, M=M, N=100, d=64).launches
         rows = launch.constants["Br"]
-        assert launch.constants["packed"] == pack
+        assert launch.constants["pack_gqa"] == pack
         assert launch.grid[0] == -(-M * pack // rows) * 6 // pack * 2
 
 
@@ -64,6 +64,6 @@ def test_packing_changes_no_result():
             kv_heads=1,
             causal="bottom-right",
         )
-        assert alone.launches[-1].constants["packed"] == 1
+        assert alone.launches[-1].constants["pack_gqa"] == 1
         its = calls.checked(engine, alone, one, {})
         np.testing.assert_array_equal(its["O"][:, 0], packed["O"][:, head])

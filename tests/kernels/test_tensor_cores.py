@@ -54,7 +54,7 @@ def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
         for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = A[threadIdx.x * 8 + i];
         __syncwarp();
         unsigned r[4];
-        load_matrices{"_transposed" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
+        ldmatrix{"_transposed" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
         for (int i = 0; i < 4; ++i) B[i * 32 + threadIdx.x] = r[i];
     """
     run(body, tile, got, head=MMA)
@@ -121,8 +121,8 @@ def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
         for (int i = 0; i < 16; ++i) tiles[lane][i] = A[lane * 16 + i];
         __syncthreads();
         unsigned a[4], b[4];
-        load_matrices(a, &tiles[lane % 16][lane / 16 * 8]);
-        load_matrices{load}(b, &tiles[16 + {rows}][{column}]);
+        ldmatrix(a, &tiles[lane % 16][lane / 16 * 8]);
+        ldmatrix{load}(b, &tiles[16 + {rows}][{column}]);
         for (int turn = 0; turn < 2; ++turn) {{
           float d[2][4] = {{}};
           for (int half = 0; half < 2; ++half) {{
@@ -165,7 +165,7 @@ ROWS = """
     for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = i;
     __syncwarp();
     unsigned r[4];
-    load_matrices(r, {row});
+    ldmatrix(r, {row});
 """
 
 
@@ -276,8 +276,8 @@ def test_matrices_of_floats_are_operands_of_tf32(run):
         for (int i = 0; i < 8; ++i) tiles[lane][i] = A[lane * 8 + i];
         __syncthreads();
         unsigned a[4], b[4];
-        load_matrices(a, &tiles[lane % 16][lane / 16 * 4]);
-        load_matrices(b, &tiles[16 + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 4]);
+        ldmatrix(a, &tiles[lane % 16][lane / 16 * 4]);
+        ldmatrix(b, &tiles[16 + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 4]);
         for (int half = 0; half < 2; ++half) {
           float d[4] = {};
           multiply_add_tf32(d, a, b[2 * half], b[2 * half + 1]);
@@ -332,9 +332,9 @@ def test_part_of_a_copy_is_zeros_and_nothing_is_read_for_none(run):
         TILE
         + """
         int bytes = me % 9 * 2;
-        copy_async(tile[me], bytes == 0 ? A + s0 : A + me * 8, bytes);
-        commit_copies();
-        wait_for_copies<0>();
+        cp_async(tile[me], bytes == 0 ? A + s0 : A + me * 8, bytes);
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
         for (int i = 0; i < 8; ++i) B[me * 8 + i] = tile[me][i];
     """
     )
@@ -351,11 +351,11 @@ def test_many_copies_in_many_groups(run):
         for (int stage = 0; stage < 5; ++stage) {
           if (stage < 3) {
             for (int i = 0; i < 20; ++i) {
-              copy_async(tile[stage][i][me], A + ((stage * 20 + i) * 32 + me) * 8, 16);
+              cp_async(tile[stage][i][me], A + ((stage * 20 + i) * 32 + me) * 8, 16);
             }
           }
-          commit_copies();
-          wait_for_copies<2>();
+          cp_async_commit_group();
+          cp_async_wait_group<2>();
           __syncthreads();
           if (stage < 2) continue;
           for (int i = 0; i < 20; ++i) {
@@ -375,20 +375,20 @@ def test_copies_land_in_the_wait_that_requires_it():
     body = (
         TILE
         + """
-        copy_async(tile[me], A + me * 8, 16);
-        commit_copies();
-        copy_async(tile[me], A + (32 + me) * 8, 16);
-        commit_copies();
-        copy_async(tile[me], A, 0);
+        cp_async(tile[me], A + me * 8, 16);
+        cp_async_commit_group();
+        cp_async(tile[me], A + (32 + me) * 8, 16);
+        cp_async_commit_group();
+        cp_async(tile[me], A, 0);
         B[me] = tile[me][0];
-        wait_for_copies<2>();
+        cp_async_wait_group<2>();
         B[32 + me] = tile[me][0];
-        wait_for_copies<1>();
+        cp_async_wait_group<1>();
         B[64 + me] = tile[me][0];
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         B[96 + me] = tile[me][0];
-        commit_copies();
-        wait_for_copies<0>();
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
         B[128 + me] = tile[me][0];
     """
     )
@@ -402,9 +402,9 @@ def test_copies_land_in_the_wait_that_requires_it():
 SHARE = (
     TILE
     + """
-    copy_async(tile[me], A + me * 8, 16);
-    commit_copies();
-    wait_for_copies<0>();
+    cp_async(tile[me], A + me * 8, 16);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
     __syncthreads();
     B[me] = tile[me ^ s0][0];
 """
@@ -421,8 +421,8 @@ def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
     before, after = SHARE.rsplit("__syncthreads();", 1)
     caught = fault(before + after, A, B, **options)
     assert "race" in caught.what and caught.place in ("test.cu:6", "test.cu:10")
-    waits_too_late = before.replace("wait_for_copies<0>();", "") + "__syncthreads();"
-    waits_too_late += "wait_for_copies<0>();" + after
+    waits_too_late = before.replace("cp_async_wait_group<0>();", "") + "__syncthreads();"
+    waits_too_late += "cp_async_wait_group<0>();" + after
     assert "race" in fault(waits_too_late, A, B, **options).what
 
 
@@ -433,10 +433,10 @@ def test_a_copy_to_what_others_still_read(schedule):
         + """
         B[me] = tile[me ^ 33][0];
         __syncthreads();
-        copy_async(tile[me], A + me * 8, 16);
+        cp_async(tile[me], A + me * 8, 16);
         __syncthreads();
-        commit_copies();
-        wait_for_copies<0>();
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
     """
     )
     A, B = numbers(64), np.zeros(64, np.uint16)

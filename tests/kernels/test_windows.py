@@ -256,8 +256,8 @@ def test_a_window_takes_less_time(kernel):
 
 
 FAULTS = {
-    "one key too many": ("fa2", ("hidden_keys(row, N, lower)", "hidden_keys(row, N, lower - 1)")),
-    "one key too few": ("fa2", ("hidden_keys(row, N, lower)", "hidden_keys(row, N, lower + 1)")),
+    "one key too many": ("fa2", ("kv_begin(row, N, lower)", "kv_begin(row, N, lower - 1)")),
+    "one key too few": ("fa2", ("kv_begin(row, N, lower)", "kv_begin(row, N, lower + 1)")),
     "a tile too few": ("mma_async", ("N, lower) / Bc * Bc;", "N, lower) / Bc * Bc + Bc;")),
     "unmasked tiles": ("mma_async", (" && first_key >= hidden_from_some)", ")")),
     "another first tile": ("mma_async", ("K[0], keys, start)", "K[0], keys, 0)")),

@@ -467,13 +467,13 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
         #include <ptx/cp_async.cuh>
         extern "C" __global__ void test(const __half* a, float* out) {
           __shared__ __align__(16) __half tile[32][8];
-          copy_async(tile[threadIdx.x], a, threadIdx.x % 17);
-          commit_copies();
-          wait_for_copies<0>();
+          cp_async(tile[threadIdx.x], a, threadIdx.x % 17);
+          cp_async_commit_group();
+          cp_async_wait_group<0>();
           __syncwarp();
           unsigned r[4], s[4];
-          load_matrices(r, tile[threadIdx.x]);
-          load_matrices_transposed(s, tile[threadIdx.x]);
+          ldmatrix(r, tile[threadIdx.x]);
+          ldmatrix_trans(s, tile[threadIdx.x]);
           float d4[4] = {};
           multiply_add<__half>(d4, r, s[0], pack<__half>(out[0], out[1]));
           out[threadIdx.x] = d4[0] + d4[1] + d4[2] + d4[3];

@@ -12,7 +12,7 @@ struct Queries {
   Tensor<scalar> dQ;
   const RowSums* row_sums;
   const Part* dQ_sum;
-  int M, N, heads, group, diagonal, lower;
+  int M, N, heads, group, causal_offset, window_offset;
   float scale;
 };
 
@@ -41,10 +41,10 @@ struct Piece {
   __device__ __forceinline__ void finish(const Queries& in) const {
     if (head >= in.heads || first_row >= in.M) return;
     const int first_col = by_columns_of_dQ ? part * part_width : 0;
-    if (is_strange(sums)) {
+    if (has_nonfinite(sums)) {
       recompute_rows<part_width>(in.Q, in.K, in.V, in.dO, in.dQ, in.row_sums, first_row, head,
-                                 in.heads, head / in.group, batch, in.M, in.N, in.diagonal,
-                                 in.lower, in.scale, first_col);
+                                 in.heads, head / in.group, batch, in.M, in.N, in.causal_offset,
+                                 in.window_offset, in.scale, first_col);
       return;
     }
     const bool aligned = is_aligned(in.dQ);

@@ -50,12 +50,12 @@ struct Walk {
   }
   // Registers do not keep where the heads begin: that is found once more.
   __device__ __forceinline__ void begin_copies(Shared& shared, const Inputs& in, int stage) const {
-    copy_rows<d>(shared.Q[stage], Head(in.Q, fresh(batch), fresh(head), in.M), first_row);
-    copy_rows<dv>(shared.dO[stage], Head(in.dO, fresh(batch), fresh(head), in.M), first_row);
+    copy_rows<d>(shared.Q[stage], Head(in.Q, opaque(batch), opaque(head), in.M), first_row);
+    copy_rows<dv>(shared.dO[stage], Head(in.dO, opaque(batch), opaque(head), in.M), first_row);
   }
   __device__ __forceinline__ RowSums load_sums(const Inputs& in) const {
     RowSums sums;
-    sums.load(in.lse, in.delta, fresh(batch), fresh(head), first_row, in.M);
+    sums.load(in.lse, in.delta, opaque(batch), opaque(head), first_row, in.M);
     return sums;
   }
 };
@@ -86,7 +86,8 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
   RowSums next;
   bool strange_rows = false;
   if constexpr (has_mask && masked)
-    strange_rows = __syncthreads_or(is_strange(shared.Q[stage]) || is_strange(shared.dO[stage]));
+    strange_rows =
+        __syncthreads_or(has_nonfinite(shared.Q[stage]) || has_nonfinite(shared.dO[stage]));
 
   {
     const Scores own;
@@ -96,7 +97,7 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
     // Where the next tile is, is found while these products go on.
     if (more) next = walk.load_sums(in);
     if (stages == 2 && more) walk.begin_copies(shared, in, 1 - stage);
-    commit_copies();
+    cp_async_commit_group();
     weigh<masked>(P, shared.lse[turn], own, pairs, scale2, lane);
     store_weights(shared.P, P, own, lane);
     multiply_transposed<dP_steps>(dS, shared.dO[stage], shared.V, own, lane);
@@ -116,7 +117,7 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites Q and dO
     if (more) walk.begin_copies(shared, in, 0);
-    commit_copies();
+    cp_async_commit_group();
   }
   if constexpr (adds_dQ) {
     float* to = sums.of(batch, head, pairs.first_row);
@@ -136,7 +137,7 @@ __device__ __forceinline__ bool step_down(Shared& shared, const Inputs& in, Walk
       }
     }
   }
-  wait_for_copies<0>();
+  cp_async_wait_group<0>();
   return __syncthreads_or(more && next.dead);  // the next tile is there, this one no longer read
 }
 
@@ -146,12 +147,13 @@ __device__ __forceinline__ void sum_columns(Tensor<const operand> Q, Tensor<cons
                                             Tensor<const real> lse, Tensor<const real> delta,
                                             float* dQ_sum, Tensor<scalar> dK_out,
                                             Tensor<scalar> dV_out, int M, int N, int kv_heads,
-                                            int group, int diagonal, int lower, real scale) {
+                                            int group, int causal_offset, int window_offset,
+                                            real scale) {
   Shared& shared = shared_memory<Shared>();
   const Place at = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   const int first_key = at.tile * Bc;
   const Inputs in = {Q, K, V, dO, lse, delta, M, N};
-  const RowRange rows = rows_that_see(first_key, M, N, diagonal, lower);
+  const RowRange rows = rows_that_see(first_key, M, N, causal_offset, window_offset);
   const int start = rows.first / Br * Br, first_head = at.head * group;
   const int tiles = rows.end > start ? cdiv(rows.end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
@@ -164,14 +166,14 @@ __device__ __forceinline__ void sum_columns(Tensor<const operand> Q, Tensor<cons
     copy_rows<d>(shared.K, Head(K, at.batch, at.head, N), first_key);
     copy_rows<dv>(shared.V, Head(V, at.batch, at.head, N), first_key);
     walk.begin_copies(shared, in, 0);
-    commit_copies();
+    cp_async_commit_group();
     first.store(shared.lse[0], shared.delta[0]);
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     bool dead = __syncthreads_or(first.dead);  // the tiles are there
     bool strange_keys = false;
-    if constexpr (adds_dQ && has_mask) strange_keys = __syncthreads_or(is_strange(shared.K));
+    if constexpr (adds_dQ && has_mask) strange_keys = __syncthreads_or(has_nonfinite(shared.K));
     for (int turn = 0; walk.left > 0; turn = 1 - turn) {
-      const Pairs pairs = {walk.first_row, first_key, M, N, diagonal, lower};
+      const Pairs pairs = {walk.first_row, first_key, M, N, causal_offset, window_offset};
       if (dead) {
         clear_dead_rows(shared.Q[stages == 2 ? turn : 0], shared.lse[turn]);
         clear_dead_rows(shared.dO[stages == 2 ? turn : 0], shared.lse[turn]);

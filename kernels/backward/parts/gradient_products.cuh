@@ -16,7 +16,7 @@ constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 
 // The thread's lane, of which nothing was computed ahead.
 __device__ __forceinline__ int own_lane() {
-  return fresh(int(threadIdx.x)) % warp_size;
+  return opaque(int(threadIdx.x)) % warp_size;
 }
 
 // Into how many parts warps divide the rows of a product; its columns go to as many warps as share
@@ -49,7 +49,7 @@ struct Part {
   int row, col, end = columns;
 
   __device__ __forceinline__ Part() {
-    const int warp = fresh(int(threadIdx.x)) / warp_size;
+    const int warp = opaque(int(threadIdx.x)) / warp_size;
     row = warp % down * rows;
     col = warp / down * cols;
   }
@@ -100,10 +100,10 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
   for (int k = 0; k < length / step; ++k) {
     unsigned a[rows][4];
 #pragma unroll
-    for (int i = 0; i < rows; ++i) load_matrices(a[i], of_A(i * step, 2 * k));
+    for (int i = 0; i < rows; ++i) ldmatrix(a[i], of_A(i * step, 2 * k));
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
-        [&](unsigned (&b)[4], int n) { load_matrices(b, of_B(n * step, 2 * k)); });
+        [&](unsigned (&b)[4], int n) { ldmatrix(b, of_B(n * step, 2 * k)); });
   }
 }
 
@@ -121,16 +121,16 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
     for (int i = 0; i < rows; ++i) {
       if constexpr (of_columns) {
         const int row = lane / 16 * 8 + lane % 8, chunk = own.row / 8 + 2 * i + lane / 8 % 2;
-        load_matrices_transposed(a[i], at(A, row, chunk, k * step));
+        ldmatrix_trans(a[i], at(A, row, chunk, k * step));
       } else {
-        load_matrices(a[i], Spots(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
+        ldmatrix(a[i], Spots(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
       }
     }
     multiply_step(
         D, a, [&](int n) { return own.has(n); },
         [&](unsigned (&b)[4], int n) {
           const int chunk = own.col / 8 + 2 * n + lane / 16;
-          load_matrices_transposed(b, at(B, lane % 16, chunk, k * step));
+          ldmatrix_trans(b, at(B, lane % 16, chunk, k * step));
         });
   }
 }
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool counts(const Pairs& pairs, float lse, int row, i
 template <bool masked, class Own, int rows, int blocks>
 __device__ __forceinline__ void weigh(float (&S)[rows][blocks][4], const float (&lse)[Br],
                                       const Own& own, Pairs pairs, float scale2, int lane) {
-  pairs.first_key = fresh(pairs.first_key);  // registers do not keep what counts
+  pairs.first_key = opaque(pairs.first_key);  // registers do not keep what counts
 #pragma unroll
   for (int i = 0; i < 2 * rows; ++i) {
     const int row = own.row + i * 8 + lane / 4;
@@ -194,7 +194,7 @@ __device__ __forceinline__ void slope(float (&dP)[rows][blocks][4],
                                       const float (&P)[rows][blocks][4], const float (&lse)[Br],
                                       const float (&delta)[Br], const Own& own, Pairs pairs,
                                       int lane) {
-  pairs.first_key = fresh(pairs.first_key);  // registers do not keep what counts
+  pairs.first_key = opaque(pairs.first_key);  // registers do not keep what counts
 #pragma unroll
   for (int i = 0; i < 2 * rows; ++i) {
     const int row = own.row + i * 8 + lane / 4;

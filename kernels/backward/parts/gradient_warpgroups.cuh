@@ -18,34 +18,34 @@ constexpr int consuming_threads = consumers * warpgroup_size;
 
 // Registers are the consumers', but for a few.
 __device__ __forceinline__ void give_to_consumers() {
-  give_registers<24>();
+  decrease_registers<24>();
 }
 __device__ __forceinline__ void take_from_producer() {
-  take_registers<240>();
+  increase_registers<240>();
 }
 
 // Begins S = A B^T for the warpgroup's rows of A, of so many columns, and all rows of B.
 template <int columns, int count, class Own, class Others>
 __device__ __forceinline__ void begin_scores(float (&S)[count], const Own& A, const Others& B,
                                              int warpgroup) {
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < columns / step; ++k) {
     const Matrix own = by_rows(A.box[k / 4][warpgroup * warpgroup_rows]);
     multiply<scalar>(S, own + k % 4 * 32, by_rows(B.box[k / 4]) + k % 4 * 32, k > 0);
   }
-  commit_products();
+  wgmma_commit_group();
 }
 
 // Begins to add the products of weights with the rows of a tile.
 template <int count, int steps, class Others>
 __device__ __forceinline__ void begin_sums(float (&sums)[count],
                                            const unsigned (&weights)[steps][4], const Others& B) {
-  begin_products();
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < steps; ++k)
     multiply<scalar>(sums, weights[k], by_columns(B.box, steps * step) + k * 2048, true);
-  commit_products();
+  wgmma_commit_group();
 }
 
 template <int count, int steps>

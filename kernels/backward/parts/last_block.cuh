@@ -22,7 +22,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
 // What a warp that adds does at last, of which the elected lane has begun the additions.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all, bool elected) {
   if (elected) {
-    wait_for_stores();
+    bulk_wait_group();
     was_last = is_last(count, all);
   }
   __syncwarp();

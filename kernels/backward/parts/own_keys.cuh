@@ -23,11 +23,11 @@ struct Work {
   }
 };
 
-__device__ __forceinline__ Work find_work(int M, int N, int kv_heads, int group, int diagonal,
-                                          int lower) {
+__device__ __forceinline__ Work find_work(int M, int N, int kv_heads, int group, int causal_offset,
+                                          int window_offset) {
   // With a causal mask the first keys have the most rows.
   const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
-  const auto rows = rows_that_see(tile * Bc, M, N, diagonal, lower);
+  const auto rows = rows_that_see(tile * Bc, M, N, causal_offset, window_offset);
   return {tile * Bc, kv_head, batch, rows.first / Br * Br, N > 0 ? rows.end : 0, group, M};
 }
 
@@ -40,10 +40,10 @@ struct Own {
 
   __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
   __device__ __forceinline__ int first_key() const {
-    return fresh(warpgroup * warpgroup_rows + warp * step);
+    return opaque(warpgroup * warpgroup_rows + warp * step);
   }
-  __device__ __forceinline__ int key() const { return first_key() + fresh(lane) / 4; }
-  __device__ __forceinline__ int row() const { return 2 * (fresh(lane) % 4); }
+  __device__ __forceinline__ int key() const { return first_key() + opaque(lane) / 4; }
+  __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2).
   __device__ __forceinline__ void weigh(Sums<Br>& S, const RowSums& sums, float scale2) const {
@@ -66,8 +66,8 @@ struct Own {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int more = e / 2 * 8, here = ahead + more - (n * 8 + e % 2);
-        const bool seen = first + more < pairs.N && (!causal || here <= pairs.diagonal) &&
-                          (!windowed || here >= pairs.lower);
+        const bool seen = first + more < pairs.N && (!causal || here <= pairs.causal_offset) &&
+                          (!windowed || here >= pairs.window_offset);
         if (!seen) P[n * 4 + e] = 0;
       }
     }
@@ -91,8 +91,8 @@ template <bool with_dK = true, bool with_dV = true>
 __device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
                                Tensor<const scalar> V, Tensor<const scalar> dO, Tensor<scalar> dK,
                                Tensor<scalar> dV, const RowSums* row_sums, const Work& work,
-                               int first_key, int heads, int N, int diagonal, int lower,
-                               float scale) {
+                               int first_key, int heads, int N, int causal_offset,
+                               int window_offset, float scale) {
   constexpr int d_count = cdiv(d, warp_size), dv_count = cdiv(dv, warp_size);
   const int lane = threadIdx.x % warp_size;
   for (int key = first_key; key < min(first_key + step, N); ++key) {
@@ -103,7 +103,7 @@ __device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
       for (int i = 0; i < min(Br, work.M - first_row); ++i) {
         const int row = first_row + i;
         const RowSums& sums = row_sums[tile];
-        if (!sums.counts(i) || !sees_key(row, key, N, diagonal, lower)) continue;
+        if (!sums.counts(i) || !sees_key(row, key, N, causal_offset, window_offset)) continue;
         const scalar* q = Q.row(work.batch, head, row);
         const scalar* grad = dO.row(work.batch, head, row);
         const Pair pair = weigh_pair(q, k, grad, v, sums.lse2[i], sums.delta[i], scale, lane);

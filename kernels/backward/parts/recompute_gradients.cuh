@@ -10,11 +10,11 @@
 
 // Whether one of the warp's sums is infinite or NaN.
 template <int count>
-__device__ __forceinline__ bool is_strange(const float (&sums)[count]) {
-  bool strange = false;
+__device__ __forceinline__ bool has_nonfinite(const float (&sums)[count]) {
+  bool nonfinite = false;
 #pragma unroll
-  for (int i = 0; i < count; ++i) strange |= !(fabs(sums[i]) < infinity);
-  return __any_sync(full_warp, strange);
+  for (int i = 0; i < count; ++i) nonfinite |= !(fabs(sums[i]) < infinity);
+  return __any_sync(full_warp, nonfinite);
 }
 
 // P and dS of a row and a key, which a warp computes together.
@@ -37,16 +37,16 @@ template <int width>
 __device__ void recompute_rows(Tensor<const scalar> Q, Tensor<const scalar> K,
                                Tensor<const scalar> V, Tensor<const scalar> dO, Tensor<scalar> dQ,
                                const RowSums* row_sums, int first, int head, int heads, int kv_head,
-                               int batch, int M, int N, int diagonal, int lower, float scale,
-                               int first_col) {
+                               int batch, int M, int N, int causal_offset, int window_offset,
+                               float scale, int first_col) {
   constexpr int count = cdiv(width, warp_size);
   const int lane = threadIdx.x % warp_size;
   for (int row = first; row < min(first + step, M); ++row) {
     const RowSums& sums = row_sums[tile_of(batch, head, heads, row, M)];
     const scalar *q = Q.row(batch, head, row), *grad = dO.row(batch, head, row);
     float gradient[count] = {};
-    const int end = sums.counts(row % Br) ? visible_keys(row, N, diagonal) : 0;
-    for (int key = hidden_keys(row, N, lower); key < end; ++key) {
+    const int end = sums.counts(row % Br) ? kv_end(row, N, causal_offset) : 0;
+    for (int key = kv_begin(row, N, window_offset); key < end; ++key) {
       const scalar *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key);
       const Pair pair =
           weigh_pair(q, k, grad, v, sums.lse2[row % Br], sums.delta[row % Br], scale, lane);

@@ -16,14 +16,14 @@ struct PassedWeights {
   float4 fours[Br / 8][warpgroup_size];
 
   __device__ __forceinline__ void write(const Sums<Br>& P) {
-    const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+    const int mine = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
     for (int i = 0; i < Br / 8; ++i)
       fours[i][mine] = float4{P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3]};
   }
 
   __device__ __forceinline__ void read(Sums<Br>& P) const {
-    const int mine = fresh(int(threadIdx.x)) % warpgroup_size;
+    const int mine = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
     for (int i = 0; i < Br / 8; ++i) {
       const float4 four = fours[i][mine];
@@ -41,12 +41,13 @@ __device__ __forceinline__ void leave_gradient(const float (&sums)[count], const
                                                Tensor<const scalar> V, Tensor<const scalar> dO,
                                                Tensor<scalar> dK, Tensor<scalar> dV,
                                                const RowSums* row_sums, const Work& work, int heads,
-                                               int N, int diagonal, int lower, float scale) {
+                                               int N, int causal_offset, int window_offset,
+                                               float scale) {
   constexpr bool is_dV = warpgroup == of_dV;
   const int first_key = work.first_key + own.first_key();
-  if (is_strange(sums))
+  if (has_nonfinite(sums))
     recompute_keys<!is_dV, is_dV>(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N,
-                                  diagonal, lower, scale);
+                                  causal_offset, window_offset, scale);
   else if constexpr (is_dV)
     store_gradient<dv>(sums, 1, first_key, dV, work.batch, work.kv_head, N, own.lane);
   else

@@ -49,13 +49,13 @@ struct Ring {
   }
   __device__ __forceinline__ void begin(int place) {
     source.begin(ring[place]);
-    commit_copies();
+    cp_async_commit_group();
   }
   // While some warps multiply a slice others begin the copies, for they share the schedulers:
   // `late` ones copy when they have multiplied, in `done`.
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
-    wait_for_copies<stages - 2>();
+    cp_async_wait_group<stages - 2>();
     __syncthreads();  // the slice is there, and the one before it is no longer read
     if (!late()) begin(stage == 0 ? stages - 1 : stage - 1);
     return ring[stage];
@@ -71,7 +71,7 @@ struct Own {
   int row, col;
 
   __device__ __forceinline__ explicit Own(int width) {
-    const int warp = fresh(int(threadIdx.x)) / warp_size;
+    const int warp = opaque(int(threadIdx.x)) / warp_size;
     row = warp % (Br / Wr) * Wr;
     col = warp / (Br / Wr) * width;
   }
@@ -91,8 +91,8 @@ struct Round {
 
 // Whether all of these rows see all of these keys, of those that there are.
 __device__ __forceinline__ bool all_see(int first_row, int rows, int first_key, int keys, int M,
-                                        int N, int diagonal, int lower) {
+                                        int N, int causal_offset, int window_offset) {
   if constexpr (!has_mask) return true;
-  return visible_keys(first_row, N, diagonal) >= min(first_key + keys, N) &&
-         hidden_keys(min(first_row + rows, M) - 1, N, lower) <= first_key;
+  return kv_end(first_row, N, causal_offset) >= min(first_key + keys, N) &&
+         kv_begin(min(first_row + rows, M) - 1, N, window_offset) <= first_key;
 }

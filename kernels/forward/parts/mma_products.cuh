@@ -21,12 +21,12 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
-      load_matrices(a[i], queries(i * step, 2 * k));
+      ldmatrix(a[i], queries(i * step, 2 * k));
     }
 #pragma unroll
     for (int n = 0; n < Bc / step; ++n) {
       unsigned b[4];
-      load_matrices(b, keys(n * step, 2 * k));
+      ldmatrix(b, keys(n * step, 2 * k));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 #pragma unroll
     for (int n = 0; n < width / step; ++n) {
       unsigned b[4];
-      load_matrices_transposed(b, values(k * step, 2 * n));
+      ldmatrix_trans(b, values(k * step, 2 * n));
 #pragma unroll
       for (int i = 0; i < Wr / step; ++i) {
         multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
@@ -94,10 +94,10 @@ __device__ void store_output(operand (&Q)[Br][columns], const Fragments<width>& 
   for (int i = lane; i < Wr * chunks; i += warp_size) {
     const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
     const int packed_row = first_row + own_row + row;
-    if (packed_row >= M * packed) continue;
+    if (packed_row >= M * pack_gqa) continue;
     const operand* from = at(Q, own_row + row, chunk);
-    scalar* to =
-        out.row(batch, head * packed + packed_row % packed, packed_row / packed) + chunk * in_chunk;
+    scalar* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
+                 chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else {

@@ -10,11 +10,11 @@ struct Work {
 
 // That of the tile with this index, of so many rows; it starts where a tile of keys does.
 template <int rows, int keys>
-__device__ __forceinline__ Work find_work(int index, int M, int N, int heads, int diagonal,
-                                          int lower) {
+__device__ __forceinline__ Work find_work(int index, int M, int N, int heads, int causal_offset,
+                                          int window_offset) {
   const int tiles = cdiv(M, rows);
   const auto [tile, head, batch] = place(index, tiles, heads);
   const int row = (tiles - 1 - tile) * rows;  // the longest rows of a causal mask first
-  return {row, head, batch, hidden_keys(row, N, lower) / keys * keys,
-          visible_keys(min(row + rows, M) - 1, N, diagonal)};
+  return {row, head, batch, kv_begin(row, N, window_offset) / keys * keys,
+          kv_end(min(row + rows, M) - 1, N, causal_offset)};
 }

@@ -6,29 +6,31 @@
 
 constexpr bool has_mask = causal || windowed;
 
-// Query `row` sees keys 0 … visible_keys - 1. Under a causal mask key j is seen if
+// Query `row` sees keys 0 … kv_end - 1. Under a causal mask key j is seen if
 // j <= row + diagonal, where diagonal is N - M (bottom-right) or 0 (top-left), and larger by what a
 // window shows on the right.
-__device__ __forceinline__ int visible_keys(int row, int N, int diagonal) {
-  if constexpr (causal) return max(0, min(N, row + diagonal + 1));
+__device__ __forceinline__ int kv_end(int row, int N, int causal_offset) {
+  if constexpr (causal) return max(0, min(N, row + causal_offset + 1));
   return N;
 }
 
-// Of these, query `row` does not see keys 0 … hidden_keys - 1. In a window key j is hidden if
+// Of these, query `row` does not see keys 0 … kv_begin - 1. In a window key j is hidden if
 // j < row + lower, where lower is as diagonal, less what the window shows on the left.
-__device__ __forceinline__ int hidden_keys(int row, int N, int lower) {
-  if constexpr (windowed) return max(0, min(N, row + lower));
+__device__ __forceinline__ int kv_begin(int row, int N, int window_offset) {
+  if constexpr (windowed) return max(0, min(N, row + window_offset));
   return 0;
 }
 
 // Whether query `row` sees a key. Below the window the unsigned difference is larger than in it, so
 // one comparison is for both of its ends.
-__device__ __forceinline__ bool sees_key(int row, int key, int N, int diagonal, int lower) {
+__device__ __forceinline__ bool sees_key(int row, int key, int N, int causal_offset,
+                                         int window_offset) {
   if constexpr (windowed) {
-    const int inside = key - row - lower;
-    return key < N && (causal ? unsigned(inside) <= unsigned(diagonal - lower) : inside >= 0);
+    const int inside = key - row - window_offset;
+    return key < N &&
+           (causal ? unsigned(inside) <= unsigned(causal_offset - window_offset) : inside >= 0);
   }
-  return key < visible_keys(row, N, diagonal);
+  return key < kv_end(row, N, causal_offset);
 }
 
 // How many of the keys of a tile that begins at `first_key` are hidden.

@@ -9,17 +9,17 @@
 
 // Whether one of the warp's sums is NaN.
 template <int blocks>
-__device__ __forceinline__ bool is_strange(const float (&O)[Wr / step][blocks][4]) {
-  bool strange = false;
+__device__ __forceinline__ bool has_nonfinite(const float (&O)[Wr / step][blocks][4]) {
+  bool nonfinite = false;
 #pragma unroll
   for (int n = 0; n < blocks; ++n) {
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) strange |= O[i][n][e] != O[i][n][e];
+      for (int e = 0; e < 4; ++e) nonfinite |= O[i][n][e] != O[i][n][e];
     }
   }
-  return __any_sync(full_warp, strange);
+  return __any_sync(full_warp, nonfinite);
 }
 
 // Writes the warp's rows of O, from their maxima and sums, by the keys that each row sees alone.
@@ -39,8 +39,8 @@ __device__ void recompute_rows(Tensor<const operand> Q, Tensor<const operand> K,
         __shfl_sync(full_warp, half ? rows.maximum[0][1] : rows.maximum[0][0], i % 8 * 4);
     const operand *q = Q.row(batch, head, row), *k, *v;
     float o[o_count] = {};
-    const int end = visible_keys(row, rows.N, rows.diagonal);
-    for (int key = hidden_keys(row, rows.N, rows.lower); key < end; ++key) {
+    const int end = kv_end(row, rows.N, rows.causal_offset);
+    for (int key = kv_begin(row, rows.N, rows.window_offset); key < end; ++key) {
       k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key);
       float score = 0;
       for (int j = lane; j < d; j += warp_size) score += float(q[j]) * float(k[j]);

@@ -21,24 +21,30 @@ template <int blocks>
 __device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
     [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
 
-// What a thread knows of the two rows that it holds in each 16. Rows are those of `packed` query
-// heads, which share a head of K and V: row r is query r / packed of head r % packed. Scores are
-// multiplied by scale2, so that weights are powers of two. A maximum begins with the lowest finite
-// number: -infinity would make NaN of a row whose scores are all masked.
+// What a thread knows of the two rows that it holds in each 16. Rows are those of `pack_gqa` query
+// heads, which share a head of K and V: row r is query r / pack_gqa of head r % pack_gqa. Scores
+// are multiplied by scale2, so that weights are powers of two. A maximum begins with the lowest
+// finite number: -infinity would make NaN of a row whose scores are all masked.
 struct Rows {
-  int first, N, diagonal, lower;
+  int first, N, causal_offset, window_offset;
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
-  __device__ __forceinline__ Rows(int first, int N, int diagonal, int lower, float scale)
-      : first(first), N(N), diagonal(diagonal), lower(lower), scale2(scale * log2e), sum() {
+  __device__ __forceinline__ Rows(int first, int N, int causal_offset, int window_offset,
+                                  float scale)
+      : first(first),
+        N(N),
+        causal_offset(causal_offset),
+        window_offset(window_offset),
+        scale2(scale * log2e),
+        sum() {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
   }
 
   __device__ __forceinline__ int row(int i, int half) const {
-    return fresh(first) + i * step + half * 8;
+    return opaque(first) + i * step + half * 8;
   }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
-    return sees_key(row(i, half) / packed, key, N, diagonal, lower);
+    return sees_key(row(i, half) / pack_gqa, key, N, causal_offset, window_offset);
   }
   __device__ __forceinline__ void scale(const float (&factor)[Wr / step][2]) {
 #pragma unroll
@@ -75,7 +81,7 @@ __device__ __forceinline__ void find_maxima(Fragments<Bc>& S, const Rows& rows, 
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     float& x = maximum[i / 2][i % 2];
     x = part[i / 2][i % 2][0];
-    if constexpr (parts == 2) x = fmax(fresh(x), fresh(part[i / 2][i % 2][1]));
+    if constexpr (parts == 2) x = fmax(opaque(x), opaque(part[i / 2][i % 2][1]));
     x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
     x = fmax(x, __shfl_xor_sync(full_warp, x, 2));
   }
@@ -187,8 +193,8 @@ __device__ __forceinline__ void finish_rows(float (&O)[Wr / step][blocks][4], co
       }
     }
     const int own = first + lane % 4, row = rows.row(0, 0) + own * 8;
-    if (own < 2 * (Wr / step) && row < M * packed)
-      *lse.row(batch, head * packed + row % packed, row / packed) =
+    if (own < 2 * (Wr / step) && row < M * pack_gqa)
+      *lse.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa) =
           __uint_as_float(own_maximum) / log2e + log(__uint_as_float(own_sum));
   }
 }
@@ -200,8 +206,8 @@ __device__ __forceinline__ void store_rows(const Fragments<width>& O, const Rows
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
-    if (row >= M * packed) continue;
-    scalar* to = out.row(batch, head * packed + row % packed, row / packed);
+    if (row >= M * pack_gqa) continue;
+    scalar* to = out.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa);
 #pragma unroll
     for (int j = 0; j < width / 4; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;

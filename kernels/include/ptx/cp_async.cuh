@@ -3,7 +3,7 @@
 
 // Copies `bytes` of 16, 0 to 16, and writes zeros for the rest; both addresses are multiples of 16.
 // sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
-__device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      unsigned(__cvta_generic_to_shared(shared))),
@@ -24,7 +24,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 }
 
 // Ends a group of this thread's copies.  cp.async.commit_group
-__device__ __forceinline__ void commit_copies() {
+__device__ __forceinline__ void cp_async_commit_group() {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits until at most `pending` groups of this thread's copies are still under way; a barrier makes
 // what has landed known to other threads.  cp.async.wait_group
 template <int pending>
-__device__ __forceinline__ void wait_for_copies() {
+__device__ __forceinline__ void cp_async_wait_group() {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
   }

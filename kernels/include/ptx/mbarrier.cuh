@@ -13,7 +13,7 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 }
 
 // Makes a barrier for so many arrivals a phase; one thread does it.  mbarrier.init
-__device__ __forceinline__ void make_barrier(Barrier& barrier, int arrivals) {
+__device__ __forceinline__ void init_barrier(Barrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
                "r"(arrivals)
                : "memory");
@@ -21,7 +21,7 @@ __device__ __forceinline__ void make_barrier(Barrier& barrier, int arrivals) {
 
 // Lets copies see the barriers that this thread has made; a __syncthreads does so for threads.
 // fence.mbarrier_init
-__device__ __forceinline__ void publish_barriers() {
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void arrive(Barrier& barrier) {
 }
 
 // Arrives, and lets the phase wait for so many bytes of copies.  mbarrier.arrive.expect_tx
-__device__ __forceinline__ void arrive_expecting(Barrier& barrier, int bytes) {
+__device__ __forceinline__ void arrive_expect_tx(Barrier& barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
       "r"(bytes)

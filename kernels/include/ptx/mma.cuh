@@ -48,25 +48,25 @@ __device__ __forceinline__ Spot spot_of(const void* shared) {
 // matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
 // each; or of 8x4 matrices of floats, and gets element l % 4.
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], Spot row) {
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], Spot row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
-  load_matrices(r, spot_of(row));
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], const void* row) {
+  ldmatrix(r, spot_of(row));
 }
 
 // The same, each matrix transposed.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], Spot row) {
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], Spot row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
-  load_matrices_transposed(r, spot_of(row));
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], const void* row) {
+  ldmatrix_trans(r, spot_of(row));
 }
 
 // The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where

@@ -3,18 +3,18 @@
 // change before it, and keep it; of a value that they cannot foresee they compute nothing ahead.
 
 // The same number, as one that was not known before.
-__device__ __forceinline__ int fresh(int value) {
+__device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-__device__ __forceinline__ long long fresh(long long value) {
+__device__ __forceinline__ long long opaque(long long value) {
   asm volatile("" : "+l"(value));
   return value;
 }
 
 // Of maxima, which compilers take in an order of their own otherwise.
-__device__ __forceinline__ float fresh(float value) {
+__device__ __forceinline__ float opaque(float value) {
   asm("" : "+f"(value));
   return value;
 }

@@ -19,7 +19,7 @@ constexpr int box_alignment = 1024;
 
 // Begins to copy a box to shared memory; its bytes count at the barrier.
 // cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-__device__ __forceinline__ void load_box(void* shared, const TensorMap& map, Barrier& barrier,
+__device__ __forceinline__ void tma_load(void* shared, const TensorMap& map, Barrier& barrier,
                                          int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_box(void* shared, const TensorMap& map, Bar
 // Begins to copy so many bytes as they lie, from one multiple of 16 to another, and a multiple of
 // 16 themselves; they count at the barrier.
 // cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-__device__ __forceinline__ void load_bytes(void* shared, const void* memory, int bytes,
-                                           Barrier& barrier) {
+__device__ __forceinline__ void bulk_load(void* shared, const void* memory, int bytes,
+                                          Barrier& barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
       "[%3];" ::"r"(shared_address(shared)),
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_bytes(void* shared, const void* memory, int
 }
 
 // Begins to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
-__device__ __forceinline__ void store_box(const TensorMap& map, const void* shared, int column,
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,
                                           int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* shar
 // Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
 // added in one step, in any order. It counts as a store.
 // cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
-__device__ __forceinline__ void add_floats(float* memory, const float* shared, int count) {
+__device__ __forceinline__ void bulk_add(float* memory, const float* shared, int count) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(memory),
       "r"(shared_address(shared)), "r"(4 * count)
@@ -61,23 +61,23 @@ __device__ __forceinline__ void add_floats(float* memory, const float* shared, i
 }
 
 // Ends a group of this thread's stores.  cp.async.bulk.commit_group
-__device__ __forceinline__ void commit_stores() {
+__device__ __forceinline__ void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Waits until this thread's stores have read shared memory.  cp.async.bulk.wait_group.read
-__device__ __forceinline__ void wait_until_stores_have_read() {
+__device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Waits until this thread's stores have arrived, and it sees what they did.
 // cp.async.bulk.wait_group
-__device__ __forceinline__ void wait_for_stores() {
+__device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
 // lets another thread begin them.  fence.proxy.async
-__device__ __forceinline__ void publish_to_copies() {
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

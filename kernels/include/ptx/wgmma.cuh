@@ -45,12 +45,12 @@ __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
 
 // Before the first product, and before one that takes registers which were written since.
 // wgmma.fence
-__device__ __forceinline__ void begin_products() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 // Ends a group of products.  wgmma.commit_group
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -64,14 +64,14 @@ __device__ __forceinline__ void settle(float (&d)[count]) {
 // Waits until at most `pending` groups of products are still under way, and D may be read.
 // wgmma.wait_group
 template <int pending, int count>
-__device__ __forceinline__ void wait_for_products(float (&d)[count]) {
+__device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
   settle(d);
 }
 
 // The same where D goes on being written: what the other groups read may then be overwritten.
 template <int pending>
-__device__ __forceinline__ void wait_for_reads() {
+__device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 

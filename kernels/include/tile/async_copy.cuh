@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
         from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
       else
         from += rows_in_turn<chunks> * head.stride;
-      copy_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
+      cp_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
     });
   } else {
 #pragma unroll 1
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], cons
 // whose exponent is all ones, so that one more in its last place carries into the sign's. Of
 // float32 those count too that are infinite in tf32, to which half of its last place is added.
 template <int height, int columns>
-__device__ __forceinline__ bool is_strange(operand (&V)[height][columns]) {
+__device__ __forceinline__ bool has_nonfinite(operand (&V)[height][columns]) {
   constexpr bool pairs = sizeof(operand) == 2;
   constexpr unsigned signs = pairs ? 0x80008000 : 0x80000000;
   constexpr unsigned last_place = !pairs             ? 0x00800000 + 0x1000

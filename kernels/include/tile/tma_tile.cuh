@@ -7,7 +7,7 @@
 
 // So many rows and columns, filled up to whole boxes.
 template <class T, int rows, int columns>
-struct alignas(box_alignment) Boxes {
+struct alignas(box_alignment) TmaTile {
   static constexpr int in_row = box_row_bytes / int(sizeof(T));
   static constexpr int count = cdiv(columns, in_row);
   T box[count][rows][in_row];
@@ -20,7 +20,7 @@ struct alignas(box_alignment) Boxes {
 
 // Which of so many buffers comes next, and in which phase its barriers are.
 template <int count>
-struct Turn {
+struct PipelineState {
   int stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
@@ -33,11 +33,11 @@ struct Turn {
 // Begins to copy the rows of a head from a row and column on, for which a phase of the barrier
 // waits.
 template <class T, int rows, int columns>
-__device__ __forceinline__ void load_boxes(Boxes<T, rows, columns>& tile, const TensorMap& map,
+__device__ __forceinline__ void load_async(TmaTile<T, rows, columns>& tile, const TensorMap& map,
                                            Barrier& barrier, int row, int head, int batch,
                                            int column = 0) {
-  arrive_expecting(barrier, sizeof tile);
+  arrive_expect_tx(barrier, sizeof tile);
 #pragma unroll
   for (int i = 0; i < tile.count; ++i)
-    load_box(tile.box[i], map, barrier, column + i * tile.in_row, row, head, batch);
+    tma_load(tile.box[i], map, barrier, column + i * tile.in_row, row, head, batch);
 }

@@ -96,15 +96,15 @@ CUPYFA_UNCHECKED void land_all_but(unsigned pending) {
 }  // namespace simulator
 
 // Copies `bytes` of 16, 0 to 16, and writes zeros for the rest; both addresses are multiples of 16.
-inline void copy_async(void* shared, const void* global, int bytes, simulator::Here here = {}) {
+inline void cp_async(void* shared, const void* global, int bytes, simulator::Here here = {}) {
   if (bytes < 0 || bytes > 16) {
-    simulator::fault("calls copy_async for less than 0 or more than 16 bytes", here);
+    simulator::fault("calls cp_async for less than 0 or more than 16 bytes", here);
   }
   if (reinterpret_cast<size_t>(shared) % 16 != 0 || reinterpret_cast<size_t>(global) % 16 != 0) {
-    simulator::fault("calls copy_async with an address that is not a multiple of 16", here);
+    simulator::fault("calls cp_async with an address that is not a multiple of 16", here);
   }
   if (!simulator::is_shared(shared) || simulator::is_shared(global)) {
-    simulator::fault("calls copy_async other than from global to shared memory", here);
+    simulator::fault("calls cp_async other than from global to shared memory", here);
   }
   // Wrong accesses show here, even if nobody waits; the copy is made, and checked, when it lands.
   simulator::check_read(global, static_cast<size_t>(bytes), here);
@@ -113,14 +113,14 @@ inline void copy_async(void* shared, const void* global, int bytes, simulator::H
 }
 
 // Ends a group of this thread's copies.
-inline void commit_copies() {
+inline void cp_async_commit_group() {
   simulator::end_group();
 }
 
 // Waits until at most `pending` groups of this thread's copies are still under way; a barrier makes
 // what has landed known to other threads.
 template <int pending>
-inline void wait_for_copies() {
+inline void cp_async_wait_group() {
   static_assert(pending >= 0, "a number of groups");
   simulator::land_all_but(pending);
 }

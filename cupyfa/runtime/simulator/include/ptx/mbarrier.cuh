@@ -15,12 +15,12 @@ inline unsigned shared_address(const void* shared) {
 }
 
 // Makes a barrier for so many arrivals a phase; one thread does it.
-inline void make_barrier(Barrier& barrier, int arrivals, simulator::Here here = {}) {
+inline void init_barrier(Barrier& barrier, int arrivals, simulator::Here here = {}) {
   simulator_make_barrier(&barrier, arrivals, here.file, here.line);
 }
 
 // Lets copies see the barriers that this thread has made; a __syncthreads does so for threads.
-inline void publish_barriers() {
+inline void fence_barrier_init() {
   simulator_publish_barriers();
 }
 
@@ -29,8 +29,8 @@ inline void arrive(Barrier& barrier, simulator::Here here = {}) {
 }
 
 // Arrives, and lets the phase wait for so many bytes of copies.
-inline void arrive_expecting(Barrier& barrier, int bytes, simulator::Here here = {}) {
-  simulator_arrive(&barrier, bytes, "arrive_expecting", here.file, here.line);
+inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
+  simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
 // Waits until the phase, 0 or 1, has ended. Of a new barrier phase 1 counts as ended.

@@ -194,20 +194,20 @@ inline Spot spot_of(const void* shared) {
 // Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
 // matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
 // each; or of 8x4 matrices of floats, and gets element l % 4.
-inline void load_matrices(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
-  simulator::read_pairs(r, simulator::gather_rows(row, "load_matrices", here), here);
+inline void ldmatrix(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
+  simulator::read_pairs(r, simulator::gather_rows(row, "ldmatrix", here), here);
 }
-inline void load_matrices(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
-  load_matrices(r, reinterpret_cast<const void*>(row), here);
+inline void ldmatrix(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
+  ldmatrix(r, reinterpret_cast<const void*>(row), here);
 }
 
 // The same, each matrix transposed.
-inline void load_matrices_transposed(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
-  auto rows = simulator::gather_rows(row, "load_matrices_transposed", here);
+inline void ldmatrix_trans(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
+  auto rows = simulator::gather_rows(row, "ldmatrix_trans", here);
   simulator::read_columns(r, rows, here);
 }
-inline void load_matrices_transposed(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
-  load_matrices_transposed(r, reinterpret_cast<const void*>(row), here);
+inline void ldmatrix_trans(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
+  ldmatrix_trans(r, reinterpret_cast<const void*>(row), here);
 }
 
 // The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where

@@ -3,6 +3,6 @@
 
 // The same number.
 template <class T>
-inline T fresh(T value) {
+inline T opaque(T value) {
   return value;
 }

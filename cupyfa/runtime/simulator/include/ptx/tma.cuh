@@ -4,7 +4,7 @@
 //
 // A box is loaded in the first wait for its barrier's phase, and read to be stored in the wait for
 // that. Who uses its bytes before is in a race, and is reported. Floats are added later still: by a
-// seed at any such wait or, as without one, in wait_for_stores or when the block ends.
+// seed at any such wait or, as without one, in bulk_wait_group or when the block ends.
 #include <ptx/mbarrier.cuh>
 
 // An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
@@ -23,7 +23,7 @@ constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
 // Begins to copy a box to shared memory; its bytes count at the barrier.
-inline void load_box(void* shared, const TensorMap& map, Barrier& barrier, int column, int row,
+inline void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int column, int row,
                      int head, int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};
   simulator_load_box(shared, &map, &barrier, coordinates, here.file, here.line);
@@ -31,13 +31,13 @@ inline void load_box(void* shared, const TensorMap& map, Barrier& barrier, int c
 
 // Begins to copy so many bytes as they lie, from one multiple of 16 to another, and a multiple of
 // 16 themselves; they count at the barrier.
-inline void load_bytes(void* shared, const void* memory, int bytes, Barrier& barrier,
-                       simulator::Here here = {}) {
+inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
+                      simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
 }
 
 // Begins to copy a box from shared memory.
-inline void store_box(const TensorMap& map, const void* shared, int column, int row, int head,
+inline void tma_store(const TensorMap& map, const void* shared, int column, int row, int head,
                       int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};
   simulator_store_box(&map, shared, coordinates, here.file, here.line);
@@ -45,28 +45,28 @@ inline void store_box(const TensorMap& map, const void* shared, int column, int 
 
 // Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
 // added in one step, in any order. It counts as a store.
-inline void add_floats(float* memory, const float* shared, int count, simulator::Here here = {}) {
+inline void bulk_add(float* memory, const float* shared, int count, simulator::Here here = {}) {
   simulator_add_floats(memory, shared, count, here.file, here.line);
 }
 
 // Ends a group of this thread's stores.
-inline void commit_stores() {
+inline void bulk_commit_group() {
   simulator_commit_stores();
 }
 
 // Waits until this thread's stores have read shared memory.
-inline void wait_until_stores_have_read(simulator::Here here = {}) {
+inline void bulk_wait_group_read(simulator::Here here = {}) {
   simulator_end_stores(here.file, here.line);
 }
 
 // Waits until this thread's stores have arrived, and it sees what they did.
-inline void wait_for_stores(simulator::Here here = {}) {
+inline void bulk_wait_group(simulator::Here here = {}) {
   simulator_end_stores(here.file, here.line);
   simulator_make_additions();
 }
 
 // Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
 // lets another thread begin them.
-inline void publish_to_copies() {
+inline void fence_proxy_async() {
   simulator_publish_to_copies();
 }

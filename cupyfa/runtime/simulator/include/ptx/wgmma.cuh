@@ -19,7 +19,7 @@
 // - A in registers is read when the product begins, so its registers may be written at once.
 // - Sums are rounded after each of the 16 products, or 32; a device adds these together first, and
 //   of e4m3 it keeps about 14 bits of what it adds to.
-// - Of the registers written without begin_products, only those written after a wait are noticed.
+// - Of the registers written without wgmma_fence, only those written after a wait are noticed.
 #include <ptx/mbarrier.cuh>
 #include <ptx/e4m3.cuh>
 #include <ptx/mma.cuh>
@@ -48,12 +48,12 @@ inline Matrix by_columns(const void* box, int rows) {
 }
 
 // Before the first product, and before one that takes registers which were written since.
-inline void begin_products(simulator::Here here = {}) {
+inline void wgmma_fence(simulator::Here here = {}) {
   simulator_begin_products(here.file, here.line);
 }
 
 // Ends a group of products.
-inline void commit_products(simulator::Here here = {}) {
+inline void wgmma_commit_group(simulator::Here here = {}) {
   simulator_commit_products(here.file, here.line);
 }
 
@@ -63,14 +63,14 @@ inline void settle(float (&)[count]) {}
 
 // Waits until at most `pending` groups of products are still under way, and D may be read.
 template <int pending, int count>
-inline void wait_for_products(float (&d)[count], simulator::Here here = {}) {
+inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
 // The same where D goes on being written: what the other groups read may then be overwritten.
 template <int pending>
-inline void wait_for_reads(simulator::Here here = {}) {
+inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
   simulator_wait_for_products(pending, nullptr, here.file, here.line);
 }
