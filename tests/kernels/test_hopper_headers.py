@@ -249,7 +249,7 @@ FAULTS = {
         23,
     ),
     "the wrong phase of a full stage": (
-        "i / 2 % 2);\n      begin", "(i / 2 + 1) % 2);\n      begin",
+        "i / 2 % 2);\n      wgmma_fence", "(i / 2 + 1) % 2);\n      wgmma_fence",
         r"no thread of this block has written|a box that .* loads at test.cu:1[45] is under way",
         26,
     ),

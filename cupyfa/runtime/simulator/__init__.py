@@ -7,15 +7,15 @@ What it does not see, or sees otherwise than a device:
   each other what is done.
 - A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
   whole warp.
-- A copy_async that lands before it has to: it lands in the wait for it. Who reads between two
+- A cp_async that lands before it has to: it lands in the wait for it. Who reads between two
   barriers of which one follows its start and the other precedes its wait finds the old data.
 - A read of shared memory by more than two warpgroups' products at a time: two are recorded, and a
   write that races with another one alone is missed.
-- Registers that a thread writes between begin_products and a product: the product takes them. A in
+- Registers that a thread writes between wgmma_fence and a product: the product takes them. A in
   registers is read when the product begins, where a device may read it until the wait.
 - The order in which a warpgroup's product adds: here one product after the other, each sum rounded;
   and that a device adds products of e4m3 with about 14 bits.
-- How many registers a thread has: give_registers and take_registers only look at the number.
+- How many registers a thread has: decrease_registers and increase_registers only look at the number.
 - A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
   a function that the compiler does not inline.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.

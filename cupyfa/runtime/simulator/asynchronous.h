@@ -210,7 +210,7 @@ inline bool knows(const Reader& reader, Epoch epoch) {
 [[noreturn]] COLD void fault_unpublished(Worker& worker, const Arena& arena, const Touch& touch,
                                          int writer) {
   fault(worker, touch.place,
-        format("%s wrote byte %zu of %s without publish_to_copies, and copies or tensor cores are "
+        format("%s wrote byte %zu of %s without fence_proxy_async, and copies or tensor cores are "
                "to use it",
                thread_name(worker, writer).chars,
                static_cast<std::size_t>(touch.address - arena.address), arena.name));
@@ -310,7 +310,7 @@ PhaseBarrier& phase_barrier(Worker& worker, const void* pointer, const char* ope
   PhaseBarrier* barrier = find_phase_barrier(worker, pointer);
   if (barrier == nullptr) {
     fault(worker, place,
-          format("calls %s on a barrier at %s, where make_barrier has made none", operation,
+          format("calls %s on a barrier at %s, where init_barrier has made none", operation,
                  shared_name(worker, pointer).chars));
   }
   check<Access::atomic>(pointer, sizeof(std::uint64_t), place);
@@ -323,7 +323,7 @@ PhaseBarrier& phase_barrier(Worker& worker, const void* pointer, const char* ope
 }
 
 void make_phase_barrier(Worker& worker, void* pointer, int arrivals, const Place& place) {
-  check_barrier_address(worker, pointer, "make_barrier", place);
+  check_barrier_address(worker, pointer, "init_barrier", place);
   if (arrivals < 1 || arrivals >= 1 << 20) {
     fault(worker, place, format("makes a barrier for %d arrivals; choose 1 or more", arrivals));
   }
@@ -422,7 +422,7 @@ void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Plac
 }
 
 // ---------------------------------------------------------------------------------------------
-// Boxes
+// TmaTile
 
 void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
   check<Access::read>(map, sizeof *map, place);
@@ -599,8 +599,8 @@ void begin_load(Worker& worker, const Box& box, PhaseBarrier& barrier) {
   Arena& arena = shared_arena(worker, box.shared, box.bytes(), "loads a box to", box.place);
   if (!barrier.published) {
     fault(worker, box.place,
-          format("calls load_box for a barrier that its maker, %s, has not published; "
-                 "publish_barriers after make_barrier",
+          format("calls tma_load for a barrier that its maker, %s, has not published; "
+                 "fence_barrier_init after init_barrier",
                  thread_name(worker, barrier.maker).chars));
   }
   check_array<Access::read>(box);
@@ -662,7 +662,7 @@ void end_stores(Worker& worker, const Place& place) {
     const Box& box = first->box;
     if (!first->grouped) {
       fault(worker, place,
-            format("waits for a box, stored at %s, that no group holds; commit_stores first",
+            format("waits for a box, stored at %s, that no group holds; bulk_commit_group first",
                    place_name(worker, box.place).chars));
     }
     if (box.memory != nullptr) {
@@ -1045,7 +1045,7 @@ void begin_product(Worker& worker, const Asked& asked, const Place& place) {
   Warpgroup& group = warpgroup_of(worker, "multiply", place);
   if (!fiber.begun) {
     fault(worker, place,
-          format("multiplies without begin_products, which comes before the first product and "
+          format("multiplies without wgmma_fence, which comes before the first product and "
                  "after each wait"));
   }
   Product* product;
@@ -1072,7 +1072,7 @@ void begin_product(Worker& worker, const Asked& asked, const Place& place) {
 
 void end_product_group(Worker& worker, const Place& place) {
   Fiber& fiber = *worker.fiber;
-  Warpgroup& group = warpgroup_of(worker, "commit_products", place);
+  Warpgroup& group = warpgroup_of(worker, "wgmma_commit_group", place);
   std::uint64_t& end = group.ends[fiber.groups % kept_groups];
   if (fiber.groups == group.groups) {
     end = fiber.products;
@@ -1080,7 +1080,7 @@ void end_product_group(Worker& worker, const Place& place) {
   } else if (end != fiber.products) {
     fault(worker, place,
           format("ends a group of other products than the rest of its warpgroup; all of its %d "
-                 "threads call commit_products together",
+                 "threads call wgmma_commit_group together",
                  warpgroup_size));
   }
   ++fiber.groups;
@@ -1119,17 +1119,17 @@ void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
 
 void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Place& place) {
   Fiber& fiber = *worker.fiber;
-  Warpgroup& group = warpgroup_of(worker, "wait_for_products", place);
+  Warpgroup& group = warpgroup_of(worker, "wgmma_wait_group", place);
   if (fiber.grouped != fiber.products) {
     fault(worker, place,
-          format("waits for products that no group holds; commit_products after the last"));
+          format("waits for products that no group holds; wgmma_commit_group after the last"));
   }
   std::uint64_t end = fiber.finished_products;
   if (fiber.groups > pending) {
     end = std::max(end, group.ends[(fiber.groups - pending - 1) % kept_groups]);
   }
   while (group.complete < end) {
-    wait_beside(worker, group.waiting[fiber.warp % 4], "wait_for_products", place);
+    wait_beside(worker, group.waiting[fiber.warp % 4], "wgmma_wait_group", place);
   }
   make_products(worker, group, end);
   return_d(*worker.asynchronous, group, rank_of(worker), end);
@@ -1262,7 +1262,7 @@ void check_left_over(Worker& worker) {
     fault(worker, fiber.stores->box.place,
           format("returns before a box that it stores was read from shared memory; "
                  "%swait_until_stores_have_read",
-                 fiber.stores->grouped ? "" : "commit_stores and "));
+                 fiber.stores->grouped ? "" : "bulk_commit_group and "));
   }
   if (fiber.finished_products != fiber.products) {
     const Warpgroup& group = worker.asynchronous->warpgroups[fiber.index / warpgroup_size];
@@ -1362,23 +1362,23 @@ EXPORTED void simulator_load_box(void* shared, const void* map, void* barrier,
   Worker& worker = *self;
   Place place{file, line, CALLER};
   Box box =
-      make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates, "load_box", place);
-  begin_load(worker, box, phase_barrier(worker, barrier, "load_box", place));
+      make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates, "tma_load", place);
+  begin_load(worker, box, phase_barrier(worker, barrier, "tma_load", place));
 }
 
 EXPORTED void simulator_store_box(const void* map, const void* shared, const int* coordinates,
                                   const char* file, int line) {
   Worker& worker = *self;
   begin_store(worker, make_box(worker, static_cast<const TensorMap*>(map), shared, coordinates,
-                               "store_box", {file, line, CALLER}));
+                               "tma_store", {file, line, CALLER}));
 }
 
 EXPORTED void simulator_load_bytes(void* shared, const void* memory, int bytes, void* barrier,
                                    const char* file, int line) {
   Worker& worker = *self;
   Place place{file, line, CALLER};
-  Box box = make_bytes(worker, const_cast<void*>(memory), shared, bytes, "load_bytes", place);
-  begin_load(worker, box, phase_barrier(worker, barrier, "load_bytes", place));
+  Box box = make_bytes(worker, const_cast<void*>(memory), shared, bytes, "bulk_load", place);
+  begin_load(worker, box, phase_barrier(worker, barrier, "bulk_load", place));
 }
 
 EXPORTED void simulator_add_floats(float* memory, const float* shared, int count, const char* file,
@@ -1386,7 +1386,7 @@ EXPORTED void simulator_add_floats(float* memory, const float* shared, int count
   Worker& worker = *self;
   long bytes = long{count} * static_cast<long>(sizeof(float));
   begin_store(worker,
-              make_bytes(worker, memory, shared, bytes, "add_floats", {file, line, CALLER}));
+              make_bytes(worker, memory, shared, bytes, "bulk_add", {file, line, CALLER}));
 }
 
 EXPORTED void simulator_commit_stores() {
@@ -1411,7 +1411,7 @@ EXPORTED void simulator_publish_to_copies() {
 }
 
 EXPORTED void simulator_begin_products(const char* file, int line) {
-  warpgroup_of(*self, "begin_products", {file, line, CALLER});
+  warpgroup_of(*self, "wgmma_fence", {file, line, CALLER});
   self->fiber->begun = true;
 }
 

@@ -269,7 +269,7 @@ struct Fiber {
   // Of the components of no warp, what this thread knows beyond its warp: a warp's threads share
   // what they know of other threads, but each waits for copies and products itself.
   Clock known[max_components - max_warps];
-  bool begun;  // whether begin_products came since its last wait
+  bool begun;  // whether wgmma_fence came since its last wait
 };
 
 // ---------------------------------------------------------------------------------------------
