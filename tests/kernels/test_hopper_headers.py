@@ -270,11 +270,11 @@ FAULTS = {
         r"a product of warpgroup 0 at test.cu:26 (is under way|read) and this thread writes", 14,
     ),
     "too few bytes expected": (
-        "expecting(shared.full[i % 2], bytes)", "expecting(shared.full[i % 2], bytes - 128)",
+        "expect_tx(shared.full[i % 2], bytes)", "expect_tx(shared.full[i % 2], bytes - 128)",
         r"loads a box of 4096 bytes, of which its barrier at byte \d+ .* did not expect 128", 15,
     ),
     "too many bytes expected": (
-        "expecting(shared.full[i % 2], bytes)", "expecting(shared.full[i % 2], bytes + 128)",
+        "expect_tx(shared.full[i % 2], bytes)", "expect_tx(shared.full[i % 2], bytes + 128)",
         r"128 threads wait for phase 0 .* 1 of 1 arrivals came and 128 expected bytes are missing",
         23,
     ),
