@@ -1385,8 +1385,7 @@ EXPORTED void simulator_add_floats(float* memory, const float* shared, int count
                                    int line) {
   Worker& worker = *self;
   long bytes = long{count} * static_cast<long>(sizeof(float));
-  begin_store(worker,
-              make_bytes(worker, memory, shared, bytes, "bulk_add", {file, line, CALLER}));
+  begin_store(worker, make_bytes(worker, memory, shared, bytes, "bulk_add", {file, line, CALLER}));
 }
 
 EXPORTED void simulator_commit_stores() {
