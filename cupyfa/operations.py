@@ -100,8 +100,8 @@ class Operation:
 
 def visible_scores(p: Problem) -> int:
     """How many (query, key) pairs the mask lets through, per head."""
-    visible = p.M * p.N if p.right is None else _scores_left_of(p, p.diagonal + 1)
-    return visible if p.left is None else visible - _scores_left_of(p, p.lower)
+    visible = p.M * p.N if p.right is None else _scores_left_of(p, p.causal_offset + 1)
+    return visible if p.left is None else visible - _scores_left_of(p, p.window_offset)
 
 
 def _scores_left_of(p: Problem, diagonal: int) -> int:
@@ -127,8 +127,8 @@ def _expected_attention(
         k,
         v,
         scale=p.scale,
-        diagonal=None if p.right is None else p.diagonal + first,
-        lower=None if p.left is None else p.lower + first,
+        diagonal=None if p.right is None else p.causal_offset + first,
+        lower=None if p.left is None else p.window_offset + first,
         dtype=p.dtype.name,
         roundings=roundings,
     )
@@ -143,8 +143,8 @@ def _expected_gradients(
         return tolerance.expected_gradients_of_each(
             *(cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO")),
             scale=p.scale,
-            diagonal=None if p.right is None else p.diagonal + shift,
-            lower=None if p.left is None else p.lower + shift,
+            diagonal=None if p.right is None else p.causal_offset + shift,
+            lower=None if p.left is None else p.window_offset + shift,
             dtype=p.dtype.name,
             roundings=roundings,
         )

@@ -194,19 +194,19 @@ class Problem:
         return self.left is not None or self.right is not None
 
     @property
-    def diagonal(self) -> int:
-        """With a limit on the right query i sees keys j <= i + diagonal, which is at most N - 1.
+    def causal_offset(self) -> int:
+        """With a limit on the right, query i sees keys j <= i + causal_offset, at most N - 1.
 
-        With one on the left, too, it is never below ``lower``.
+        With a limit on the left as well, it is never below ``window_offset``.
         """
         if self.right is None:
             return 0
-        diagonal = min(self._position + self.right, max(self.N - 1, 0))
-        return diagonal if self.left is None else max(diagonal, self.lower)
+        offset = min(self._position + self.right, max(self.N - 1, 0))
+        return offset if self.left is None else max(offset, self.window_offset)
 
     @property
-    def lower(self) -> int:
-        """With a limit on the left query i sees keys j >= i + lower, from -M to N."""
+    def window_offset(self) -> int:
+        """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
         return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
 
     @property

@@ -10,7 +10,7 @@ from cupyfa.operations import OPERATIONS, visible_scores
 @pytest.mark.parametrize("M, N", [(1, 1), (5, 5), (5, 9), (9, 5), (7, 0), (0, 7), (20, 3)])
 def test_visible_scores_are_those_the_mask_lets_through(M, N, causal):
     p = Problem.of_sizes(M=M, N=N, d=4, causal=causal)
-    seen = [p.causal is None or j <= i + p.diagonal for i in range(M) for j in range(N)]
+    seen = [p.causal is None or j <= i + p.causal_offset for i in range(M) for j in range(N)]
     assert visible_scores(p) == sum(seen)
 
 

@@ -177,9 +177,9 @@ def rows_passed(p: Problem, Br: int, Bc: int) -> int:
     last = np.minimum(first + Bc, p.N) - 1
     start, end = np.zeros_like(first), np.full_like(first, p.M)
     if p.right is not None:
-        start = np.clip(first - p.diagonal, 0, p.M)
+        start = np.clip(first - p.causal_offset, 0, p.M)
     if p.left is not None:
-        end = np.clip(last - p.lower + 1, 0, p.M)
+        end = np.clip(last - p.window_offset + 1, 0, p.M)
     passing = np.minimum(-(-end // Br) * Br, p.M) - start // Br * Br
     return int(np.where(start < end, passing, 0).sum())
 
@@ -198,9 +198,9 @@ class KeyTiles:
         end = np.minimum(first + Br, p.M * packed)
         hidden, visible = np.zeros_like(first), np.full_like(first, p.N)
         if p.left is not None:
-            hidden = np.clip(first // packed + p.lower, 0, p.N)
+            hidden = np.clip(first // packed + p.window_offset, 0, p.N)
         if p.right is not None:
-            visible = np.clip((end - 1) // packed + p.diagonal + 1, 0, p.N)
+            visible = np.clip((end - 1) // packed + p.causal_offset + 1, 0, p.N)
         start, stop = hidden // Bc, -(-visible // Bc)
         tiles = np.maximum(stop - start, 0)
         keys = np.where(tiles > 0, np.minimum(stop * Bc, p.N) - start * Bc, 0)

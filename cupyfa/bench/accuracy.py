@@ -66,8 +66,8 @@ def accuracy(
         exact, _ = reference.attention(
             *(inputs[name] for name in "QKV"),
             scale=problem.scale,
-            diagonal=None if problem.right is None else problem.diagonal,
-            lower=None if problem.left is None else problem.lower,
+            diagonal=None if problem.right is None else problem.causal_offset,
+            lower=None if problem.left is None else problem.window_offset,
         )
         for record in chosen:
             plan = planning.plan(record, problem, engine.limits)

@@ -178,7 +178,7 @@ def _torch_options(name: str, p: Problem) -> dict[str, Any]:
     options: dict[str, Any] = {"scale": p.scale}
     if p.heads != p.kv_heads:
         options["enable_gqa"] = True
-    if p.causal and p.diagonal == 0:
+    if p.causal and p.causal_offset == 0:
         options["is_causal"] = True
     elif p.causal:
         if name == "cudnn":
@@ -219,7 +219,7 @@ def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
     jax = import_module("jax")
     if p.dtype.name == "float64":
         raise Unsupported("its arrays have no float64 unless a program asks for it from the start")
-    if p.causal and p.diagonal != 0:
+    if p.causal and p.causal_offset != 0:
         raise Unsupported("its causal mask is aligned to the top left")
     inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
     for implementation in ("cudnn", "xla"):
@@ -270,7 +270,7 @@ def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any
 
     mask = {}
     if p.causal:
-        corner = "TOP_LEFT" if p.diagonal == 0 else "BOTTOM_RIGHT"
+        corner = "TOP_LEFT" if p.causal_offset == 0 else "BOTTOM_RIGHT"
         mask["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, corner)
         mask["diagonal_band_right_bound"] = 0
     handle = cudnn.create_handle()

@@ -63,9 +63,13 @@ class Launch:
     - arrays: the operation's (``Q K V O lse``, of gradients also ``dO dQ dK dV``; or ``S P lse``)
       and the kernel's scratch, each passed as the struct Tensor of tensor.cuh, as a bare pointer if
       written ``Q.data``, or as the struct TensorMap of tma.cuh if written ``Q.map``;
-    - int32: ``M N heads kv_heads batch group``, of the mask ``diagonal lower``, and those of
-      ``numbers``, which are more of them, as ``{"name": lambda p, c: …}``;
-    - ``scale``, as float (as double for float64).
+    - int32: ``M N heads kv_heads batch group``, of the mask ``causal_offset window_offset`` (also
+      named ``diagonal lower``), and those of ``numbers``, which are more of them, as
+      ``{"name": lambda p, c: …}``;
+    - ``scale``, as float (as double for float64);
+    - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
+    - ``mods``, the struct Mods that the host declares above the file: the numbers of the options
+      that change scores. It is empty if the problem has none.
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
     ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,

@@ -17,10 +17,13 @@ from cupyfa.dtypes import DTYPES, DType
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner.plan import Allocations, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.planner.plan import Allocations, Argument, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
+# The struct Sizes of extent.cuh, and a struct without members, which has one byte in C++.
+SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
+_NO_MODS = np.zeros((), "V1")
 _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
 
@@ -141,7 +144,7 @@ def _planned(
         threads=threads,
         shared_bytes=shared_bytes,
         boxes=_boxes(kernel, launch, problem, c),
-        numbers=_numbers(kernel, launch, problem, of_grid),
+        arguments=_arguments(kernel, launch, problem, of_grid),
         target=kernel.target,
         moves={
             name: int(evaluated(kernel, f"moves of {name}", formula, problem, of_grid))
@@ -186,13 +189,47 @@ def _boxes(
     }
 
 
-def _numbers(
+def _arguments(
     kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
-) -> Mapping[str, int]:
-    """The arguments that only this launch has."""
-    return {
-        name: _whole(kernel, name, formula, problem, c, least=-(2**31), most=2**31 - 1)
+) -> tuple[Argument, ...]:
+    """The arguments of a launch, in order; those that are no arrays with their values.
+
+    An optional input that this problem has not is passed as zeros, so that a kernel has the same
+    parameters for every problem.
+    """
+    operation = OPERATIONS[kernel.operation]
+    arrays = [*operation.inputs, *_outputs(kernel), *kernel.scratch]
+    values = _values(problem) | {
+        name: np.int32(_whole(kernel, name, formula, problem, c, least=-(2**31), most=2**31 - 1))
         for name, formula in launch.numbers.items()
+    }
+    for name, form in launch.arrays:
+        if name not in arrays and (form or name not in values):
+            raise ValueError(
+                f"{launch.entry}: argument {name!r} is unknown; arrays are "
+                f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
+            )
+    return tuple(
+        Argument(name, form, None if name in arrays else values[name])
+        for name, form in launch.arrays
+    )
+
+
+def _values(p: Problem) -> dict[str, Any]:
+    """The values of the arguments that every kernel may have, by name."""
+    ends = {"causal_offset": p.causal_offset, "window_offset": p.window_offset}
+    integers = {
+        **{name: getattr(p, name) for name in ("M", "N", "heads", "kv_heads", "batch", "group")},
+        **ends,
+        "diagonal": p.causal_offset,  # the names that records had for these before
+        "lower": p.window_offset,
+    }
+    sizes = np.array((p.M, p.N, *ends.values()), SIZES)
+    return {
+        **{name: np.int32(value) for name, value in integers.items()},
+        "scale": p.dtype.sums.type(p.scale),
+        "sizes": sizes,
+        "mods": _NO_MODS,
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +55,27 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel: an array of the call, or a value that the plan decides.
+
+    ``form`` says how the array ``name`` is passed: "" as the struct Tensor, "data" as a pointer,
+    "map" as a TMA tensor map. ``value`` is None for an array; else it has the bytes of the
+    kernel's parameter: a number, or a struct as a NumPy record.
+    """
+
+    name: str
+    form: str = ""
+    value: Any = None
+
+
+@dataclass(frozen=True)
 class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text.
 
     ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
-    are the rows of a box by array, ``numbers`` the arguments that only this launch has. ``target``
-    is the architecture to compile for, as "90a", if that is not just the device's. ``moves`` are
-    how many times arrays are read or written, where the record says so.
+    are the rows of a box by array, ``arguments`` are those of the kernel, in order. ``target`` is
+    the architecture to compile for, as "90a", if that is not just the device's. ``moves`` are how
+    many times arrays are read or written, where the record says so.
     """
 
     launch: Launch
@@ -72,7 +87,7 @@ class PlannedLaunch:
     threads: int
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    arguments: tuple[Argument, ...] = ()
     target: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,6 +95,11 @@ class PlannedLaunch:
     def entry(self) -> str:
         """The name of the kernel function."""
         return self.launch.entry
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The arguments that only this launch has, by name."""
+        return {x.name: int(x.value) for x in self.arguments if x.name in self.launch.numbers}
 
 
 @dataclass(frozen=True)

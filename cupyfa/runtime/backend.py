@@ -282,24 +282,10 @@ def arguments(
     backend: Backend, plan: Plan, step: PlannedLaunch, arrays: Mapping[str, Any]
 ) -> list[Any]:
     """The values of a launch's arguments, each with the bytes that the kernel's parameter has."""
-    p = plan.problem
-    numbers = {
-        name: np.int32(getattr(p, name))
-        for name in ("M", "N", "heads", "kv_heads", "batch", "group", "diagonal", "lower")
-    } | {name: np.int32(number) for name, number in step.numbers.items()}
-    scale = {"scale": p.dtype.sums.type(p.scale)}
-    values = []
-    for name, form in step.launch.arrays:
-        if name in arrays:
-            values.append(_passed(backend, step, name, form, arrays[name]))
-        elif name in numbers or name in scale:
-            values.append((numbers | scale)[name])
-        else:
-            raise ValueError(
-                f"{step.entry}: argument {name!r} is unknown; arrays are {', '.join(arrays)}, "
-                f"numbers are {', '.join(numbers)}, scale"
-            )
-    return values
+    return [
+        _passed(backend, step, x.name, x.form, arrays[x.name]) if x.value is None else x.value
+        for x in step.arguments
+    ]
 
 
 def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:

@@ -156,8 +156,8 @@ def _left_by_forward(
     out, lse = reference.attention(
         *(arrays[name] for name in "QKV"),
         scale=p.scale,
-        diagonal=None if p.right is None else p.diagonal,
-        lower=None if p.left is None else p.lower,
+        diagonal=None if p.right is None else p.causal_offset,
+        lower=None if p.left is None else p.window_offset,
     )
     with np.errstate(all="ignore"):
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}

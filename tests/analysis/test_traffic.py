@@ -30,7 +30,9 @@ RUNGS = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
 
 
 def sees(p, row, key):
-    return (p.right is None or key <= row + p.diagonal) and (p.left is None or key >= row + p.lower)
+    return (p.right is None or key <= row + p.causal_offset) and (
+        p.left is None or key >= row + p.window_offset
+    )
 
 
 def passing(seen, size, count):

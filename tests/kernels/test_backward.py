@@ -209,7 +209,7 @@ def problem(**sizes):
 
 def expected(p, q, k, v, dout):
     return reference.attention_backward(
-        dout, q, k, v, scale=p.scale, diagonal=p.diagonal if p.causal else None
+        dout, q, k, v, scale=p.scale, diagonal=p.causal_offset if p.causal else None
     )
 
 
@@ -241,7 +241,7 @@ def test_the_pullback_of_a_call(backend, dtype):
     for grad, x, once in zip(pullback(dout), (q, k, v), again, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype
         np.testing.assert_array_equal(grad, once)
-    right = reference.attention_backward(dout, q, k, v, scale=0.3, diagonal=p.diagonal)
+    right = reference.attention_backward(dout, q, k, v, scale=0.3, diagonal=p.causal_offset)
     loose = {"float16": 5e-3, "bfloat16": 4e-2}.get(dtype, 1e-4)
     for grad, other in zip(again, right):
         np.testing.assert_allclose(grad.astype(float), other, atol=loose * 2, rtol=loose)

@@ -63,8 +63,8 @@ def dense(inputs, p):
 
 def mask_of(p):
     return {
-        "diagonal": None if p.right is None else p.diagonal,
-        "lower": None if p.left is None else p.lower,
+        "diagonal": None if p.right is None else p.causal_offset,
+        "lower": None if p.left is None else p.window_offset,
     }
 
 
@@ -316,20 +316,20 @@ def test_constants_and_numbers_of_a_plan():
     plan = cupyfa.plan(kernel="fa2", limits=H100, M=10, N=30, d=8, window=(4, None))
     assert plan.launches[0].constants["windowed"] is True
     assert plan.launches[0].constants["causal"] is False
-    assert (plan.problem.lower, plan.problem.diagonal) == (16, 0)
+    assert (plan.problem.window_offset, plan.problem.causal_offset) == (16, 0)
     plan = cupyfa.plan(kernel="fa2", limits=H100, M=10, N=30, d=8, window=(None, 4))
     assert plan.launches[0].constants["windowed"] is False
     assert plan.launches[0].constants["causal"] is True
-    assert plan.problem.diagonal == 24
+    assert plan.problem.causal_offset == 24
     top = cupyfa.plan(
         kernel="fa2", limits=H100, M=10, N=30, d=8, window=(4, None), causal="top-left"
     ).problem
-    assert (top.lower, top.diagonal) == (-4, 0)
+    assert (top.window_offset, top.causal_offset) == (-4, 0)
 
 
 def test_numbers_stay_within_the_kernels_integers():
     p = problem(MOST, 5, window=(2**31 - 1, 2**31 - 1))
-    assert (p.lower, p.diagonal) == (-MOST, 4)
+    assert (p.window_offset, p.causal_offset) == (-MOST, 4)
 
 
 # The library and the command line

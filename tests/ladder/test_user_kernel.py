@@ -140,7 +140,7 @@ def test_a_value_dimension_it_does_not_claim_is_refused(tmp_path):
 
 def test_an_argument_outside_the_vocabulary(backend, tmp_path):
     kernel = record(tmp_path, py=("M N scale", "M N temperature"))
-    message = "mine: argument 'temperature' is unknown; arrays are Q, K, V, O, numbers are M, N, "
+    message = "mine: argument 'temperature' is unknown; arrays are Q, K, V, O; numbers and structs"
     with pytest.raises(ValueError, match=message):
         cupyfa.attention(*arrays(), kernel=kernel, backend=backend)
 

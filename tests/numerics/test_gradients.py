@@ -40,9 +40,9 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None
     row, key = np.arange(p.M)[:, None], np.arange(p.N)
     seen = np.ones((p.M, p.N), bool)
     if p.right is not None:
-        seen &= key <= row + p.diagonal + shift
+        seen &= key <= row + p.causal_offset + shift
     if p.left is not None:
-        seen &= key >= row + p.lower
+        seen &= key >= row + p.window_offset
     if keys is not None:
         seen &= key < keys
     seen = seen & ~np.isneginf(lse)[..., None]

@@ -225,7 +225,7 @@ def test_the_public_plan_is_every_number_of_a_launch():
     )
     assert p.constants["Br"] == 16
     assert p.launches[0].grid == (5 * 4 * 2, 1, 1)
-    assert (p.problem.group, p.problem.diagonal) == (2, 0)
+    assert (p.problem.group, p.problem.causal_offset) == (2, 0)
 
 
 def test_largest_d_is_the_last_that_plans():

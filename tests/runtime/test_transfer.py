@@ -449,14 +449,14 @@ def test_a_part_sees_the_keys_that_the_whole_does(options):
     whole = Problem.of_sizes(M=7, N=9, d=1, **options)
 
     def sees(p, i, j):
-        right = p.right is None or j <= i + p.diagonal
-        return right and (p.left is None or j >= i + p.lower)
+        right = p.right is None or j <= i + p.causal_offset
+        return right and (p.left is None or j >= i + p.window_offset)
 
     for (m, last_m), (n, last_n) in product(
         [(0, 7), (3, 7), (6, 7)], [(0, 9), (0, 2), (4, 5), (8, 9)]
     ):
         part = whole.part(1, 1, range(m, last_m), range(n, last_n))
-        assert part.left is None or part.right is None or part.diagonal >= part.lower
+        assert part.left is None or part.right is None or part.causal_offset >= part.window_offset
         for i, j in product(range(part.M), range(part.N)):
             assert sees(part, i, j) == sees(whole, i + m, j + n)
 
