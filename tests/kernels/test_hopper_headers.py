@@ -289,7 +289,9 @@ FAULTS = {
     "more arrivals than the barrier was made for": (
         "if (elect_one()) arrive", "arrive", r"race|waits for ever|where all", None,
     ),
-    "barriers that copies do not see": ("fence_barrier_init();", "", "fence_barrier_init after", 14),
+    "barriers that copies do not see": (
+        "fence_barrier_init();", "", "fence_barrier_init after", 14,
+    ),
     "barriers that threads do not see": (
         "    __syncthreads();\n", "\n", r"none|wrote and this thread updates", None,
     ),

@@ -15,7 +15,8 @@ What it does not see, or sees otherwise than a device:
   registers is read when the product begins, where a device may read it until the wait.
 - The order in which a warpgroup's product adds: here one product after the other, each sum rounded;
   and that a device adds products of e4m3 with about 14 bits.
-- How many registers a thread has: decrease_registers and increase_registers only look at the number.
+- How many registers a thread has: decrease_registers and increase_registers look at the number
+  only.
 - A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
   a function that the compiler does not inline.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
