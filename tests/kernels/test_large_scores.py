@@ -1,0 +1,42 @@
+"""Scores that are finite but huge, where the multiply-add of a GPU leaves a large rest.
+
+``S * scale - maximum`` is rounded once on a GPU: for the largest score of a row the difference is
+the rounding error of the product, not 0. Above 2^26 that error is more than 2, and above 2^30 its
+exponential overflows. The simulator's compiler contracts in the same way if it is asked to.
+"""
+
+from pathlib import Path
+
+import pytest
+from helpers.problems import FORWARD, inputs_of, name, planned
+
+from cupyfa.runtime import calls
+
+CONTRACTED = "-O2 -mfma -ffp-contract=fast"
+# Kernels that compute 2^(S * scale2 - maximum) with one rounding.
+OVERFLOW = {kernel for kernel in FORWARD if kernel.startswith(("mma_", "wgmma"))}
+
+
+@pytest.fixture
+def contracting(backend, monkeypatch):
+    """The backend, with multiplication and addition contracted to one instruction."""
+    if backend.name == "simulator":
+        cpu = Path("/proc/cpuinfo")
+        if not cpu.exists() or " fma " not in cpu.read_text():
+            pytest.skip("this CPU has no fused multiply-add")
+        monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", CONTRACTED)
+    return backend
+
+
+@pytest.mark.parametrize("scale", [3e9, 1e36, -1e36])
+@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+def test_finite_scores_of_any_size(contracting, kernel, scale, request):
+    if kernel.name in OVERFLOW:
+        why = "exp2(S * scale2 - maximum) overflows by the rounding error of the product"
+        strict = contracting.name == "simulator"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=strict))
+    sizes = {"heads": 1, "M": 20, "N": 40, "d": 16, "causal": "top-left", "scale": scale}
+    # The baselines keep S in the dtype of the inputs, which has to hold it.
+    dtype = "float32" if kernel.name.startswith("baseline") else None
+    plan = planned(kernel, contracting, sizes, dtype)
+    calls.checked(contracting, plan, inputs_of(plan), {})
