@@ -1,0 +1,87 @@
+#pragma once
+// The geometry of one batch element: how many queries and keys it has, and which keys each query
+// sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: kv_end is what a causal mask and the ends of
+// the keys leave, kv_begin is the left end of a window.
+
+#include <tile/math.cuh>
+
+constexpr bool has_mask = causal || windowed;
+
+// What the host passes, the argument `sizes` of a record.
+struct Sizes {
+  int M, N;           // queries and keys of a head
+  int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
+                      // (top-left), plus what a window shows on the right
+  int window_offset;  // key j is seen if j >= i + window_offset: the same, minus what it shows on
+                      // the left
+};
+
+struct Extent {
+  int M, N, causal_offset, window_offset;
+
+  __device__ __forceinline__ int kv_end(int row) const {
+    if constexpr (causal) return max(0, min(N, row + causal_offset + 1));
+    return N;
+  }
+
+  __device__ __forceinline__ int kv_begin(int row) const {
+    if constexpr (windowed) return max(0, min(N, row + window_offset));
+    return 0;
+  }
+
+  // The mask of one pair. Left of the window the unsigned difference is larger than any inside, so
+  // one comparison checks both ends.
+  __device__ __forceinline__ bool sees(int row, int key) const {
+    if constexpr (windowed) {
+      const int inside = key - row - window_offset;
+      return key < N &&
+             (causal ? unsigned(inside) <= unsigned(causal_offset - window_offset) : inside >= 0);
+    }
+    return key < kv_end(row);
+  }
+
+  // Whether the mask hides a pair of these rows and keys, or a tile of keys reaches past the end.
+  // (The last row decides at the left end of a window, the first one at the right end.)
+  __device__ __forceinline__ bool is_masked(int first_row, int rows, int first_key,
+                                            int keys) const {
+    return first_key + keys > kv_end(first_row) ||
+           first_key < kv_begin(min(first_row + rows, M) - 1);
+  }
+
+  // Of the keys of a tile, how many at its beginning and from which one on a row does not see.
+  __device__ __forceinline__ int first_in_tile(int row, int first_key) const {
+    if constexpr (windowed) return max(0, kv_begin(row) - first_key);
+    return 0;
+  }
+  __device__ __forceinline__ int end_in_tile(int row, int first_key, int keys) const {
+    return max(0, min(keys, kv_end(row) - first_key));
+  }
+
+  // The rows that see a key of first_key … first_key + keys - 1: row_begin … row_end - 1.
+  __device__ __forceinline__ int row_begin(int first_key) const {
+    if constexpr (causal)
+      return int(max(0LL, min((long long)M, first_key - (long long)causal_offset)));
+    return 0;
+  }
+  __device__ __forceinline__ int row_end(int first_key, int keys) const {
+    const long long last_key = min(first_key + keys, N) - 1;
+    if constexpr (windowed) return int(max(0LL, min((long long)M, last_key - window_offset + 1)));
+    return M;
+  }
+};
+
+// The geometry of a batch element; every kernel takes its sizes from here.
+__device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
+  return {sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+}
+
+// A tile of rows of one head, and the keys that some of its rows see, from the start of a tile.
+struct RowTile {
+  int row, head, batch, kv_begin, kv_end;
+};
+
+template <int rows, int keys>
+__device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int head, int batch) {
+  return {row, head, batch, extent.kv_begin(row) / keys * keys,
+          extent.kv_end(min(row + rows, extent.M) - 1)};
+}

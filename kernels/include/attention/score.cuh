@@ -1,0 +1,58 @@
+#pragma once
+// From a product of Q and K to the score that the softmax takes, and the derivative of that step.
+// Every kernel, forward and backward, asks here; with no modification wanted, nothing is left of it
+// but the scale.
+//
+//   score = scale * q·k  ->  (modifications, none today)  ->  -infinity where the mask hides it
+//
+// The struct Mods holds what modifications need; the host writes it above a kernel's text.
+
+#include <attention/extent.cuh>
+
+constexpr bool has_score_mod = false;
+
+// A score and d score / d (scale * q·k).
+template <class T>
+struct Scored {
+  T score, slope;
+};
+
+template <class T>
+struct Scorer {
+  T scale;
+  Mods mods;
+
+  // The modified score of a scaled product, in natural units.
+  __device__ __forceinline__ Scored<T> modified(T score) const { return {score, T(1)}; }
+
+  // Kernels that compute scores one by one take them from here.
+  __device__ __forceinline__ T operator()(T product) const {
+    return modified(product * scale).score;
+  }
+  __device__ __forceinline__ Scored<T> with_slope(T product) const {
+    return modified(product * scale);
+  }
+
+  // Kernels on tensor cores take exponents of two, exp2(x * scale2 - maximum), and fold the scale
+  // into scale2: x is the product, with the sign of the scale so that maxima stay maxima, or the
+  // modified score if there is a modification.
+  __device__ __forceinline__ T scale2() const {
+    return T(log2e) * (has_score_mod ? T(1) : scale == 0 ? T(1) : fabs(scale));
+  }
+  template <int m, int n>
+  __device__ __forceinline__ void apply(T (&products)[m][n][4]) const {
+    if (!has_score_mod && scale > 0) return;
+    const T sign = scale < 0 ? T(-1) : T(0);
+#pragma unroll
+    for (int i = 0; i < m * n * 4; ++i) {
+      T& x = products[i / (4 * n)][i / 4 % n][i % 4];
+      x = has_score_mod ? modified(x * scale).score : x * sign;
+    }
+  }
+};
+
+// A score, or -infinity where the mask hides the key.
+template <class T>
+__device__ __forceinline__ T masked(T score, const Extent& extent, int row, int key) {
+  return extent.sees(row, key) ? score : T(-infinity);
+}
