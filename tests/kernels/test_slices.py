@@ -1,86 +1,149 @@
-"""The rung mma_slices in its own sizes: large head dimensions, many spans, every device's tile."""
+"""The rungs for any head dimension: spans of keys, slices of d, every device's tile."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
+import cupyfa
 from cupyfa import Kernel, Launch, Problem
-from cupyfa.analysis.resources import limits_of
+from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.planner import select as planning
 from cupyfa.runtime import calls
 
-SLICES = FORWARD["mma_slices"]
+MMA, WGMMA = FORWARD["mma_slices"], FORWARD["wgmma_slices"]
+# Columns of wgmma_slices are multiples of 8: others are copied to longer rows before the launch.
 SIZES = (
+    {"heads": 1, "M": 20, "N": 30, "d": 304, "dv": 320},
+    {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 264, "dv": 520, "causal": True},
+    {"batch": 2, "heads": 1, "M": 10, "N": 20, "d": 1024},
+    {"heads": 1, "M": 140, "N": 1100, "d": 24, "dv": 72, "causal": True},
+    {"heads": 1, "M": 600, "N": 530, "d": 16, "dv": 24, "causal": "top-left", "scale": -3.0},
+    {"heads": 1, "M": 200, "N": 700, "d": 16, "dv": 24, "window": (90, 260)},
+    {"heads": 1, "M": 30, "N": 600, "d": 16, "dv": 264, "scale": 0.0},
+    {"heads": 1, "M": 300, "N": 70, "d": 264, "causal": True},
+    {"heads": 1, "M": 7, "N": 0, "d": 304},
+    {"heads": 1, "M": 20, "N": 300, "d": 576, "dv": 512},
+)
+ODD_SIZES = (
     {"heads": 1, "M": 20, "N": 30, "d": 300, "dv": 313},
-    {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 264, "dv": 320, "causal": True},
-    {"heads": 1, "M": 10, "N": 20, "d": 1024},
-    {"heads": 1, "M": 140, "N": 1100, "d": 24, "dv": 70, "causal": True},
-    {"heads": 1, "M": 600, "N": 530, "d": 16, "dv": 20, "causal": "top-left", "scale": -3.0},
     {"heads": 1, "M": 30, "N": 600, "d": 16, "dv": 261, "scale": 0.0},
     {"heads": 1, "M": 300, "N": 70, "d": 257, "causal": True},
-    {"heads": 1, "M": 7, "N": 0, "d": 300},
 )
 
 
-# Each size with two of the tiles.
-TILED = [
-    (x, SLICES.tiles[(i + j) % len(SLICES.tiles)]) for i, x in enumerate(SIZES) for j in (0, 2)
-]
+def can_run(kernel, backend, sizes, dtype="float16"):
+    return planning.can(kernel, Problem.of_sizes(**sizes, dtype=dtype), backend.limits)
 
 
-@pytest.mark.parametrize("sizes, tile", TILED, ids=name)
-def test_every_tile_is_right(backend, sizes, tile):
-    if planning.can(SLICES, Problem.of_sizes(**sizes, dtype="float16"), backend.limits):
-        plan = planned(SLICES, backend, sizes, "float16", **tile)
+def tiled(kernel, sizes):
+    """Each of the sizes with two of a kernel's tiles."""
+    tiles, step = kernel.tiles, max(1, len(kernel.tiles) // 2)
+    return [
+        (kernel, x, tiles[(i + j) % len(tiles)]) for i, x in enumerate(sizes) for j in (0, step)
+    ]
+
+
+@pytest.mark.parametrize(
+    "kernel, sizes, tile",
+    [*tiled(MMA, SIZES[1:5] + SIZES[8:9] + ODD_SIZES), *tiled(WGMMA, SIZES)],
+    ids=name,
+)
+def test_every_tile_is_right(backend, kernel, sizes, tile):
+    if can_run(kernel, backend, sizes):
+        plan = planned(kernel, backend, sizes, "float16", **tile)
         calls.checked(backend, plan, inputs_of(plan), {})
 
 
-@pytest.mark.parametrize("sizes", SIZES[3:5], ids=name)
-def test_hidden_values_do_not_show(backend, sizes):
+@pytest.mark.parametrize(
+    "kernel, sizes, dtype",
+    [
+        (MMA, SIZES[3], "bfloat16"),
+        (MMA, SIZES[4], "bfloat16"),
+        (WGMMA, SIZES[3], "float16"),
+        (WGMMA, SIZES[5], "bfloat16"),
+    ],
+    ids=name,
+)
+def test_masked_values_do_not_show(backend, kernel, sizes, dtype):
     """NaN in values and keys that only some rows see, in the first span and in a later one."""
-    plan = planned(SLICES, backend, sizes, "bfloat16", **SLICES.tiles[-1])
-    inputs = inputs_of(plan)
-    inputs["V"][..., 3, 1] = np.inf
-    inputs["V"][..., 500, 5:8] = np.nan
-    inputs["K"][..., 501, 2] = np.nan
-    calls.checked(backend, plan, inputs, {})
+    if can_run(kernel, backend, sizes, dtype):
+        plan = planned(kernel, backend, sizes, dtype, **kernel.tiles[-1])
+        inputs = inputs_of(plan)
+        inputs["V"][..., 3, 1] = np.inf
+        for key, columns in ((500, slice(5, 8)), (600, slice(1, 3))):
+            inputs["V"][..., key % plan.problem.N, columns] = np.nan
+            inputs["K"][..., (key + 1) % plan.problem.N, 2] = np.nan
+        calls.checked(backend, plan, inputs, {})
 
 
 def test_rows_need_no_alignment(backend):
     """Odd strides, and an output that begins anywhere."""
-    plan = planned(SLICES, backend, {"M": 40, "N": 50, "d": 264, "dv": 280}, "float16")
+    plan = planned(MMA, backend, {"M": 40, "N": 50, "d": 264, "dv": 280}, "float16")
     inputs = {x: np.pad(array, [(0, 0)] * 3 + [(1, 2)]) for x, array in inputs_of(plan).items()}
     inputs = {x: array[..., 1:-2] for x, array in inputs.items()}
     out = np.zeros((plan.problem.batch, plan.problem.heads, 40, 283), np.float16)
     calls.checked(backend, plan, inputs, {"O": out[..., 1:-2]})
 
 
+def test_rows_of_any_length(backend):
+    """Rows that are no multiples of 16 bytes are copied to longer ones first."""
+    rng, shapes = np.random.default_rng(0), ((1, 21, 301), (1, 35, 301), (1, 35, 263))
+    q, k, v = (rng.standard_normal(shape).astype("float16") for shape in shapes)
+    if planning.can(WGMMA, Problem.of(q, k, v), backend.limits):
+        cupyfa.attention(q, k, v, kernel="wgmma_slices", backend=backend, check=True)
+
+
+def test_probabilities_in_registers_follow_a_maximum_that_rises(backend):
+    """The second tile of a span, and the first of the next, have far higher scores."""
+    sizes = {"heads": 1, "M": 40, "N": 900, "d": 16, "dv": 24}
+    if can_run(WGMMA, backend, sizes):
+        plan = planned(WGMMA, backend, sizes, "float16")
+        inputs = inputs_of(plan)
+        for first, rise in ((256, 3), (300, 6), (512, 9), (850, 10)):
+            inputs["K"][..., first:, 0] = rise
+        inputs["Q"][..., 0] = 4
+        inputs["V"][..., :256, :] *= 100  # they still count with a weight of 2^-16
+        calls.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_that_stay_take_one_row_tile_after_another(backend, blocks):
+    staying = replace(WGMMA, launches=(replace(WGMMA.launches[0], grid=lambda p, c: blocks),))
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 300, "N": 40, "d": 80, "dv": 264}
+    if can_run(WGMMA, backend, sizes):
+        plan = planned(staying, backend, sizes, "float16", **WGMMA.tiles[-1])
+        calls.checked(backend, plan, inputs_of(plan), {})
+
+
 @pytest.mark.parametrize(
     "arch, tile",
-    [
-        ("75", (64, 128, 256)),
-        ("80", (128, 256, 256)),
-        ("86", (128, 128, 256)),
-        ("90", (128, 256, 512)),
-    ],
+    {
+        "75": (64, 128, 256),
+        "80": (128, 256, 256),
+        "86": (128, 128, 256),
+        "90": (128, 256, 512),
+    }.items(),
 )
 def test_tiles_fill_the_shared_memory_of_a_device(arch, tile):
     for d in (264, 1024, 5000):
         problem = Problem.of_sizes(M=64, d=d, dtype="float16")
-        plan = planning.plan(SLICES, problem, limits_of(arch))
+        plan = planning.plan(MMA, problem, limits_of(arch))
         assert tuple(plan.constants[x] for x in ("Br", "Bc", "span")) == tile
         fastest = "wgmma_slices" if arch == "90" else "mma_slices"
         assert planning.select("auto", "forward", problem, limits_of(arch)).name == fastest
 
 
-def test_sums_take_memory_only_beyond_a_span():
+@pytest.mark.parametrize("kernel, columns", [(MMA, 384), (WGMMA, 320)], ids=name)
+def test_sums_take_memory_only_beyond_a_span(kernel, columns):
     def scratch_bytes(N, dv):
         problem = Problem.of_sizes(batch=2, heads=3, M=100, N=N, d=64, dv=dv, dtype="float16")
-        return planning.plan(SLICES, problem, limits_of("90")).scratch_bytes
+        return planning.plan(kernel, problem, limits_of("90")).scratch_bytes
 
     assert scratch_bytes(512, 1024) == 0
     assert scratch_bytes(513, 1024) == 4 * 2 * 3 * 128 * 1024
-    assert scratch_bytes(513, 320) == 4 * 2 * 3 * 128 * 384
+    assert scratch_bytes(513, 320) == 4 * 2 * 3 * 128 * columns
 
 
 @pytest.mark.parametrize("size", [-1, 0.5])
@@ -89,3 +152,19 @@ def test_a_formula_of_scratch_must_give_a_size(size):
     kernel = Kernel("mine", "", (launch,), scratch={"T": (lambda p, c: size, "real")})
     with pytest.raises(ValueError, match=f"formula for scratch T gives {size}"):
         planning.plan(kernel, Problem.of_sizes(M=8, d=8), limits_of("90"))
+
+
+@pytest.mark.parametrize("tile", WGMMA.tiles[:2], ids=lambda tile: f"{tile['span']}")
+@pytest.mark.parametrize(
+    "d, dtype, mask",
+    [
+        (320, "float16", {}),
+        (512, "bfloat16", {"causal": True}),
+        (1024, "bfloat16", {}),
+        (1024, "float16", {"window": (100, 0)}),
+    ],
+)
+def test_products_are_not_serialized_and_nothing_spills(d, dtype, mask, tile):
+    problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **mask)
+    made = compile_launch(planning.plan(WGMMA, problem, limits_of("90"), **tile).launches[0], "90a")
+    assert (made.warnings, made.spilled_bytes) == ((), 0)
