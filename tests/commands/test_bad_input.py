@@ -819,6 +819,24 @@ COMMANDS = {
     ),
     "run constant twice": (f"run {FA2} -c Bc=32 -c Bc=64", 2, "Bc is given twice", "leave one out"),
     "run tile 4": (f"run {FA2} -c Br=99999999999999999999", 3, "threads a block", "leave Br"),
+    **{
+        f"run {args}": (f"run {FA2} {args}", 2, words)
+        for args, words in {
+            **{f"{size} -3": "-3 is not in the range x>=0" for size in ("-B", "-H", "-N", "-d")},
+            "-M": "requires an argument",
+            "--seed -1": "Invalid value for '--seed': -1",
+            "--causal=upper": "'upper' is not one of 'bottom-right', 'top-left'",
+            "-c X=3": "fa2 has no constant 'X'; it has Br, Bc",
+            "-c Br": "constant 'Br' is not NAME=VALUE",
+            "-c Br=-2": "constant 'Br=-2' is not NAME=VALUE",
+            "-c Br=²": "constant 'Br=²' is not NAME=VALUE",
+        }.items()
+    },
+    "run fit": (
+        "run minimal -d 100000 --backend simulator",
+        *(3, "needs 1,200,004 bytes of shared memory a block; the simulator has 232,448", "can: "),
+    ),
+    "list extra": ("list extra", 2, r"unexpected extra argument \(extra\)"),
     "run format": (f"run {FA2} --format xml", 2, "'xml' is not one of 'table', 'json'", "--help"),
     "run layout": (f"run {FA2} --layout x", 2, "'x' is not one of 'bhsd'", "--help"),
     "run schedule": (f"run {FA2} --schedule -1", 2, "-1 is not in the range", "--help"),
@@ -838,6 +856,8 @@ COMMANDS = {
     ),
     "show fit": ("show fa2 --Br 128 -d 128 --arch 75", 3, "sm_75 has 65,536", "leave Br"),
     "compile": ("compile", 2, "name kernels, or give --all"),
+    "compile both": ("compile fa2 --all", 2, "name kernels, or give --all"),
+    "compile fit": ("compile fa2 -d 30000", 3, "bytes of shared memory a block"),
     "compile arch": ("compile fa2 --arch 90,x", 2, "architecture 'x' is unknown", "there are 75"),
     "compile softmax": ("compile softmax_safe --causal -d 9", 2, "no causal, d; leave it out"),
     "compile window": ("compile softmax_safe --window 3,3", 2, "has no window; leave it out"),

@@ -7,7 +7,6 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from helpers import own_kernel
@@ -238,17 +237,6 @@ def test_data_goes_to_stdout_and_notes_to_stderr():
     assert all(line.startswith("note: ") for line in done.stderr.splitlines())
 
 
-def test_a_reader_that_left_is_not_an_error():
-    command = subprocess.Popen(
-        [*CLI, "list", *SIMULATOR], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    command.stdout.close()
-    errors = command.stderr.read()
-    command.stderr.close()
-    command.wait()
-    assert all(line.startswith("note: ") for line in errors.splitlines()), errors
-
-
 def in_a_terminal(command, **env):
     """What a command writes to a terminal."""
     terminal, slave = pty.openpty()
@@ -338,80 +326,6 @@ def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
 # Exit code 2: the arguments are bad
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ("run --dtype float16", "Missing argument 'KERNEL'. See cupyfa run --help."),
-        ("ran", "No such command 'ran'"),
-        ("--wrong", "No such option"),
-        ("list extra", "unexpected extra argument (extra)"),
-        ("list --format xml", "'xml' is not one of 'table', 'json', 'csv', 'md'"),
-        ("run nope", f"kernel 'nope' is unknown; there are {', '.join(KERNELS)}, and script"),
-        ("run fa2 -M", "requires an argument"),
-        ("run fa2 -M two", "'two' is not a valid integer"),
-        *((f"run fa2 {size} -3", "-3 is not in the range x>=0") for size in SIZES[:-2:2]),
-        ("run fa2 -H 3 --kv-heads 2", "heads=3 is not a multiple of kv_heads=2"),
-        ("run fa2 --scale inf", "scale is inf; give a finite number"),
-        ("run fa2 --seed -1", "Invalid value for '--seed': -1"),
-        ("run fa2 --schedule -1", "Invalid value for '--schedule': -1"),
-        ("run fa2 --dtype int8", "'int8' is not one of 'float16'"),
-        ("run fa2 --layout bsd", "'bsd' is not one of"),
-        ("run fa2 --causal=upper", "'upper' is not one of 'bottom-right', 'top-left'"),
-        ("run fa2 --Br 0", "Br=0 is no tile size"),
-        ("run fa2 --Br 17 --Bc 17", "breaks its rule: Bc is below 16 or a multiple of it"),
-        ("run fa2 -c X=3", "fa2 has no constant 'X'; it has Br, Bc"),
-        ("run fa2 -c Br", "constant 'Br' is not NAME=VALUE"),
-        ("run fa2 -c Br=-2", "constant 'Br=-2' is not NAME=VALUE"),
-        ("run fa2 -c Br=²", "constant 'Br=²' is not NAME=VALUE"),
-        ("run softmax_safe -d 4", "a softmax is M rows of N scores and has no d"),
-        ("run softmax_safe --causal", "has no causal"),
-        ("run none.py", "'none.py' names no record; write none.py:name"),
-        ("run none.py:mine", "there is no file 'none.py'"),
-    ],
-)
-def test_bad_arguments(args, message):
-    command, *rest = args.split()
-    assert message in refused(command, *SIMULATOR * (command == "run"), *rest, code=2)
-
-
-def test_a_script_without_that_record(tmp_path):
-    script = own_kernel.write(tmp_path)
-    message = refused("run", f"{script}:yours", *SIMULATOR, code=2)
-    assert message == f"{script} has no Kernel named 'yours'; its Kernels: mine"
-
-
-@pytest.mark.parametrize(
-    "fault, message",
-    [
-        ("mine = missing\n", r"script\.py:1: NameError: name 'missing' is not defined"),
-        ("\nmine = (\n", r"script\.py: SyntaxError: .*line 2\)"),
-        ("import no_such_module\n", r"script\.py:1: ModuleNotFoundError: .*no_such_module"),
-    ],
-)
-def test_a_script_that_fails(tmp_path, fault, message):
-    script = tmp_path / "script.py"
-    script.write_text(fault)
-    assert re.search(message, refused("run", f"{script}:mine", *SIMULATOR, code=2))
-
-
-def test_a_kernel_file_that_is_missing(tmp_path):
-    script = own_kernel.write(tmp_path)
-    (tmp_path / "mine.cu").unlink()
-    assert str(tmp_path / "mine.cu") in refused("run", f"{script}:mine", *SIMULATOR, code=2)
-
-
-def test_a_kernel_that_does_not_compile(tmp_path):
-    broken = ("real score = 0;", "real score = nought;")
-    script = own_kernel.write(tmp_path, cu=broken)
-    done = cli("run", f"{script}:mine", *SIMULATOR, *SIZES, code=2)
-    line = own_kernel.MINE[: own_kernel.MINE.index(broken[0])].count("\n") + 1
-    assert done.stdout == ""
-    assert re.search(
-        rf"{re.escape(str(tmp_path))}/mine\.cu:{line}:\d+: error: .*nought", done.stderr
-    )
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.gpu
 def test_a_kernel_that_does_not_compile_for_the_gpu(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
@@ -422,45 +336,10 @@ def test_a_kernel_that_does_not_compile_for_the_gpu(cuda, tmp_path):
 # Exit code 3: right, but not here
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (
-            "minimal -d 100000",
-            "needs 1,200,004 bytes of shared memory a block; the simulator has 232,448; "
-            "kernels that can: ",
-        ),
-        (
-            "minimal -d 128 --Br 1024 --Bc 1024",
-            "minimal with Br=1024, Bc=1024, d=128, dv=128 needs 5,767,168 bytes of shared memory "
-            "a block; the simulator has 232,448; leave Br, Bc to the plan",
-        ),
-        ("v3 --dtype float64", "its dtypes are float16, bfloat16, float32; kernels that can: "),
-    ],
-)
-def test_unsupported(args, message):
-    assert message in refused("run", *args.split(), *SIMULATOR, code=3)
-
-
-def test_cuda_without_a_device():
-    done = process([*CLI, "run", "fa2", "--backend", "cuda"], env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (done.returncode, done.stdout) == (3, "")
-    assert re.fullmatch(r"cupyfa: no CUDA device .*; use backend 'simulator'.*\n", done.stderr)
-
-
 @pytest.mark.gpu
 def test_the_schedule_is_the_simulators(cuda):
     message = refused("run", "fa2", "--backend", "cuda", "--schedule", 1, code=2)
     assert "--schedule orders the simulator's threads" in message
-
-
-def test_no_compiler_at_all(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
-    monkeypatch.setitem(sys.modules, "ziglang", None)
-    message = refused("run", "fa2", *SIMULATOR, code=3)
-    assert "the simulator needs a C++ compiler" in message
-    assert 'pip install "cupyfa[compiler]"' in message
 
 
 def test_more_than_fits_into_memory(monkeypatch):
@@ -506,27 +385,6 @@ def test_compile_takes_a_users_kernel(tmp_path):
     assert {row["kernel"] for row in csv.DictReader(done.stdout.splitlines())} == {"mine"}
 
 
-@pytest.mark.parametrize(
-    "args, code, message",
-    [
-        ([], 2, "name kernels, or give --all"),
-        (["fa2", "--all"], 2, "name kernels, or give --all"),
-        (["auto"], 2, "kernel 'auto' is unknown"),
-        (["fa2", "--arch", "61"], 2, "architecture '61' is unknown; there are 75, 80"),
-        (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
-        (["fa2", "-d", "30000"], 3, "bytes of shared memory a block"),
-    ],
-)
-def test_compile_refuses_in_one_line(args, code, message):
-    assert message in refused("compile", *args, code=code)
-
-
-def test_compile_names_the_line_that_does_not_compile(tmp_path):
-    script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
-    done = cli("compile", f"{script}:mine", "--arch", "80", code=2)
-    assert re.search(r"mine\.cu\(\d+\): error: identifier .nought. is undefined", done.stderr)
-
-
 # show
 
 
@@ -567,12 +425,6 @@ def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
     tool.write_text('#!/bin/sh\necho "$1 $2"\n')
     tool.chmod(0o755)
     assert re.match(r"-c .*\.cubin", cli("show", "v2", "--sass").stdout)
-
-
-def test_show_refuses_what_does_not_fit():
-    assert "shared memory a block; sm_75 has 65,536" in refused(
-        "show", "fa2", "-d", "128", "--Br", "128", "--arch", "75", code=3
-    )
 
 
 @pytest.mark.parametrize("name", ["check", "compile", "show", "roofline", "bench"])
