@@ -18,7 +18,8 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, Window, four_axes
-from cupyfa.runtime import calls, transfer
+from cupyfa.runtime import arrays as calls
+from cupyfa.runtime import transfer
 from cupyfa.runtime.backend import Backend, overlap
 from cupyfa.runtime.prepared import Bound, Form, Progress, form, rows_of
 from cupyfa.runtime.select import adopt, backend_named, owner

@@ -14,7 +14,7 @@ import cupy
 from cupyfa import Problem
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import allocated, run
 from cupyfa.runtime.select import backend_named
 
@@ -51,7 +51,7 @@ def problem_of(kernel, sizes, dtype):
 def launch(backend, kernel, problem):
     plan = planning.plan(kernel, problem, backend.limits)
     inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
-    inputs = calls.readable(plan, inputs)
+    inputs = readable_inputs(plan, inputs)
     outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
     run(backend, plan, inputs, outputs)
     for array in outputs.values():

@@ -24,7 +24,7 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime import backend as backends
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
@@ -256,9 +256,9 @@ def _run(engine: Backend, plan: Plan) -> None:
         name: np.zeros(p.shape(axes), kinds[operation.input_kind(name)])
         for name, axes in operation.inputs.items()
     }
-    inputs = {name: engine.upload(x) for name, x in calls.readable(plan, zeros).items()}
+    inputs = {name: engine.upload(x) for name, x in readable_inputs(plan, zeros).items()}
     outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
-    backends.run(engine, plan, calls.readable(plan, inputs), outputs)
+    backends.run(engine, plan, readable_inputs(plan, inputs), outputs)
 
 
 def _can_count(engine: Backend | None) -> bool:

@@ -25,7 +25,7 @@ from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.runtime import backend as backends
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.verify.case import Case
@@ -166,7 +166,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     record = records.record_named(kernel)
     plan = planning.plan(record, case.problem, engine.limits, **constants)
     with engine.working_on(None):
-        readable = calls.readable(plan, case.inputs(engine))
+        readable = readable_inputs(plan, case.inputs(engine))
         inputs = timing.placed(engine, readable, {})
         outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
         for _ in range(2):

@@ -14,7 +14,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.select import backend_named
@@ -71,7 +71,7 @@ def accuracy(
         )
         for record in chosen:
             plan = planning.plan(record, problem, engine.limits)
-            out = run_guarded(engine, plan, calls.readable(plan, inputs), {})["O"]
+            out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
             rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))
             rms = np.sqrt(np.mean(exact**2))
             found.append(Accuracy(record.name, case, float(rmse), float(rms)))

@@ -22,7 +22,7 @@ from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, execute
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
@@ -192,7 +192,7 @@ class _Shared:
     def expected(self, plan: Plan, rounding: str | None) -> Sample:
         """What to compare a kernel with that rounds so."""
         if rounding not in self.samples:
-            inputs = calls.readable(plan, self.inputs)
+            inputs = readable_inputs(plan, self.inputs)
             excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
             self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
         return self.samples[rounding]
@@ -346,7 +346,7 @@ def _check_kernel(
     try:
         with engine.working_on(None):
             prepared = [engine.prepare(launch) for launch in plan.launches]
-            readable = calls.readable(plan, shared.inputs)
+            readable = readable_inputs(plan, shared.inputs)
             results = run_guarded(engine, plan, readable, {})
             arrays = timing.arrays_of(engine, plan, readable, shared.memory)
     except _NOT_HERE as error:
@@ -428,7 +428,7 @@ def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
         if difference <= allowed:
             continue
         excerpt = operation.excerpt_at(name, index, p)
-        inputs = calls.readable(plan, shared.inputs)
+        inputs = readable_inputs(plan, shared.inputs)
         ours, its = (
             sampling.judge({name: output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
             for output, rounding in zip((mine, theirs), roundings)

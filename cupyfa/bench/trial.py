@@ -15,7 +15,8 @@ from cupyfa.errors import WrongResult
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, execute
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify.tasks import difference
@@ -58,13 +59,13 @@ def trial(
     Raises WrongResult only if the kernel wrote where it must not, or if one of ``reruns`` more runs
     gives other bits; the verdicts say the rest.
     """
-    readable = calls.readable(plan, inputs)
+    readable = readable_inputs(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
     if different := difference(engine, plan, readable, results, reruns):
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
     return Trial(
         plan=plan,
-        verdicts=calls.judge(engine, plan, readable, results),
+        verdicts=guard.judge(engine, plan, readable, results),
         milliseconds=_times(engine, plan, readable),
         resources={
             launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs

@@ -32,7 +32,8 @@ from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
 from cupyfa.planner.plan import Plan, Tuned
-from cupyfa.runtime import calls, environment
+from cupyfa.runtime import environment, guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, execute, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
@@ -166,7 +167,7 @@ class _Tuning:
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         plan = self.plans[0]
-        return calls.readable(plan, Case(plan.kernel.operation, plan.problem).inputs(self.engine))
+        return readable_inputs(plan, Case(plan.kernel.operation, plan.problem).inputs(self.engine))
 
     @property
     def right(self) -> list[str]:
@@ -308,7 +309,7 @@ def _check(engine: Backend, plan: Plan) -> None:
         small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
     checked = planning.plan(plan.kernel, small, engine.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs()
-    calls.checked(engine, checked, calls.readable(checked, inputs), {})
+    guard.checked(engine, checked, readable_inputs(checked, inputs), {})
 
 
 def _resources(engine: Backend, plan: Plan) -> dict[str, int]:

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.errors import WrongResult
+from cupyfa.numerics import tolerance
+from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.backend import Backend, execute, extent
 
@@ -64,6 +66,25 @@ def run_guarded(
             g = replace(g, bits=_with_padding(backend, plan, name, g))
         _check_memory(plan, name, g, original.get(name))
     return results
+
+
+def checked(
+    engine: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The results of a run among canaries, if they are right; else raises WrongResult."""
+    results = run_guarded(engine, plan, inputs, outputs)
+    tolerance.require(judge(engine, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}")
+    return results
+
+
+def judge(
+    engine: Backend, plan: Plan, inputs: Mapping[str, Any], results: Mapping[str, np.ndarray]
+) -> list[tolerance.Verdict]:
+    """How far results lie from the reference."""
+    operation = OPERATIONS[plan.kernel.operation]
+    on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
+    expected = operation.expected(on_host, plan.problem, plan.rounding)
+    return tolerance.compare(results, expected)
 
 
 def _with_padding(backend: Backend, plan: Plan, name: str, g: _Guarded) -> Any:

@@ -15,7 +15,8 @@ from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import four_axes
-from cupyfa.runtime import calls, transfer
+from cupyfa.runtime import arrays as calls
+from cupyfa.runtime import transfer
 from cupyfa.runtime.backend import Backend, allocated, extent
 from cupyfa.runtime.select import adopt
 

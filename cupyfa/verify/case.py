@@ -14,7 +14,7 @@ from cupyfa.numerics import reference
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import fill
 from cupyfa.runtime.backend import Backend
 
 # What the numbers are: each kind breaks kernels in its own way.
@@ -172,7 +172,7 @@ def _left_by_a_kernel(
     plan = select.plan(kernel, p, engine.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     with engine.working_on(None):
-        calls.fill(engine, plan, {name: arrays[name] for name in "QKV"}, outputs)
+        fill(engine, plan, {name: arrays[name] for name in "QKV"}, outputs)
     return outputs
 
 

@@ -22,7 +22,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify import sampling
@@ -154,7 +154,7 @@ def _expected(plans: Mapping[str, Plan], inputs: Arrays, case: Case) -> dict[str
     gradients = operation.name == "backward"
     chosen = sampling.excerpts(p, case.seed, "backward") if gradients else [None]
     roundings = tuple(dict.fromkeys(plan.rounding for plan in plans.values()))
-    readable = calls.readable(plan, inputs)
+    readable = readable_inputs(plan, inputs)
     found = [operation.reference(readable, p, roundings, excerpt) for excerpt in chosen]
     return {r: Sample(operation, p, chosen, [each[r] for each in found]) for r in roundings}
 
@@ -168,7 +168,7 @@ def _outcome(
     task: Task,
 ) -> Outcome:
     """What comes of running a plan, once and then again."""
-    readable = calls.readable(plan, inputs)
+    readable = readable_inputs(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
     kept = {**begun.arrays, **{f"actual_{x}": results[x] for x in results if begun.arrays}}
     finite = task.case.values in FINITE
@@ -190,7 +190,7 @@ def difference(
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
-    inputs: as ``calls.readable`` returns them. Outputs that the record calls unordered are left
+    inputs: as ``readable_inputs`` returns them. Outputs that the record calls unordered are left
     out: only the reference judges them. The simulator runs its threads in another order each time.
     """
     for again in range(1, reruns + 1):

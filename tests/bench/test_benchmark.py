@@ -25,7 +25,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.operations import OPERATIONS, Excerpt
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.verify import sampling
 from cupyfa.verify.case import LAYOUTS
 
@@ -122,7 +122,7 @@ class Apart(Simulator):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inputs_lie_with_the_engine_as_they_lie_on_the_host(layout):
     plan = planned(FORWARD["fa2"], Simulator(), {"batch": 2, "heads": 2, "M": 9, "d": 5})
-    inputs = calls.readable(plan, inputs_of(plan, layout=layout))
+    inputs = readable_inputs(plan, inputs_of(plan, layout=layout))
     memory = {}
     arrays = timing.arrays_of(Apart(), plan, inputs, memory)
     for name, array in inputs.items():

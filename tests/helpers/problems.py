@@ -4,7 +4,7 @@ from cupyfa import Problem
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.verify.case import Case
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -52,4 +52,4 @@ def planned(kernel, backend, sizes, dtype=None, **tiles):
 def inputs_of(plan, seed=0, layout="bhsd"):
     """Random inputs for a plan, their rows aligned where its kernel needs that."""
     case = Case(plan.kernel.operation, plan.problem, seed, layout=layout)
-    return calls.readable(plan, case.inputs())
+    return readable_inputs(plan, case.inputs())

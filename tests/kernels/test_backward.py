@@ -14,7 +14,8 @@ from cupyfa.ladder import LADDER
 from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
 from cupyfa.planner.source import ROOT
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.tasks import difference
 
@@ -45,15 +46,15 @@ def tiles_of(kernel, *sizes):
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     plan = planned(kernel, backend, sizes, dtype, **tiles_of(kernel))
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @KERNELS
 @pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
 def test_layouts(backend, kernel, layout):
     plan = planned(kernel, backend, {**SMALL, "causal": True}, **tiles_of(kernel))
-    inputs = calls.readable(plan, inputs_of(plan, layout=layout))
-    calls.checked(backend, plan, inputs, {})
+    inputs = readable_inputs(plan, inputs_of(plan, layout=layout))
+    guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_layouts(backend, kernel, layout):
 )
 def test_large_head_dimensions(backend, kernel, d):
     plan = planned(kernel, backend, {"heads": 1, "M": 9, "N": 11, "d": d})
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
@@ -87,7 +88,7 @@ MMA_TILES = {
 def test_tiles_of_other_sizes(backend, kernel, tile):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 9, "dv": 6, "window": (17, 2)}
     plan = planned(kernel, backend, sizes, **tiles_of(kernel, *tile))
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("d", [96, 144])
@@ -96,7 +97,7 @@ def test_tiles_that_are_measured(backend, kernel, d):
     """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     plan = planned(kernel, backend, sizes)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("d", [64, 256])
@@ -105,7 +106,7 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d
     sizes = {"heads": 2, "kv_heads": 1 if M == 1025 else 2, "M": M, "N": 130, "d": d}
     plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})
     assert len(plan.launches) == (2 if M == 1025 else 3)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @KERNELS
@@ -135,7 +136,7 @@ def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
         bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, diagonal=0
     )
     bad["O"], bad["lse"] = out.astype(bad["Q"].dtype), lse.astype(np.float32)
-    results = calls.checked(backend, plan, bad, {})
+    results = guard.checked(backend, plan, bad, {})
     assert np.isnan(results["dQ"][0, 0, 2]).all()
     assert np.isfinite(results["dQ"][0, 0, 3:30]).all()
     assert np.isnan(results["dV"][0, 0, :3]).all()
@@ -149,12 +150,12 @@ def test_rows_without_a_key_add_nothing(backend, kernel):
     inputs = inputs_of(plan)
     for name_ in ("Q", "dO"):
         inputs[name_][0, 0, :20] = np.nan
-    results = calls.checked(backend, plan, inputs, {})
+    results = guard.checked(backend, plan, inputs, {})
     assert (results["dQ"][0, 0, :20] == 0).all()
     assert np.isfinite(results["dK"]).all() and np.isfinite(results["dV"]).all()
     inputs["K"][...] = np.inf
     inputs["lse"][...] = -np.inf
-    for result in calls.checked(backend, plan, inputs, {}).values():
+    for result in guard.checked(backend, plan, inputs, {}).values():
         assert (result == 0).all()
 
 
@@ -165,8 +166,8 @@ def test_products_that_heads_share(backend, heads, kv_heads, layout):
     sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "M": 21, "N": 21, "d": 12}
     for dtype in ("float16", "float32"):
         plan = planned(BACKWARD["baseline_backward"], backend, sizes, dtype)
-        inputs = calls.readable(plan, inputs_of(plan, layout=layout))
-        calls.checked(backend, plan, inputs, {})
+        inputs = readable_inputs(plan, inputs_of(plan, layout=layout))
+        guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass"])
@@ -175,7 +176,7 @@ def test_without_atomics_every_run_gives_the_same_bits(kernel):
     plan = planned(kernel, Simulator(), {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
     inputs = inputs_of(plan)
     assert (
-        difference(Simulator(), plan, inputs, calls.checked(Simulator(), plan, inputs, {}), 3)
+        difference(Simulator(), plan, inputs, guard.checked(Simulator(), plan, inputs, {}), 3)
         is None
     )
 
@@ -186,7 +187,7 @@ def test_with_atomics_some_do_not_and_are_right_nonetheless(kernel):
     sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}
     plan = planned(kernel, Simulator(), sizes, **(tiles_of(kernel) or {"Br": 8, "Bc": 8}))
     inputs = inputs_of(plan)
-    runs = [calls.checked(Simulator(schedule=i, workers=2), plan, inputs, {}) for i in range(1, 5)]
+    runs = [guard.checked(Simulator(schedule=i, workers=2), plan, inputs, {}) for i in range(1, 5)]
     differing = {
         name for name in plan.outputs if any((x[name] != runs[0][name]).any() for x in runs)
     }

@@ -11,7 +11,7 @@ from helpers.problems import FORWARD, inputs_of, name, planned
 from cupyfa import WrongResult
 from cupyfa.errors import SimulatorFault
 from cupyfa.planner import source as sources
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
@@ -35,7 +35,7 @@ def broken(tmp_path, kernel, right, wrong, header=None):
 
 def run(kernel, backend, sizes=SIZES, **tiles):
     plan = planned(kernel, backend, sizes, **tiles)
-    return calls.checked(backend, plan, inputs_of(plan), {})
+    return guard.checked(backend, plan, inputs_of(plan), {})
 
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
@@ -79,7 +79,7 @@ def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
     inputs["V"][..., 70, :] = np.nan
     with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
         for schedule in (None, 1, 2):
-            calls.checked(Simulator(schedule=schedule), plan, inputs, {})
+            guard.checked(Simulator(schedule=schedule), plan, inputs, {})
 
 
 def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
@@ -88,7 +88,7 @@ def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
     plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40})
     with pytest.raises(SimulatorFault, match="race"):
         for schedule in (None, 1, 2):
-            calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+            guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
 def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
@@ -103,7 +103,7 @@ def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
     assert plan.launches[0].numbers["parts"] > 1
     with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
         for schedule in (None, 1, 2):
-            calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+            guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):
     kernel = broken(tmp_path, "fa2", *RESULTS[fault])
     with pytest.raises(WrongResult, match=r"fa2 on batch=2 heads=2.*\n  (O|lse): "):
         plan = planned(kernel, backend, SIZES, dtype)
-        calls.checked(backend, plan, inputs_of(plan), {})
+        guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_unwritten_elements_are_counted(tmp_path, backend):

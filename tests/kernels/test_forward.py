@@ -7,14 +7,15 @@ import pytest
 from helpers.problems import FORWARD, RAGGED, in_turn, inputs_of, name, planned
 
 import cupyfa
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 
 
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     plan = planned(kernel, backend, sizes, dtype)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -22,7 +23,7 @@ def test_token_major_layout_is_read_in_place(backend, kernel):
     plan = planned(kernel, backend, {**RAGGED[0], "d": 24})
     inputs = inputs_of(plan, layout="bshd")
     assert inputs["Q"].strides[1] < inputs["Q"].strides[2]
-    calls.checked(backend, plan, inputs, {})
+    guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -31,8 +32,8 @@ def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
     inputs = {x: array[:, ::-1, ::-1] for x, array in inputs_of(plan).items()}
     inputs["K"] = np.broadcast_to(inputs["K"][:1], inputs["K"].shape)
     if plan.boxed:
-        inputs = calls.readable(plan, inputs)  # the copy engine cannot go backwards
-    calls.checked(backend, plan, inputs, {})
+        inputs = readable_inputs(plan, inputs)  # the copy engine cannot go backwards
+    guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
 )
 def test_large_head_dimensions(backend, kernel, d):
     plan = planned(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_large_head_dimensions(backend, kernel, d):
 def test_tiles_of_other_sizes(backend, kernel, tiles):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 24, "dv": 17, "causal": True}
     plan = planned(kernel, backend, sizes, **tiles)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("Bc", [64, 128])
@@ -77,7 +78,7 @@ def test_tiles_of_few_blocks_keep_out_what_a_mask_hides(backend, Bc):
     inputs = inputs_of(plan)
     inputs["V"][..., 7, 1], inputs["V"][..., 60, :4] = np.nan, -np.inf
     inputs["V"][..., 165, 3] = np.inf
-    calls.checked(backend, plan, inputs, {})
+    guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
@@ -85,7 +86,7 @@ def test_another_order_of_threads_gives_the_same_bits(kernel):
     plan = planned(kernel, Simulator(), RAGGED[0])
     inputs = inputs_of(plan)
     results = [
-        calls.checked(Simulator(schedule=schedule, workers=workers), plan, inputs, {})
+        guard.checked(Simulator(schedule=schedule, workers=workers), plan, inputs, {})
         for schedule, workers in ((None, 1), (1, 2), (2, 1))
     ]
     for result in results[1:]:

@@ -11,7 +11,7 @@ from cupyfa import Problem
 from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 FP8 = FORWARD["wgmma_fp8"]
@@ -139,10 +139,10 @@ def test_what_is_hidden_does_not_change_others():
     """A power of two more for a tile changes no bit of what is not 2^15 times smaller."""
     plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
     inputs = inputs_of(plan)
-    before = calls.checked(Simulator(), plan, inputs, {})
+    before = guard.checked(Simulator(), plan, inputs, {})
     inputs["K"][..., 50:, :] *= 8
     inputs["V"][..., 50:, :] *= 8
-    after = calls.checked(Simulator(), plan, inputs, {})
+    after = guard.checked(Simulator(), plan, inputs, {})
     assert (after["lse"][..., :50] == before["lse"][..., :50]).all()
     assert (after["O"][..., :50, :] == before["O"][..., :50, :]).mean() > 0.99
 
@@ -154,7 +154,7 @@ def test_tiles_of_different_size(sizes):
     for name in "KV":
         for i, size in enumerate(sizes):
             inputs[name][..., 64 * i : 64 * (i + 1), :] *= size if name == "V" else min(size, 2)
-    calls.checked(Simulator(), plan, inputs, {})
+    guard.checked(Simulator(), plan, inputs, {})
 
 
 # Bounds

@@ -12,7 +12,7 @@ from cupyfa.errors import SimulatorFault
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 ORDERS = re.compile(
@@ -95,7 +95,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     limits = replace(Simulator().limits, multiprocessors=2)
     plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
-        calls.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
+        guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))

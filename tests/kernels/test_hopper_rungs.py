@@ -10,7 +10,7 @@ import cupyfa
 from cupyfa import Problem
 from cupyfa.analysis.resources import limits_of
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 RUNGS = [kernel for kernel in FORWARD.values() if kernel.name.startswith("wgmma")]
@@ -38,7 +38,7 @@ def planned(kernel, backend, dtype="float16", multiprocessors=None, tiles=SMALL,
 
 
 def checked(backend, plan, inputs=None):
-    return calls.checked(backend, plan, inputs_of(plan) if inputs is None else inputs, {})
+    return guard.checked(backend, plan, inputs_of(plan) if inputs is None else inputs, {})
 
 
 # Scales

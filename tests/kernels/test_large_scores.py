@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 
 CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 # Kernels that compute 2^(S * scale2 - maximum) with one rounding.
@@ -39,4 +39,4 @@ def test_finite_scores_of_any_size(contracting, kernel, scale, request):
     # The baselines keep S in the dtype of the inputs, which has to hold it.
     dtype = "float32" if kernel.name.startswith("baseline") else None
     plan = planned(kernel, contracting, sizes, dtype)
-    calls.checked(contracting, plan, inputs_of(plan), {})
+    guard.checked(contracting, plan, inputs_of(plan), {})

@@ -7,7 +7,7 @@ from helpers.problems import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.case import Case
 
@@ -33,7 +33,7 @@ def planned(kernel, limits, **sizes):
 def test_packed_rows_are_right(backend, kernel, mask, M, N):
     plan = planned(FORWARD[kernel], backend.limits, M=M, N=N, **mask)
     assert plan.launches[-1].constants["pack_gqa"] == 3
-    calls.checked(backend, plan, Case("forward", plan.problem).inputs(), {})
+    guard.checked(backend, plan, Case("forward", plan.problem).inputs(), {})
 
 
 @pytest.mark.parametrize("kernel", PACKING)
@@ -52,7 +52,7 @@ def test_packing_changes_no_result():
     kernel, sizes = FORWARD["mma_async"], {"M": 5, "N": 90, "causal": "bottom-right"}
     plan = planned(kernel, engine.limits, **sizes)
     inputs = Case("forward", plan.problem).inputs()
-    packed = calls.checked(engine, plan, inputs, {})
+    packed = guard.checked(engine, plan, inputs, {})
     for head in range(6):
         one = {"Q": inputs["Q"][:, [head]]} | {x: inputs[x][:, [head // 3]] for x in "KV"}
         alone = planned(
@@ -65,5 +65,5 @@ def test_packing_changes_no_result():
             causal="bottom-right",
         )
         assert alone.launches[-1].constants["pack_gqa"] == 1
-        its = calls.checked(engine, alone, one, {})
+        its = guard.checked(engine, alone, one, {})
         np.testing.assert_array_equal(its["O"][:, 0], packed["O"][:, head])

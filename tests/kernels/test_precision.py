@@ -17,7 +17,7 @@ from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Tuned
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures
 from cupyfa.verify.case import Case
@@ -194,7 +194,7 @@ def test_peers_have_no_such_option():
 def test_results_are_within_the_bounds_of_the_precision(backend, kernel, precision, sizes):
     made = planning.plan(FORWARD[kernel], problem(precision, **sizes), backend.limits)
     inputs = Case("forward", made.problem, layout="gaps").inputs()
-    results = calls.checked(backend, made, inputs, {})
+    results = guard.checked(backend, made, inputs, {})
     assert results["O"].dtype == results["lse"].dtype == np.float32
     exact, _ = reference.attention(
         *inputs.values(),
@@ -240,7 +240,7 @@ def test_every_head_dimension(backend, d, dv):
     for kernel, precision in ROUNDING[:2]:
         made = planning.plan(FORWARD[kernel], problem(precision, M=20, N=37, d=d, dv=dv), H100)
         inputs = Case("forward", made.problem).inputs()
-        calls.checked(backend, made, inputs, {})
+        guard.checked(backend, made, inputs, {})
 
 
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"d": 0}, {"dv": 0}, {"M": 0}, {"heads": 0}], ids=name)
@@ -369,4 +369,4 @@ def test_a_window_and_a_precision_go_together(backend, kernel, precision):
     assert f"--precision {precision}" in options and "--window=30,5" in options
     made = planning.plan(FORWARD[kernel], p, backend.limits)
     assert made.problem == p
-    calls.checked(backend, made, Case("forward", p).inputs(), {})
+    guard.checked(backend, made, Case("forward", p).inputs(), {})

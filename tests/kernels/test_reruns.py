@@ -8,7 +8,7 @@ from helpers.problems import RAGGED, in_turn, inputs_of, name, planned
 
 from cupyfa import Unsupported
 from cupyfa.ladder import LADDER
-from cupyfa.runtime import calls
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import allocated, execute
 
 LAUNCHES = 1000
@@ -38,7 +38,7 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
     except Unsupported as reason:
         pytest.skip(str(reason))
     inputs = {x: cuda.upload(array) for x, array in inputs_of(plan).items()}
-    inputs = calls.readable(plan, inputs)
+    inputs = readable_inputs(plan, inputs)
     prepared = [cuda.prepare(launch) for launch in plan.launches]
 
     def again():

@@ -10,7 +10,7 @@ import cupyfa
 from cupyfa import Kernel, Launch, Problem
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 
 MMA, WGMMA = FORWARD["mma_slices"], FORWARD["wgmma_slices"]
 # Columns of wgmma_slices are multiples of 8: others are copied to longer rows before the launch.
@@ -53,7 +53,7 @@ def tiled(kernel, sizes):
 def test_every_tile_is_right(backend, kernel, sizes, tile):
     if can_run(kernel, backend, sizes):
         plan = planned(kernel, backend, sizes, "float16", **tile)
-        calls.checked(backend, plan, inputs_of(plan), {})
+        guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_masked_values_do_not_show(backend, kernel, sizes, dtype):
         for key, columns in ((500, slice(5, 8)), (600, slice(1, 3))):
             inputs["V"][..., key % plan.problem.N, columns] = np.nan
             inputs["K"][..., (key + 1) % plan.problem.N, 2] = np.nan
-        calls.checked(backend, plan, inputs, {})
+        guard.checked(backend, plan, inputs, {})
 
 
 def test_rows_need_no_alignment(backend):
@@ -84,7 +84,7 @@ def test_rows_need_no_alignment(backend):
     inputs = {x: np.pad(array, [(0, 0)] * 3 + [(1, 2)]) for x, array in inputs_of(plan).items()}
     inputs = {x: array[..., 1:-2] for x, array in inputs.items()}
     out = np.zeros((plan.problem.batch, plan.problem.heads, 40, 283), np.float16)
-    calls.checked(backend, plan, inputs, {"O": out[..., 1:-2]})
+    guard.checked(backend, plan, inputs, {"O": out[..., 1:-2]})
 
 
 def test_rows_of_any_length(backend):
@@ -105,7 +105,7 @@ def test_probabilities_in_registers_follow_a_maximum_that_rises(backend):
             inputs["K"][..., first:, 0] = rise
         inputs["Q"][..., 0] = 4
         inputs["V"][..., :256, :] *= 100  # they still count with a weight of 2^-16
-        calls.checked(backend, plan, inputs, {})
+        guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -114,7 +114,7 @@ def test_blocks_that_stay_take_one_row_tile_after_another(backend, blocks):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 300, "N": 40, "d": 80, "dv": 264}
     if can_run(WGMMA, backend, sizes):
         plan = planned(staying, backend, sizes, "float16", **WGMMA.tiles[-1])
-        calls.checked(backend, plan, inputs_of(plan), {})
+        guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from cupyfa import Problem
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.tasks import difference
 
@@ -35,13 +36,13 @@ def plan_of(backend, sizes, dtype="float16"):
 @pytest.mark.parametrize("sizes", SIZES, ids=name)
 def test_rounds_of_heads_and_keys(backend, sizes):
     plan = plan_of(backend, {**CAUSAL, **sizes})
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("layout", ["bshd", "reversed", "unaligned"])
 def test_layouts(backend, layout):
     plan = plan_of(backend, {**CAUSAL, "heads": 2, "kv_heads": 1, "M": 19, "N": 23})
-    calls.checked(backend, plan, calls.readable(plan, inputs_of(plan, layout=layout)), {})
+    guard.checked(backend, plan, readable_inputs(plan, inputs_of(plan, layout=layout)), {})
 
 
 def test_what_is_hidden_does_not_show(backend):
@@ -50,28 +51,28 @@ def test_what_is_hidden_does_not_show(backend):
     inputs = inputs_of(plan)
     for array in ("Q", "dO"):
         inputs[array][0, 0, :10] = np.nan
-    calls.checked(backend, plan, inputs, {})
+    guard.checked(backend, plan, inputs, {})
     inputs["K"][0, 0, 40], inputs["V"][0, 0, 45, 1] = np.nan, np.inf
     inputs["lse"][0, 0, 50:] = np.nan
     inputs["dO"][0, 0, 12] = np.inf
-    results = calls.checked(backend, plan, inputs, {})
+    results = guard.checked(backend, plan, inputs, {})
     assert np.isfinite(results["dQ"][0, 0, 13:50]).all()
     assert np.isnan(results["dQ"][0, 0, 50:]).all()
     inputs["K"][...], inputs["lse"][...] = np.inf, -np.inf
-    for result in calls.checked(backend, plan, inputs, {}).values():
+    for result in guard.checked(backend, plan, inputs, {}).values():
         assert (result == 0).all()
 
 
 def test_columns_of_several_tiles_and_widths(backend):
     sizes = {"heads": 2, "M": 37, "N": 50, "d": 130, "dv": 263, "window": (20, 3)}
     plan = plan_of(backend, sizes)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_every_run_gives_the_same_bits():
     plan = plan_of(Simulator(), {**CAUSAL, **SIZES[1]})
     inputs = inputs_of(plan)
-    right = calls.checked(Simulator(), plan, inputs, {})
+    right = guard.checked(Simulator(), plan, inputs, {})
     assert difference(Simulator(), plan, inputs, right, 2) is None
 
 

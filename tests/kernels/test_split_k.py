@@ -9,7 +9,7 @@ from helpers.problems import FORWARD, inputs_of, name, planned
 from cupyfa import Kernel, Launch, Problem
 from cupyfa.analysis.resources import limits_of
 from cupyfa.planner import select as planning
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 SPLIT = FORWARD["mma_split_k"]
@@ -42,7 +42,7 @@ FILLS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 @pytest.mark.parametrize("sizes, fill", FILLS, ids=name)
 def test_parts_are_merged(backend, sizes, fill):
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=fill)
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("M", [1, 16, 64])
@@ -50,7 +50,7 @@ def test_the_tiles_of_few_rows_are_right(backend, M):
     sizes = {"heads": 4, "kv_heads": 1, "M": M // 4 or 1, "N": 700, "d": 65, "causal": True}
     plan = planned(SPLIT, backend, sizes, "bfloat16")
     assert plan.constants["Br"] >= max(M, 4) and parts(plan) > 1
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_float32_inputs_are_rounded_first(backend):
@@ -58,7 +58,7 @@ def test_float32_inputs_are_rounded_first(backend):
     plan = planned(SPLIT, backend, sizes, "float32")
     assert [x.entry for x in plan.launches] == ["round_operands", "mma_split_k", "merge_parts"]
     assert parts(plan) > 1
-    calls.checked(backend, plan, inputs_of(plan), {})
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_strange_numbers_stay_in_their_rows(backend):
@@ -72,7 +72,7 @@ def test_strange_numbers_stay_in_their_rows(backend):
     inputs["V"][..., 5, 1] = np.inf
     inputs["V"][..., 150, 4] = np.nan
     inputs["V"][..., 285, 7:9] = -np.inf
-    results = calls.checked(backend, plan, inputs, {})
+    results = guard.checked(backend, plan, inputs, {})
     assert np.isnan(results["O"][:, 0, 3]).all() and np.isnan(results["lse"][:, 0, 3]).all()
     assert np.isfinite(np.delete(results["lse"][:, 0], 3, axis=-1)).all()
     hidden = np.delete(results["O"][:, 0, :5], 3, axis=1)  # rows that see keys 0 … 284
@@ -88,7 +88,7 @@ def test_maxima_of_parts_may_lie_far_apart(backend):
         inputs["Q"][...] = 60
         inputs["K"][...] = np.abs(inputs["K"])
         inputs["K"][..., key, :] = 50
-        calls.checked(backend, plan, inputs, {})
+        guard.checked(backend, plan, inputs, {})
 
 
 def test_results_are_the_same_bits_in_any_order_of_blocks():
@@ -96,9 +96,9 @@ def test_results_are_the_same_bits_in_any_order_of_blocks():
     plan = planned(SPLIT, engine, {"heads": 2, "M": 5, "N": 300, "d": 24}, "float16")
     inputs = inputs_of(plan)
     assert parts(plan) > 1
-    first = calls.checked(engine, plan, inputs, {})
+    first = guard.checked(engine, plan, inputs, {})
     for seed in (1, 2):
-        again = calls.checked(engine.reordered(seed), plan, inputs, {})
+        again = guard.checked(engine.reordered(seed), plan, inputs, {})
         for array, other in zip(first.values(), again.values()):
             np.testing.assert_array_equal(array, other)
 

@@ -22,7 +22,7 @@ from cupyfa.operations import visible_scores
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures
 from cupyfa.verify import shrink as shrinking
@@ -165,7 +165,7 @@ def test_kernels_are_right(backend, kernel, causal):
     for (M, N), window in every[MASKS.index(causal) :: len(MASKS)]:
         p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
         plan = planning.plan(kernel, p, backend.limits)
-        results = calls.checked(backend, plan, inputs_of(plan), {})
+        results = guard.checked(backend, plan, inputs_of(plan), {})
         empty = ~dense_mask(p).any(-1)
         assert (results["O"][:, :, empty] == 0).all()
         assert (results["lse"][:, :, empty] == -np.inf).all()
@@ -177,7 +177,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
     p = problem(100, 140, window=(30, 9), scale=-0.2, dtype=usual_dtype(kernel))
     engine = Simulator(schedule=schedule)
     plan = planning.plan(kernel, p, engine.limits)
-    calls.checked(engine, plan, inputs_of(plan), {})
+    guard.checked(engine, plan, inputs_of(plan), {})
 
 
 @EACH
@@ -187,16 +187,16 @@ def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
     inputs = Case("forward", p).inputs()
-    clean = calls.checked(backend, plan, inputs, {})
+    clean = guard.checked(backend, plan, inputs, {})
     unseen = ~dense_mask(p).any(0)
     assert unseen.sum() == 512 - 40 - 16
     inputs["K"][:, :, unseen] = inputs["V"][:, :, unseen] = poison
-    spoilt = calls.checked(backend, plan, inputs, {})
+    spoilt = guard.checked(backend, plan, inputs, {})
     np.testing.assert_array_equal(spoilt["lse"], clean["lse"])
     np.testing.assert_allclose(spoilt["O"], clean["O"], atol=2e-3)  # sums in another order
     # Key 480 is seen by some rows of the tile alone, and its value spoils their columns.
     inputs["V"][:, :, 480, 3] = poison
-    some = calls.checked(backend, plan, inputs, {})
+    some = guard.checked(backend, plan, inputs, {})
     rows = dense_mask(p)[:, 480]
     assert 0 < rows.sum() < 40
     assert (np.isfinite(some["O"][..., 3]) == ~rows).all()
@@ -238,9 +238,9 @@ def test_tiles_that_nobody_sees_are_passed_over(tmp_path, kernel):
         inputs = Case("forward", p).inputs()
         if None in window:
             with pytest.raises(SimulatorFault, match="writes 4 bytes"):
-                calls.checked(engine, plan, inputs, {})
+                guard.checked(engine, plan, inputs, {})
         else:
-            calls.checked(engine, plan, inputs, {})
+            guard.checked(engine, plan, inputs, {})
 
 
 @pytest.mark.parametrize("kernel", ["fa2_coalesced", "mma_async"])
@@ -274,7 +274,7 @@ def test_a_wrong_window_is_found(tmp_path, backend, fault):
     broken = replace(FORWARD[kernel], folder=tmp_path)
     plan = planning.plan(broken, p, backend.limits, Br=32, Bc=32)
     with pytest.raises(cupyfa.WrongResult, match="window=9,-"):
-        calls.checked(backend, plan, inputs_of(plan), {})
+        guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.parametrize("causal", [False, True])

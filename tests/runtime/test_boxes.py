@@ -17,7 +17,8 @@ from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime import backend as backends
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.select import backend_named
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
@@ -344,14 +345,14 @@ def test_what_can_be_boxed_is_not_copied(kernel, simulator):
     for layout in ("bhsd", "bshd"):
         plan = planned(kernel, simulator, SIZES, "float16")
         inputs = inputs_of(plan, layout=layout)
-        readable = calls.readable(plan, inputs)
+        readable = readable_inputs(plan, inputs)
         assert all(readable[name] is inputs[name] for name in inputs)
 
 
 def test_a_kernel_without_boxes_needs_no_aligned_rows(simulator):
     plan = planned(LADDER["forward"]["fa2"], simulator, ODD, "float16")
     inputs = inputs_of(plan)
-    readable = calls.readable(plan, inputs)
+    readable = readable_inputs(plan, inputs)
     assert all(readable[name] is inputs[name] for name in inputs)
 
 
@@ -371,7 +372,7 @@ def views(q, k, v):
 def test_rows_become_aligned(kernel, simulator, sizes, make):
     plan = planned(kernel, simulator, sizes, "bfloat16")
     inputs = make(*q_k_v(plan.problem).values())
-    for name, array in calls.readable(plan, inputs).items():
+    for name, array in readable_inputs(plan, inputs).items():
         assert array.ctypes.data % 16 == 0
         walked = [x for x, size in zip(array.strides, array.shape[:3]) if size > 1]
         assert all(stride > 0 and stride % 16 == 0 for stride in walked)
@@ -389,7 +390,7 @@ def test_boxes_come_and_go_unchanged(kernel, backend, dtype):
     skip_unless_it_runs(kernel, backend)
     plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
     inputs = inputs_of(plan)
-    O = calls.checked(backend, plan, inputs, {})["O"]  # noqa: E741
+    O = guard.checked(backend, plan, inputs, {})["O"]  # noqa: E741
     V = np.broadcast_to(inputs["V"].repeat(plan.problem.group, axis=1), O.shape)
     assert (O.view(np.uint16) == V.view(np.uint16)).all()
 
@@ -402,8 +403,8 @@ def test_it_is_right(kernel, backend, sizes, layout):
     skip_unless_it_runs(kernel, backend)
     for dtype in kernel.dtypes:
         plan = planned(kernel, backend, sizes, dtype)
-        inputs = calls.readable(plan, inputs_of(plan, layout=layout))
-        calls.checked(backend, plan, inputs, {})
+        inputs = readable_inputs(plan, inputs_of(plan, layout=layout))
+        guard.checked(backend, plan, inputs, {})
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["run", "check"])
@@ -440,7 +441,7 @@ def test_maps_are_frozen_in_a_graph_and_serve_again(kernel, cuda):
     skip_unless_it_runs(kernel, cuda)
     plan = planned(kernel, cuda, ODD, "float16")
     prepared = [cuda.prepare(step) for step in plan.launches]
-    arrays = timing.arrays_of(cuda, plan, calls.readable(plan, inputs_of(plan)), {})
+    arrays = timing.arrays_of(cuda, plan, readable_inputs(plan, inputs_of(plan)), {})
 
     def call():
         backends.execute(cuda, plan, prepared, arrays)

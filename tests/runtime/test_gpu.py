@@ -10,7 +10,7 @@ import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
-from cupyfa.runtime import calls
+from cupyfa.runtime import guard
 from cupyfa.verify.case import Case
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 @pytest.mark.parametrize("axis", ["batch", "heads"])
 def test_more_heads_than_a_grid_axis_holds(cuda, kernel, axis):
     plan = planned(kernel, cuda, {"M": 3, "N": 5, "d": 4, axis: 70_000})
-    calls.checked(cuda, plan, inputs_of(plan), {})
+    guard.checked(cuda, plan, inputs_of(plan), {})
 
 
 @KERNELS
@@ -114,4 +114,4 @@ def test_a_scale_of_zero_does_not_hide_nan_from_the_baseline(cuda, dtype):
     plan = planned(FORWARD["baseline"], cuda, {"M": 5, "N": 7, "d": 4, "scale": 0.0}, dtype)
     for values in ("normal", "huge", "nan", "inf"):
         case = Case("forward", plan.problem, values=values)
-        calls.checked(cuda, plan, case.inputs(), {})
+        guard.checked(cuda, plan, case.inputs(), {})

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan, aligned_width
 from cupyfa.runtime import transfer
 from cupyfa.runtime.backend import Backend, allocated, can_be_boxed, is_masked, overlap, run
-from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.guard import checked
 
 Arrays = Mapping[str, Any]
 
@@ -130,27 +129,10 @@ def _fill_on_host(
     if not check:
         transfer.compute(engine, plan, _shaped(plan, inputs), outputs, progress, parts)
         return
-    results = checked(engine, plan, readable(plan, inputs), {})
+    results = checked(engine, plan, readable_inputs(plan, inputs), {})
     for name, array in outputs.items():
         if array.size:
             array[...] = results[name]
-
-
-def checked(engine: Backend, plan: Plan, inputs: Arrays, outputs: Arrays) -> dict[str, np.ndarray]:
-    """The results of a run among canaries, if they are right; else raises WrongResult."""
-    results = run_guarded(engine, plan, inputs, outputs)
-    tolerance.require(judge(engine, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}")
-    return results
-
-
-def judge(
-    engine: Backend, plan: Plan, inputs: Arrays, results: Mapping[str, np.ndarray]
-) -> list[tolerance.Verdict]:
-    """How far results lie from the reference."""
-    operation = OPERATIONS[plan.kernel.operation]
-    on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
-    expected = operation.expected(on_host, plan.problem, plan.rounding)
-    return tolerance.compare(results, expected)
 
 
 def deliver(result: Any, out: Any) -> Any:
@@ -161,7 +143,7 @@ def deliver(result: Any, out: Any) -> Any:
     return out
 
 
-def readable(plan: Plan, inputs: Arrays) -> dict[str, Any]:
+def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs as a kernel can read them: those that it cannot are copied.
 
     Kernels count strides in elements and need columns side by side; boxes need rows that begin at
