@@ -223,29 +223,6 @@ def test_dlpack_arrays_on_the_host_are_seen_by_numpy(backend):
     close(o, expected(*host)[0])
 
 
-class OnTheGpu:
-    """Looks like an array in GPU memory."""
-
-    shape, ndim, dtype = (4, 8), 2, np.dtype("f4")
-
-    def __dlpack_device__(self):
-        return (2, 0)
-
-
-@pytest.mark.parametrize(
-    "change, backend, message",
-    [
-        ({"q": [[1.0]]}, "auto", "q is a list; pass a NumPy or CuPy array"),
-        ({"q": OnTheGpu()}, "auto", "different kinds .q in GPU memory, k in host memory"),
-        (dict.fromkeys("qkv", OnTheGpu()), "simulator", "the simulator takes NumPy arrays"),
-    ],
-)
-def test_other_kinds_are_refused(change, backend, message):
-    q, k, v = arrays(4, 8)
-    with pytest.raises(TypeError, match=message):
-        cupyfa.attention(**({"q": q, "k": k, "v": v} | change), backend=backend)
-
-
 # Dtypes
 
 
@@ -257,19 +234,6 @@ def test_out_has_the_inputs_dtype_and_lse_that_of_sums(backend, dtype):
     assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.complex64, ">f4", np.bool_, object])
-def test_other_dtypes_are_refused(dtype):
-    x = np.zeros((4, 8), dtype)
-    with pytest.raises(TypeError, match="not supported; use one of float16, bfloat16, float32"):
-        cupyfa.attention(x, x, x, backend="simulator")
-
-
-def test_mixed_dtypes_are_refused():
-    q, k, v = arrays(4, 8)
-    with pytest.raises(TypeError, match="q float32, k float32, v float64; convert"):
-        cupyfa.attention(q, k, v.astype(np.float64), backend="simulator")
-
-
 # Scale and masks
 
 
@@ -278,18 +242,6 @@ def test_scale(backend, scale):
     q, k, v = arrays(1, 1, 9, 8)
     o = cupyfa.attention(q, k, v, scale=scale, backend=backend, check=True)
     close(o, expected(q, k, v, scale)[0])
-
-
-@pytest.mark.parametrize("scale", [np.inf, np.nan, 1e39])
-def test_scale_must_be_finite(scale):
-    with pytest.raises(ValueError, match="give a finite number"):
-        cupyfa.attention(*arrays(4, 8), scale=scale, backend="simulator")
-
-
-@pytest.mark.parametrize("scale", ["0.5", True, [1.0]])
-def test_scale_must_be_a_number(scale):
-    with pytest.raises(TypeError, match="give a number, or None"):
-        cupyfa.attention(*arrays(4, 8), scale=scale, backend="simulator")
 
 
 @KERNELS
@@ -311,12 +263,6 @@ def test_causal_alignments(backend, kernel, M, N, causal):
             np.testing.assert_allclose(
                 o[:, :, row : row + 1], alone[0], rtol=tolerance, atol=tolerance
             )
-
-
-def test_unknown_masks_are_refused():
-    for causal in ("lower", 1, 0.0):
-        with pytest.raises(ValueError, match="use False, True .*'bottom-right'.*'top-left'"):
-            cupyfa.attention(*arrays(4, 8), causal=causal, backend="simulator")
 
 
 # NaN and infinity
@@ -425,30 +371,6 @@ def test_out_is_filled_and_returned(backend, check):
     np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, backend=backend))
 
 
-@pytest.mark.parametrize(
-    "out, error, message",
-    [
-        (
-            np.empty((4, 9), np.float32),
-            ValueError,
-            r"float32 \(4, 9\), the result is float32 \(4, 8",
-        ),
-        (np.empty((4, 8)), ValueError, "out is float64"),
-        ([0], TypeError, "out is a list, the inputs are NumPy arrays"),
-    ],
-)
-def test_out_that_cannot_hold_the_result_is_refused(out, error, message):
-    with pytest.raises(error, match=message):
-        cupyfa.attention(*arrays(4, 8), backend="simulator", out=out)
-
-
-def test_out_must_be_writable():
-    out = np.empty((4, 8), np.float32)
-    out.flags.writeable = False
-    with pytest.raises(ValueError, match="out is read-only"):
-        cupyfa.attention(*arrays(4, 8), backend="simulator", out=out)
-
-
 def test_memory_mapped_inputs_and_a_plain_out_are_one_kind(tmp_path):
     q, k, v = arrays(4, 8)
     np.save(tmp_path / "q.npy", q)
@@ -456,12 +378,6 @@ def test_memory_mapped_inputs_and_a_plain_out_are_one_kind(tmp_path):
     out = np.empty_like(q)
     cupyfa.attention(mapped, k, v, backend="simulator", out=out)
     np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, backend="simulator"))
-
-
-def test_out_must_not_overlap_an_input():
-    q, k, v = arrays(4, 8)
-    with pytest.raises(ValueError, match="out overlaps the input K"):
-        cupyfa.attention(q, k, v, backend="simulator", out=k)
 
 
 def test_an_error_leaves_out_untouched(backend):
@@ -488,50 +404,6 @@ def test_no_allocation_survives_a_call(cuda):
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    "shapes, message",
-    [
-        (((4,), (4, 8), (4, 8)), r"q has shape \(4,\); it needs at least two axes"),
-        (((4, 8), (4, 7), (4, 8)), r"d, the last axis of q and k, must be equal; .*\(4, 7\)"),
-        (((4, 8), (5, 8), (4, 8)), "N, the number of keys, must be equal"),
-        (((2, 4, 8), (3, 4, 8), (3, 4, 8)), "heads=2 is not a multiple of kv_heads=3"),
-        (((2, 4, 8), (2, 4, 8), (1, 4, 8)), "the number of key heads must be equal"),
-        (((2, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "the leading axes must be equal"),
-    ],
-)
-def test_shapes_that_contradict_each_other_are_refused(shapes, message):
-    with pytest.raises(ValueError, match=message):
-        cupyfa.attention(*(np.zeros(shape, np.float32) for shape in shapes), backend="simulator")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"layout": "sbhd"}, "layout 'sbhd' is unknown; use one of bhsd, bshd"),
-        ({"backend": "metal"}, "backend 'metal' is unknown; use one of auto, cuda, simulator"),
-        ({"kernel": "v9"}, "kernel 'v9' is unknown; the forward kernels are baseline"),
-        ({"kernel": "fa2", "Wr": 3}, "fa2 has no constant 'Wr'; it has Br, Bc"),
-    ],
-)
-def test_unknown_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        cupyfa.attention(*arrays(4, 8), **({"backend": "simulator"} | options))
-
-
-def test_a_kernel_without_lse_says_so():
-    from dataclasses import replace
-
-    fa2 = FORWARD["fa2"]
-    kernel = replace(fa2, features=tuple(x for x in fa2.features if x != "lse"))
-    with pytest.raises(cupyfa.Unsupported, match="does not compute lse"):
-        cupyfa.attention(*arrays(4, 8), kernel=kernel, backend="simulator", return_lse=True)
-
-
-def test_cuda_without_a_device_says_what_to_do(no_device):
-    with pytest.raises(cupyfa.DeviceError, match="no CUDA device is visible; use .*'simulator'"):
-        cupyfa.attention(*arrays(4, 8), backend="cuda")
 
 
 def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
@@ -564,7 +436,3 @@ def test_several_threads_at_once(backend):
 def test_kernels_lists_every_record():
     assert {k.name for k in cupyfa.kernels("forward")} == set(FORWARD)
     assert len(cupyfa.kernels()) > len(FORWARD)
-    with pytest.raises(
-        ValueError, match="operation 'decode' is unknown; there are softmax, forward"
-    ):
-        cupyfa.kernels("decode")

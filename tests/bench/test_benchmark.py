@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import cli, refused, strict
+from helpers.cli import cli, strict
 from helpers.problems import DTYPES, FORWARD, inputs_of, planned
 
 import cupyfa
@@ -20,7 +20,6 @@ from cupyfa.bench import bench as benchmark
 from cupyfa.bench import peaks, peers, timing
 from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
-from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
 from cupyfa.operations import OPERATIONS, Excerpt
@@ -433,19 +432,6 @@ def test_constants_that_break_a_rule_are_rows_that_say_so():
         bench("fa2", backend="simulator", budget=0, constants=constants, **TINY)
 
 
-def test_nothing_to_measure_is_an_error():
-    with pytest.raises(Unsupported, match="its dtypes are float16, bfloat16, float32"):
-        bench("v3", backend="simulator", budget=0, dtype="float64", **TINY)
-    with pytest.raises(ValueError, match="name kernels"):
-        bench([], backend="simulator")
-    with pytest.raises(ValueError, match="softmax has no d, heads; leave it out"):
-        bench("softmax_safe", backend="simulator", d=5, heads=2)
-    with pytest.raises(ValueError, match="'Bz' is no size, and no constant of these kernels"):
-        bench("fa2", backend="simulator", constants={"Bz": 2}, **TINY)
-    with pytest.raises(ValueError, match="peer 'fa4' is unknown; there are fa2"):
-        bench("fa2", backend="simulator", against=["fa4"], **TINY)
-
-
 class Cramped(Simulator):
     """A simulator without memory for arrays of more than so many bytes."""
 
@@ -731,24 +717,6 @@ def test_save_holds_every_round(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     done = cli("compare", file, file)
     assert done.stdout.count("SAME") == 1 and "3 SAME" in done.stderr  # said once for all rows
-
-
-@pytest.mark.parametrize(
-    "args, code, message",
-    [
-        ([], 2, "name kernels, or give --all"),
-        (["fa2", "-p", "M"], 2, "'M' is not NAME=VALUES"),
-        (["fa2", "-p", "N=2", "-p", "N=3"], 2, "-p N is given twice"),
-        (["fa2", "-p", "Bz=2"], 2, "'Bz' is no size, and no constant of these kernels"),
-        (["fa2", "--tokens", "30"], 2, "tokens and batch say the same"),
-        (["fa2", "--against", "fa9"], 2, "peer 'fa9' is unknown"),
-        (["fa2", "--save", "no/such/folder/a.json"], 2, "cannot be written; is there a folder"),
-        (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
-        (["nothing"], 2, "kernel 'nothing' is unknown"),
-    ],
-)
-def test_bench_refuses_in_one_line(args, code, message):
-    assert message in refused("bench", *args, *SMALL, code=code)
 
 
 def test_peers_that_are_not_installed_are_noted_once(monkeypatch):

@@ -5,7 +5,7 @@ import re
 from random import Random
 
 import pytest
-from helpers.cli import cli, refused, strict
+from helpers.cli import cli, strict
 
 import cupyfa
 from cupyfa import Problem
@@ -187,43 +187,6 @@ def test_other_devices_and_versions_are_noted(files):
     assert "note: device: a card before, another card after" in notes
     assert "note: cuda: 12.9 before, 13.0 after" in notes
     assert "later" not in notes
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"3",
-        b"\xff\xfe",
-        b'{"rows": []}',
-        b'{"environment": {}, "rows": [{}]}',
-        b'{"environment": {}, "rows": [3]}',
-        b'{"environment": 3, "rows": []}',
-        json.dumps({"environment": {}, "rows": [{**row(1).record(), "kernal": 3}]}).encode(),
-        json.dumps({"environment": {}, "rows": [{**row(1).record(), "operation": "x"}]}).encode(),
-        json.dumps(
-            {"environment": {}, "rows": [{**row(1).record(), "milliseconds": "x"}]}
-        ).encode(),
-        json.dumps({"environment": {}, "rows": [{**row(1).record(), "problem": {}}]}).encode(),
-    ],
-)
-def test_other_files_are_refused_in_one_line(tmp_path, files, content):
-    good, _ = files([row(1)], [row(1)])
-    bad = tmp_path / "bad.json"
-    bad.write_bytes(content)
-    assert "bad.json is no file that cupyfa bench --save writes" in refused(
-        "compare", good, bad, code=2
-    )
-
-
-def test_bad_arguments_of_compare(files, tmp_path):
-    good, _ = files([row(1)], [row(1)])
-    assert "cannot be read" in refused("compare", good, tmp_path / "none.json", code=2)
-    assert "'x' is no percentage; write 5%" in refused(
-        "compare", good, good, "--fail-slower", "x", code=2
-    )
 
 
 def test_two_files_without_rows(files):

@@ -205,20 +205,6 @@ def test_a_softmax_is_tuned_too(engine):
     assert engine.limits.tuned[0].constants == ()
 
 
-@pytest.mark.parametrize(
-    "kernel, sizes, error, message",
-    [
-        ("fa3", {}, ValueError, "unknown"),
-        ("softmax_safe", {"heads": 3}, ValueError, "has no heads"),
-        ("fa2", {"M": 0}, ValueError, "nothing to do"),
-        ("v3", {"dtype": "float64"}, cupyfa.Unsupported, "its dtypes are"),
-    ],
-)
-def test_what_cannot_be_tuned_is_refused(engine, kernel, sizes, error, message):
-    with pytest.raises(error, match=message):
-        cupyfa.tune(kernel, backend=engine, **sizes)
-
-
 # Deciding
 
 

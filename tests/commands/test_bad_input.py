@@ -754,16 +754,27 @@ def results(tmp_path_factory):
     save = ("--budget", "0", "--alone", "--save", folder / "good.json")
     command("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)
     good = (folder / "good.json").read_text()
+    (row,) = json.loads(good)["rows"]
+    for name, rows in {
+        "empty": [],
+        "number": [3],
+        "other": [{"kernel": "fa2"}],
+        "key": [{**row, "kernal": 3}],
+        "operation": [{**row, "operation": "x"}],
+        "times": [{**row, "milliseconds": "x"}],
+        "problem": [{**row, "problem": {}}],
+        "sizes": [{**row, "problem": {**row["problem"], "M": -5}}],
+        "words": [{**row, "problem": {**row["problem"], "dtype": "int8"}}],
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
     for name, text in {
         "foreign": '{"a": 1}',
         "list": "[1, 2]",
         "cut": good[: len(good) // 2],
         "text": "hello",
         "nothing": "",
-        "other": '{"environment": {}, "rows": [{"kernel": "fa2"}]}',
-        "sizes": good.replace('"M": 5', '"M": -5'),
-        "words": good.replace('"dtype": "float32"', '"dtype": "int8"'),
-        "empty": '{"environment": {}, "rows": []}',
+        "where": '{"environment": 3, "rows": []}',
+        "nowhere": '{"rows": []}',
     }.items():
         (folder / f"{name}.json").write_text(text)
     (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
@@ -929,17 +940,10 @@ COMMANDS = {
     "compare folder": ("compare folder good.json", 2, "folder cannot be read: Is a directory"),
     **{
         f"compare {name}": (f"compare good.json {name}.json", 2, f"{name}.json {NOT_OURS}")
-        for name in (
-            "foreign",
-            "list",
-            "cut",
-            "text",
-            "nothing",
-            "other",
-            "bytes",
-            "sizes",
-            "words",
-        )
+        for name in [
+            *("foreign", "list", "cut", "text", "nothing", "other", "bytes", "sizes", "words"),
+            *("number", "key", "operation", "times", "problem", "where", "nowhere"),
+        ]
     },
     "compare percent": (
         "compare good.json good.json --fail-slower nan",

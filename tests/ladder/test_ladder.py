@@ -313,19 +313,3 @@ def test_a_sweep_that_is_interrupted_tells_and_saves_what_it_has(monkeypatch, tm
     assert f"the simulator: batch=4 heads=16 M={told} " in done.stderr
     assert "note: interrupted; this is what was measured until then" in done.stderr
     assert Results.load(file).rows == rows
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--plot", "a.pdf"], "a.pdf is no picture"),
-        (["--plot", "no/such/folder/a.svg"], "is there a folder no/such/folder"),
-        (["--plot", "a.svg", "-N", 5, "--backend", "simulator"], "leave -N out"),
-        (["--from", "none.json"], "cannot be read"),
-        (["--from", "none.json", "--backward"], "leave one out"),
-        (["--save", "no/such/folder/a.json"], "is there a folder no/such/folder"),
-    ],
-)
-def test_bad_arguments_of_ladder(tmp_path, monkeypatch, args, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("ladder", *args, code=2)
