@@ -9,9 +9,9 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
-#include <attention/mask.cuh>
-#include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
 struct Shared {
@@ -24,8 +24,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// So many keys, or columns of O, are summed side by side: an element of the thread's own row is
-// read once for all of them.
+// Keys, or columns of O, that a thread sums at a time: an element of its own row is read once for
+// all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
@@ -39,10 +39,11 @@ __device__ void load_row(scalar (&tile)[width], Tensor<const scalar> tensor, int
   }
 }
 
-// This thread's row of S = Q K^T * scale; returns the maximum of elements `hidden` … keys - 1.
-__device__ real scores(Shared& shared, int hidden, int keys, real scale) {
+// This thread's row of S, the scores of Q K^T; returns the maximum of keys first_seen … keys - 1.
+__device__ real scores(Shared& shared, int first_seen, int keys, const Scorer<real>& scorer) {
   real largest = -infinity;
-  for (int first = hidden / keys_together * keys_together; first < keys; first += keys_together) {
+  for (int first = first_seen / keys_together * keys_together; first < keys;
+       first += keys_together) {
     real dots[keys_together] = {};
 #pragma unroll 4
     for (int k = 0; k < d; ++k) {
@@ -52,71 +53,69 @@ __device__ real scores(Shared& shared, int hidden, int keys, real scale) {
     }
 #pragma unroll
     for (int i = 0; i < keys_together; ++i) {
-      shared.S[first + i][threadIdx.x] = dots[i] * scale;
-      if (first + i >= hidden && first + i < keys) largest = fmax(largest, dots[i] * scale);
+      const real score = scorer(dots[i]);
+      shared.S[first + i][threadIdx.x] = score;
+      if (first + i >= first_seen && first + i < keys) largest = fmax(largest, score);
     }
   }
   return largest;
 }
 
 // This thread's row of P = exp(S - maximum); returns its sum.
-__device__ real weights(Shared& shared, int hidden, int keys, const OnlineSoftmax& softmax) {
+__device__ real exponentiate(Shared& shared, int first_seen, int keys,
+                             const OnlineSoftmax& softmax) {
   real sum = 0;
-  for (int key = hidden; key < keys; ++key) {
-    const real weight = softmax.weight(shared.S[key][threadIdx.x]);
-    shared.S[key][threadIdx.x] = weight;
-    sum += weight;
+  for (int key = first_seen; key < keys; ++key) {
+    const real p = softmax.p(shared.S[key][threadIdx.x]);
+    shared.S[key][threadIdx.x] = p;
+    sum += p;
   }
   return sum;
 }
 
-// So many columns of this thread's row of O = O * factor + P V.
+// `cols` columns of this thread's row of O = O * factor + P V.
 template <int cols>
-__device__ void accumulate(Shared& shared, int first, int hidden, int keys, real factor) {
+__device__ void accumulate(Shared& shared, int first, int first_seen, int keys, real factor) {
   real sums[cols];
 #pragma unroll
   for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
 #pragma unroll 4
-  for (int key = hidden; key < keys; ++key) {
-    const real weight = shared.S[key][threadIdx.x];
+  for (int key = first_seen; key < keys; ++key) {
+    const real p = shared.S[key][threadIdx.x];
 #pragma unroll
-    for (int i = 0; i < cols; ++i) sums[i] += weight * real(shared.V[key][first + i]);
+    for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.V[key][first + i]);
   }
 #pragma unroll
   for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
 }
 
-__device__ void accumulate_row(Shared& shared, int hidden, int keys, real factor) {
+__device__ void accumulate_row(Shared& shared, int first_seen, int keys, real factor) {
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
-    accumulate<cols_together>(shared, first, hidden, keys, factor);
+    accumulate<cols_together>(shared, first, first_seen, keys, factor);
   }
   constexpr int rest = dv % cols_together;
-  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, hidden, keys, factor);
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, first_seen, keys, factor);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void fa2(Tensor<const scalar> Q,
-                                                          Tensor<const scalar> K,
-                                                          Tensor<const scalar> V, Tensor<scalar> O,
-                                                          Tensor<real> lse, int M, int N, int heads,
-                                                          int batches, int group, int causal_offset,
-                                                          int window_offset, real scale) {
+extern "C" __global__ __launch_bounds__(threads) void fa2(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Sizes sizes, int heads, int batches, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M, Br);
+  const int tiles = cdiv(sizes.M, Br);
+  const Scorer<real> scorer = {scale, mods};
   const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
 
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);
-    const int row = tile * Br + threadIdx.x;
-    const int visible = row < M ? kv_end(row, N, causal_offset) : 0;
-    const int hidden = kv_begin(row, N, window_offset);
-    const int hidden_from_tile = kv_begin(tile * Br, N, window_offset);
-    const int visible_to_tile = kv_end(min((tile + 1) * Br, M) - 1, N, causal_offset);
+    const Extent extent = extent_of(sizes, batch);
+    const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
+    const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     OnlineSoftmax softmax;
 
-    for (int first_key = hidden_from_tile / Bc * Bc; first_key < visible_to_tile; first_key += Bc) {
+    for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
       for (int key = threadIdx.x; key < Bc; key += threads) {
         load_row(shared.K[key], K, batch, head / group, first_key + key, N);
@@ -124,11 +123,11 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(Tensor<const scalar> Q
       }
       __syncthreads();  // K and V are there
 
-      const int from = hidden_in_tile(hidden, first_key);
-      const int keys = max(0, min(Bc, visible - first_key));
-      const real factor = softmax.raise(scores(shared, from, keys, scale));
-      softmax.sum += weights(shared, from, keys, softmax);
-      accumulate_row(shared, from, keys, factor);
+      const int first_seen = extent.first_in_tile(row, first_key);
+      const int keys = row < M ? extent.end_in_tile(row, first_key, Bc) : 0;
+      const real factor = softmax.raise(scores(shared, first_seen, keys, scorer));
+      softmax.sum += exponentiate(shared, first_seen, keys, softmax);
+      accumulate_row(shared, first_seen, keys, factor);
     }
 
     if (row < M) {

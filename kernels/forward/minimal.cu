@@ -8,9 +8,9 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch): one block per head, so most of the GPU stands idle    block (Bc)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
-#include <attention/mask.cuh>
-#include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
 struct Shared {
@@ -28,58 +28,61 @@ __device__ void load_row(scalar (&tile)[width], const scalar* row) {
   for (int col = 0; col < width; ++col) tile[col] = row[col];
 }
 
-// This thread's row of S = Q K^T; returns its maximum.
-__device__ real scores(Shared& shared, int keys, real scale) {
+// This thread's row of S: the scores of Q K^T; returns its maximum.
+__device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
   real largest = -infinity;
   for (int col = 0; col < keys; ++col) {
     real dot = 0;
     for (int k = 0; k < d; ++k) dot += real(shared.Q[threadIdx.x][k]) * real(shared.K[col][k]);
-    shared.S[threadIdx.x][col] = dot * scale;
-    largest = fmax(largest, dot * scale);
+    const real score = scorer(dot);
+    shared.S[threadIdx.x][col] = score;
+    largest = fmax(largest, score);
   }
   return largest;
 }
 
 // This thread's row of P = exp(S - maximum); returns its sum.
-__device__ real weights(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+__device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& softmax) {
   real sum = 0;
   for (int col = 0; col < keys; ++col) {
-    const real weight = softmax.weight(shared.S[threadIdx.x][col]);
-    shared.S[threadIdx.x][col] = weight;
-    sum += weight;
+    const real p = softmax.p(shared.S[threadIdx.x][col]);
+    shared.S[threadIdx.x][col] = p;
+    sum += p;
   }
   return sum;
 }
 
 extern "C" __global__ __launch_bounds__(threads) void minimal(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int causal_offset, real scale) {
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
+    int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
 
-  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+  for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
-    if (first_key + int(threadIdx.x) < N) {
+    if (first_key + int(threadIdx.x) < extent.N) {
       load_row(shared.K[threadIdx.x], K.row(batch, kv_head, first_key + threadIdx.x));
       load_row(shared.V[threadIdx.x], V.row(batch, kv_head, first_key + threadIdx.x));
     }
     __syncthreads();  // K and V are there
 
-    for (int row = threadIdx.x; row < M && threadIdx.x < Br; row += Br) {
-      const int visible = kv_end(row, N, causal_offset);
-      const int last = last_tile(visible, Bc);
+    for (int row = threadIdx.x; row < extent.M && threadIdx.x < Br; row += Br) {
+      const int kv_end = extent.kv_end(row);
+      const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       load_row(shared.Q[threadIdx.x], Q.row(batch, head, row));
-      const int keys = min(Bc, visible - first_key);
+      const int keys = min(Bc, kv_end - first_key);
       const real old_sum = softmax.sum;
-      const real factor = softmax.raise(scores(shared, keys, scale));
-      softmax.sum += weights(shared, keys, softmax);
+      const real factor = softmax.raise(scores(shared, keys, scorer));
+      softmax.sum += exponentiate(shared, keys, softmax);
 
       real* sums = O_sum.row(batch, head, row);
       for (int col = 0; col < dv; ++col) {

@@ -8,9 +8,9 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (threads)
 //   the host sets: scalar, real, Bc, d, dv, causal, threads, shared_bytes
-#include <attention/mask.cuh>
-#include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
@@ -28,7 +28,7 @@ static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
 // The scores of the row in shared.Q against the tile's keys, the same in every thread. Each warp
 // sums its columns of all dot products, then the warps' sums are added.
-__device__ void scores(Shared& shared, real (&S)[Bc], real scale) {
+__device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer) {
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int k = threadIdx.x; k < d; k += threads)
@@ -40,27 +40,29 @@ __device__ void scores(Shared& shared, real (&S)[Bc], real scale) {
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int warp = 0; warp < warps; ++warp) dot += shared.partial[warp][key];
-    S[key] = dot * scale;
+    S[key] = scorer(dot);
   }
 }
 
 extern "C" __global__ __launch_bounds__(threads) void v1(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int causal_offset, real scale) {
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
+    int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
 
-  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+  for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
-    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
-    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, extent.N);
+    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
 
-    for (int row = 0; row < M; ++row) {
-      const int visible = kv_end(row, N, causal_offset);
-      const int last = last_tile(visible, Bc);
+    for (int row = 0; row < extent.M; ++row) {
+      const int kv_end = extent.kv_end(row);
+      const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
       for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
@@ -69,15 +71,15 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       const real old_sum = softmax.sum;
       real S[Bc];
-      scores(shared, S, scale);
+      scores(shared, S, scorer);
 
       real largest = -infinity;
       for (int key = 0; key < Bc; ++key) {
-        if (first_key + key < visible) largest = fmax(largest, S[key]);
+        if (first_key + key < kv_end) largest = fmax(largest, S[key]);
       }
       const real factor = softmax.raise(largest);
       for (int key = 0; key < Bc; ++key) {
-        S[key] = first_key + key < visible ? softmax.weight(S[key]) : real(0);
+        S[key] = first_key + key < kv_end ? softmax.p(S[key]) : real(0);
         softmax.sum += S[key];
       }
 
@@ -85,7 +87,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       for (int col = threadIdx.x; col < dv; col += threads) {
         real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
         for (int key = 0; key < Bc; ++key) {
-          if (first_key + key < visible) sum += S[key] * real(shared.V[key][col]);
+          if (first_key + key < kv_end) sum += S[key] * real(shared.V[key][col]);
         }
         sum *= softmax.inverse_sum();
         if (tile < last)

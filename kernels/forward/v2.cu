@@ -8,9 +8,9 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (32 * Br)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
-#include <attention/mask.cuh>
-#include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
@@ -24,35 +24,38 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(threads == warp_size * Br, "one warp per row of the Q tile");
 
 // The scores of this warp's row against the tile's keys, the same in every lane.
-__device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane, real scale) {
+__device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane,
+                       const Scorer<real>& scorer) {
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int k = lane; k < d; k += warp_size) {
       dot += real(shared.Q[warp][k]) * real(shared.K[key][k]);
     }
-    S[key] = warp_sum(dot) * scale;
+    S[key] = scorer(warp_sum(dot));
   }
 }
 
 extern "C" __global__ __launch_bounds__(threads) void v2(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int causal_offset, real scale) {
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
+    int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [_, head, batch] = place(blockIdx.x, 1, heads);
   const int kv_head = head / group;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
 
-  for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
+  for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
     __syncthreads();  // before this tile overwrites keys that a slower warp still reads
-    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
-    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, extent.N);
+    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
     __syncthreads();  // K and V are there
 
-    for (int row = warp; row < M; row += Br) {
-      const int visible = kv_end(row, N, causal_offset);
-      const int last = last_tile(visible, Bc);
+    for (int row = warp; row < extent.M; row += Br) {
+      const int kv_end = extent.kv_end(row);
+      const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
       for (int k = lane; k < d; k += warp_size) shared.Q[warp][k] = Q.row(batch, head, row)[k];
@@ -60,15 +63,15 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       const real old_sum = softmax.sum;
       real S[Bc];
-      scores(shared, S, warp, lane, scale);
+      scores(shared, S, warp, lane, scorer);
 
       real largest = -infinity;
       for (int key = 0; key < Bc; ++key) {
-        if (first_key + key < visible) largest = fmax(largest, S[key]);
+        if (first_key + key < kv_end) largest = fmax(largest, S[key]);
       }
       const real factor = softmax.raise(largest);
       for (int key = 0; key < Bc; ++key) {
-        S[key] = first_key + key < visible ? softmax.weight(S[key]) : real(0);
+        S[key] = first_key + key < kv_end ? softmax.p(S[key]) : real(0);
         softmax.sum += S[key];
       }
 
@@ -76,7 +79,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
       for (int col = lane; col < dv; col += warp_size) {
         real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
         for (int key = 0; key < Bc; ++key) {
-          if (first_key + key < visible) sum += S[key] * real(shared.V[key][col]);
+          if (first_key + key < kv_end) sum += S[key] * real(shared.V[key][col]);
         }
         sum *= softmax.inverse_sum();
         if (tile < last)

@@ -9,9 +9,9 @@
 //   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, causal, threads, shared_bytes
 #include <cuda_fp16.h>
-#include <attention/mask.cuh>
-#include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
@@ -26,8 +26,8 @@ struct Shared {
   float S[Br][Bc];
   float O[Br][Bd];
   OnlineSoftmax rows[Br];  // as the tile before left them
-  float keep[Br];          // what an old sum is worth beside the new one
-  float take[Br];          // what the tile's sum is worth
+  float keep[Br];          // the factor of earlier sums of O
+  float take[Br];          // the factor of this tile's sums
   __half Q[Br][Bd];
   __half K[Bc][Bd];
   __half V[Bc][Bd];
@@ -106,8 +106,8 @@ __device__ void multiply_output(const Shared& shared, WarpTile& O) {
   }
 }
 
-// The tile's part of an element of O. A masked key has weight 0, but 0 * NaN is NaN: where that may
-// have happened, the sum is taken again over the visible keys alone.
+// The tile's part of an element of O. A masked key has P = 0, but 0 * NaN is NaN: an element that
+// is NaN is summed again over the visible keys alone.
 __device__ float tile_output(const Shared& shared, int row, int col, int keys) {
   float sum = shared.O[row][col];
   if constexpr (causal) {
@@ -122,19 +122,19 @@ __device__ float tile_output(const Shared& shared, int row, int col, int keys) {
 }
 
 // One warp's softmax of a row of S, of which `keys` columns are visible: writes the row of P and
-// takes it into `softmax`. Returns the factor for what was summed before.
-__device__ float weigh(Shared& shared, int row, int keys, int lane, float scale,
-                       OnlineSoftmax& softmax) {
+// updates `softmax`. Returns the factor that rescales earlier sums.
+__device__ float softmax_row(Shared& shared, int row, int keys, int lane,
+                             const Scorer<float>& scorer, OnlineSoftmax& softmax) {
   float largest = -infinity;
   for (int col = lane; col < min(Bc, keys); col += warp_size) {
-    largest = fmax(largest, shared.S[row][col] * scale);
+    largest = fmax(largest, scorer(shared.S[row][col]));
   }
   const float factor = softmax.raise(warp_max(largest));
   float sum = 0;
   for (int col = lane; col < Bc; col += warp_size) {
-    const float weight = col < keys ? softmax.weight(shared.S[row][col] * scale) : 0.0f;
-    shared.P[row][col] = __float2half(weight);
-    sum += weight;
+    const float p = col < keys ? softmax.p(scorer(shared.S[row][col])) : 0.0f;
+    shared.P[row][col] = __float2half(p);
+    sum += p;
   }
   softmax.sum += warp_sum(sum);
   return factor;
@@ -142,17 +142,20 @@ __device__ float weigh(Shared& shared, int row, int keys, int lane, float scale,
 
 extern "C" __global__ __launch_bounds__(threads) void v3(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
-    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, int M, int N,
-    int heads, int group, int causal_offset, real scale) {
+    Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
+    int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Place block = place(blockIdx.x, 1, heads);
   const int head = block.head, batch = block.batch, kv_head = head / group;
+  const Extent extent = extent_of(sizes, batch);
+  const int M = extent.M, N = extent.N;
+  const Scorer<float> scorer = {scale, mods};
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
 
   for (int tile = 0; tile <= last_tile(N, Bc); ++tile) {
     const int first_key = tile * Bc;
     for (int first_row = 0; first_row < M; first_row += Br) {
-      const int last = last_tile(kv_end(min(first_row + Br, M) - 1, N, causal_offset), Bc);
+      const int last = last_tile(extent.kv_end(min(first_row + Br, M) - 1), Bc);
       if (tile > last) continue;
 
       WarpTile S(warp);
@@ -174,10 +177,10 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
 
       for (int row = warp; row < Br; row += warps) {
         const int query = first_row + row;
-        const int keys = query < M ? kv_end(query, N, causal_offset) - first_key : 0;
+        const int keys = query < M ? extent.kv_end(query) - first_key : 0;
         OnlineSoftmax softmax = shared.rows[row];
         const float old_sum = softmax.sum;
-        const float factor = weigh(shared, row, keys, lane, scale, softmax);
+        const float factor = softmax_row(shared, row, keys, lane, scorer, softmax);
         if (lane > 0) continue;
         shared.keep[row] = old_sum * factor * softmax.inverse_sum();
         shared.take[row] = softmax.inverse_sum();
@@ -200,7 +203,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         share_out<Br * Bd, turns>([&](int i, int turn) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
           if (query >= M || slice + col >= dv) return;
-          const int keys = min(Bc, kv_end(query, N, causal_offset) - first_key);
+          const int keys = min(Bc, extent.kv_end(query) - first_key);
           const float product = tile_output(shared, row, col, keys);
           const float sum = old[turn] * shared.keep[row] + product * shared.take[row];
           if (tile < last)

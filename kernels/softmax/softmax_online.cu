@@ -8,7 +8,7 @@
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, causal, windowed, threads, shared_bytes
 #include <tile/block.cuh>
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
 #include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
 #include <tile/tensor.cuh>
@@ -20,28 +20,29 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<const scalar> S,
                                                                      Tensor<scalar> P,
-                                                                     Tensor<real> lse, int M, int N,
-                                                                     int heads, int causal_offset,
-                                                                     int window_offset) {
+                                                                     Tensor<real> lse, Sizes sizes,
+                                                                     int heads, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {1, mods};  // the product before it has taken the scale
   const scalar* scores = S.row(batch, head, row);
-  scalar* weights = P.row(batch, head, row);
-  const int visible = kv_end(row, N, causal_offset), hidden = kv_begin(row, N, window_offset);
+  scalar* out = P.row(batch, head, row);
+  const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);
 
   OnlineSoftmax softmax;
-  for (int col = hidden + threadIdx.x; col < visible; col += threads) {
-    const real score = real(scores[col]);
+  for (int col = kv_begin + threadIdx.x; col < kv_end; col += threads) {
+    const real score = scorer(real(scores[col]));
     softmax.raise(score);
-    softmax.sum += softmax.weight(score);
+    softmax.sum += softmax.p(score);
   }
   softmax.raise(block_max(softmax.maximum, shared.partial));
   softmax.sum = block_sum(softmax.sum, shared.partial);
 
-  for (int col = threadIdx.x; col < N; col += threads) {
-    weights[col] = sees_key(row, col, N, causal_offset, window_offset)
-                       ? scalar(softmax.weight(real(scores[col])) * softmax.inverse_sum())
-                       : scalar(real(0));
+  for (int col = threadIdx.x; col < extent.N; col += threads) {
+    out[col] = extent.sees(row, col)
+                   ? scalar(softmax.p(scorer(real(scores[col]))) * softmax.inverse_sum())
+                   : scalar(real(0));
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
 }

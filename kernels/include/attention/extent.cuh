@@ -85,3 +85,9 @@ __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int h
   return {row, head, batch, extent.kv_begin(row) / keys * keys,
           extent.kv_end(min(row + rows, extent.M) - 1)};
 }
+
+// The last tile of `size` keys that a row takes part in. Tile 0 always counts, so that a row that
+// sees no key is still written.
+__device__ __forceinline__ int last_tile(int kv_end, int size) {
+  return max(cdiv(kv_end, size), 1) - 1;
+}
