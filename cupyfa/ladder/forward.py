@@ -18,7 +18,7 @@ SUMS_IN_MEMORY = {
     "row_max": ("batch heads M", "real"),
     "row_sum": ("batch heads M", "real"),
 }
-ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum M N heads group diagonal scale"
+ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum sizes heads group scale mods"
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}
     for Br in (128, 64, 32, 16, 8, 4, 2, 1)
@@ -290,8 +290,8 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             softmax_launch(softmax),
             Matmul("O", "P", "V"),
             Launch(
-                "mend_rows",
-                args="P V O M N heads group diagonal lower",
+                "repair_rows",
+                args="P V O sizes heads group",
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
                 when=lambda p: p.is_masked,
@@ -718,7 +718,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2",
-                args="Q K V O lse M N heads batch group diagonal lower scale",
+                args="Q K V O lse sizes heads batch group scale mods",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(
@@ -758,7 +758,7 @@ KERNELS = (
         launches=(
             Launch(
                 "fa2_coalesced",
-                args="Q K V O lse M N heads batch group diagonal lower scale",
+                args="Q K V O lse sizes heads batch group scale mods",
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: c.Br,
                 shared=lambda p, c: p.bytes(

@@ -14,7 +14,7 @@ def softmax_launch(name: str) -> Launch:
     """One block of 256 threads per row; every warp leaves one sum in shared memory."""
     return Launch(
         name,
-        args="S P lse M N heads diagonal lower",
+        args="S P lse sizes heads mods",
         grid=lambda p, c: p.M * p.heads * p.batch,
         threads=lambda p, c: 256,
         shared=lambda p, c: p.bytes(reals=256 // WARP),

@@ -43,6 +43,7 @@ def text(launch: PlannedLaunch) -> str:
             f"using operand = {launch.operand.scalar};",
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items() if name in named),
+            *(["struct Mods {};"] if "Mods" in named else []),
             f'#line 1 "{name.as_posix()}"',
             file,
             f"// headers: {includes.digest(reached)}",

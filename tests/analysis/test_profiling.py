@@ -50,7 +50,7 @@ BEFORE = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Conte
 BEFORE += ["Block Size", "Grid Size", "Device", "CC"]
 
 
-def ncu_prints(names=("fa2", "mend_rows(Tensor<float>, int)")):
+def ncu_prints(names=("fa2", "repair_rows(Tensor<float>, int)")):
     """What ``ncu --csv --page raw`` writes, in the midst of what else it says."""
     out = io.StringIO()
     writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
@@ -134,7 +134,7 @@ def tools(monkeypatch, tmp_path):
 def test_ncu_counts_one_call_of_the_kernels_own_launches_after_a_warm_up():
     command = profiling.ncu_command("baseline", SMALL, {})
     at = command.index
-    assert command[at("--kernel-name") + 1] == "regex:^(softmax_safe|mend_rows)$"
+    assert command[at("--kernel-name") + 1] == "regex:^(softmax_safe|repair_rows)$"
     assert command[at("--launch-skip") + 1] == command[at("--launch-count") + 1] == "2"
     assert command[at("--metrics") + 1].split(",") == list(profiling.METRICS)
     assert {"--csv", "raw", "base"} <= set(command)
@@ -212,7 +212,7 @@ def test_a_users_kernel_is_named_as_it_was(tmp_path):
 
 def test_ncu_rows_are_read_by_launch():
     (first, counted), (second, others) = profiling.read_ncu(ncu_prints())
-    assert (first, second) == ("fa2", "mend_rows")
+    assert (first, second) == ("fa2", "repair_rows")
     assert counted["gpu__time_duration.sum"] == 7712345.0
     assert counted["dram__bytes.sum.per_second"] == 17400000000.5
     assert "dram__bytes.sum.per_second" not in others, "n/a is no number"
@@ -242,7 +242,7 @@ def test_what_is_not_known_is_said_not_to_be():
     for counter in ("store sectors", "FMA pipe", "occupancy"):
         assert found["fa2", counter].row()["unit"] == "n/a"
         assert found["fa2", counter].row()["value"] is None
-    assert found["mend_rows", "load conflicts"].value is None, "it has no shared memory"
+    assert found["repair_rows", "load conflicts"].value is None, "it has no shared memory"
     empty = profiling.counters([("fa2", {})], {})
     assert {x.value for x in empty} == {None} and len(empty) == len(profiling.COUNTERS)
 
@@ -250,19 +250,19 @@ def test_what_is_not_known_is_said_not_to_be():
 def test_what_limits_is_the_scarcest_or_the_grid():
     found = values()
     assert found["fa2", "limited by"].value == "shared memory, 2 blocks"
-    assert found["mend_rows", "limited by"].value == "grid, 0.25 waves"
+    assert found["repair_rows", "limited by"].value == "grid, 0.25 waves"
 
 
 def test_what_bounds_is_the_busiest_unit_or_what_is_waited_for():
     found = values()
     assert found["fa2", "bound by"].value == "latency: short scoreboard"
-    assert found["mend_rows", "bound by"].value == "DRAM"
+    assert found["repair_rows", "bound by"].value == "DRAM"
 
 
 def test_predictions_stand_beside_the_first_launch():
     found = values(DRAM="below 2")
     assert found["fa2", "DRAM"].predicted == "below 2"
-    assert found["mend_rows", "DRAM"].predicted is found["fa2", "L2"].predicted is None
+    assert found["repair_rows", "DRAM"].predicted is found["fa2", "L2"].predicted is None
 
 
 def test_nsys_kernels_are_read_without_the_other_tables():

@@ -350,7 +350,7 @@ def test_what_a_row_says():
 def test_registers_are_those_of_the_hungriest_launch():
     class Telling(Simulator):
         def resources(self, prepared):
-            wanting = "mend_rows" in str(vars(prepared).values())
+            wanting = "repair_rows" in str(vars(prepared).values())
             return {"registers": 168 if wanting else 40, "spilled bytes": 8 if wanting else 0}
 
     (row,) = bench("baseline", backend=Telling(), budget=0, causal=True, **TINY)

@@ -409,7 +409,7 @@ def test_show_tells_resources_of_every_launch():
     shown = cli("show", "baseline", "--causal", "--arch", "80").stdout
     assert [x for x in shown.splitlines() if x.startswith("entry")] == [
         "entry          softmax_safe",
-        "entry          mend_rows",
+        "entry          repair_rows",
     ]
     assert "blocks per sm" in shown and "limited by" in shown
 
