@@ -1,4 +1,4 @@
-"""What computations of attention hold in memory and move through it, counted and measured."""
+"""The memory that attention needs: inputs, outputs, temporaries and peak, counted and measured."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyfa.analysis import profile as profiling
-from cupyfa.analysis import resources as compiling
-from cupyfa.analysis import traffic
-from cupyfa.analysis.traffic import NAIVE, TILED, Step
+from cupyfa.analysis.formulas import (
+    NAIVE,
+    TILED,
+    input_sizes,
+    naive_bytes,
+    naive_scratch,
+    output_bytes,
+    tiled_bytes,
+)
+from cupyfa.analysis.profile import TOOLS, profile
+from cupyfa.analysis.resources import limits_of
 from cupyfa.bench import sweeps
 from cupyfa.errors import DeviceError, DeviceLost, Unsupported
 from cupyfa.ladder import LADDER
-from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
+from cupyfa.planner.select import can, plan
 from cupyfa.problem import Problem
-from cupyfa.runtime import backend as backends
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.backend import Backend, allocated, run
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify.case import Case
@@ -35,13 +42,14 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that one computation holds and moves; None for what is not known.
+    """The bytes that one computation holds and moves; None where they are not known.
 
-    computation: "naive" (as it is written down), "tiled" (the algorithm of FlashAttention in the
-    device's shared memory), or a kernel. inputs, outputs and scratch are held at the same time.
-    steps: what is moved, None if the record does not tell. least: what must move in any case.
-    peak: the most that was allocated on the GPU, with inputs and outputs. dram: what Nsight Compute
-    saw the memory move. note: why there is no more to say.
+    computation: "naive", "tiled" (see formulas.py) or a kernel's name.
+    inputs, outputs, scratch: held at the same time; scratch is temporary memory.
+    moved: read from and written to memory, by formula; None for kernels.
+    peak: the most memory that was allocated on the GPU, inputs and outputs included.
+    dram: read from and written to DRAM, measured by Nsight Compute.
+    note: why figures are missing, or what they leave out.
     """
 
     computation: str
@@ -52,46 +60,21 @@ class Footprint:
     inputs: int | None = None
     outputs: int | None = None
     scratch: int | None = None
-    steps: tuple[Step, ...] | None = None
+    moved: int | None = None
     peak: int | None = None
     dram: float | None = None
     note: str = ""
 
-    @property
-    def least(self) -> int:
-        """Bytes of every input, read once, and of every output, written once."""
-        return OPERATIONS[self.operation].bytes(self.problem)
-
     def row(self) -> dict[str, Any]:
-        """As a row of a table, in MB of 10^6 bytes."""
-        steps = self.steps
+        """One row of a table, in MB of 10^6 bytes."""
+        sizes = ("inputs", "outputs", "scratch", "moved", "peak")
         return {
             "computation": self.computation,
             "tile": " ".join(f"{name}={value}" for name, value in self.constants.items()),
-            "inputs_MB": _mb(self.inputs),
-            "outputs_MB": _mb(self.outputs),
-            "scratch_MB": _mb(self.scratch),
-            "read_MB": _mb(sum(x.read for x in steps)) if steps is not None else None,
-            "written_MB": _mb(sum(x.written for x in steps)) if steps is not None else None,
-            "x_least": _of(traffic.moved(steps), self.least) if steps is not None else None,
-            "peak_MB": _mb(self.peak),
+            **{f"{name}_MB": _mb(getattr(self, name)) for name in sizes},
             "DRAM_MB": _mb(self.dram),
             "note": self.note,
         }
-
-    def step_rows(self) -> list[dict[str, Any]]:
-        """A row for each step, and what it moves of which array."""
-        return [
-            {
-                "computation": self.computation,
-                "step": step.name,
-                "read_MB": _mb(step.read),
-                "written_MB": _mb(step.written),
-                "reads": _listed(step.reads),
-                "writes": _listed(step.writes),
-            }
-            for step in self.steps or ()
-        ]
 
 
 def memory(
@@ -103,73 +86,67 @@ def memory(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Footprint]:
-    """Counts the bytes that attention holds and moves: as it is written down, in tiles, by kernel.
+    """Counts the bytes that naive attention, tiled attention and kernels hold.
 
     ``kernels`` are names, ``script.py:name`` or records of one operation; by default those of
     the ladder that can do the problem, of the forward pass or with ``backward`` of the gradients.
-    ``sizes`` are those of ``Problem.of_sizes``, a softmax's M and N; what is left out is as for
+    ``sizes`` are those of ``Problem.of_sizes``, for a softmax M and N; the defaults are those of
     ``bench``.
 
-    What is counted follows from plans alone (see traffic.py) and needs no GPU: without one they are
-    for an H100. On a GPU each kernel also runs once, to see how much memory is allocated, and again
-    under Nsight Compute, if ``ncu`` is on the PATH and not declined, to see what the memory moves;
-    cuBLAS's launches are not seen there, so kernels with products of cuBLAS have no such figure.
+    Counting needs no GPU: without one the plans are for an H100. On a GPU each kernel also runs
+    once to measure the peak of allocated memory, and once under Nsight Compute to measure DRAM
+    traffic, if ``ncu`` is on the PATH and the argument ``ncu`` is true. Nsight Compute does not see
+    launches of cuBLAS here, so kernels with products of cuBLAS have no DRAM figure.
 
-    Returns the naive and the tiled computation, then the kernels. Raises ValueError or TypeError
-    for arguments, and Unsupported if no kernel that was named can do the problem.
+    Returns naive and tiled attention, then the kernels. Raises ValueError or TypeError for
+    arguments, and Unsupported if no kernel that was named can do the problem.
     """
     chosen = _chosen(kernels, backward)
     operation = next(iter(chosen.values())).operation
-    if foreign := ", ".join(sweeps.foreign(operation, sizes)):
-        raise ValueError(f"{operation} has no {foreign}; leave it out")
+    sweeps.refuse_foreign(operation, sizes)
     named = chosen.values() if kernels else ()
     usual = sweeps.usual_dtype(*named, precision=sizes.get("precision"))
-    several = sweeps.problems(operation, {"dtype": usual, **_given(sizes)})
+    given = {name: value for name, value in sizes.items() if value is not None}
+    several = sweeps.problems(operation, {"dtype": usual, **given})
     if len(several) != 1:
-        raise ValueError(f"memory is of one problem, and these sizes make {len(several)}")
+        raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
     engine, limits = _place(backend)
     if not kernels:
-        chosen = {name: x for name, x in chosen.items() if planning.can(x, problem, limits)}
-    elif not any(planning.can(x, problem, limits) for x in chosen.values()):
-        planning.plan(next(iter(chosen.values())), problem, limits)  # which says why
-    rows = _written_down(operation, problem, limits)
-    seen = ncu and _can_count(engine)
+        chosen = {name: x for name, x in chosen.items() if can(x, problem, limits)}
+    elif not any(can(x, problem, limits) for x in chosen.values()):
+        plan(next(iter(chosen.values())), problem, limits)  # raises the reason
+    rows = _by_formula(operation, problem, limits)
+    counting = ncu and _can_count(engine)
     for done, (name, kernel) in enumerate(chosen.items()):
         progress(done, len(chosen), kernel.name)
-        row = _counted(kernel, operation, problem, limits)
+        row = _planned(kernel, operation, problem, limits)
         if row.scratch is not None and engine is not None:
             row = _measured(row, engine, kernel)
-            if seen and not any(isinstance(x, Matmul) for x in kernel.launches):
-                row, seen = _seen(row, name)
+            if counting and not any(isinstance(x, Matmul) for x in kernel.launches):
+                row, counting = _with_dram(row, name)
         rows.append(row)
     return rows
-
-
-def _given(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sizes.items() if value is not None}
 
 
 def _chosen(
     kernels: str | Kernel | Sequence[str | Kernel] | None, backward: bool
 ) -> dict[str, Kernel]:
-    """The records by the names that they were given by, or those of the ladder."""
+    """The records by the names they were given by, or those of the ladder."""
     if not kernels:
         return dict(LADDER["backward" if backward else "forward"])
-    listed = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
+    listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
     found = {
-        x.name if isinstance(x, Kernel) else x: (
-            x if isinstance(x, Kernel) else records.record_named(x)
-        )
+        x.name if isinstance(x, Kernel) else x: x if isinstance(x, Kernel) else record_named(x)
         for x in listed
     }
-    told = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
+    names = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
     operations = {x.operation for x in found.values()}
     if len(operations) > 1:
-        raise ValueError(f"memory is of one operation, and there are {told}; name them apart")
+        raise ValueError(f"memory takes kernels of one operation, not {names}")
     if backward and operations != {"backward"}:
         raise ValueError(
-            f"with backward, memory is of gradients, and {told} is not; name some of "
+            f"backward takes kernels of gradients, not {names}; name some of "
             f"{', '.join(LADDER['backward'])}, or leave backward out"
         )
     return found
@@ -181,67 +158,57 @@ def _place(backend: str | Backend) -> tuple[Backend | None, Limits]:
         try:
             backend = backend_named("cuda")
         except DeviceError:
-            return None, compiling.limits_of("90")
+            return None, limits_of("90")
     engine = backend_named(backend)
     return (engine if engine.stream is not None else None), engine.limits
 
 
-def _written_down(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
-    """The computations that are no kernel's."""
-    inputs, outputs = traffic.inputs(operation, p), traffic.outputs(operation, p)
-    steps = traffic.naive(operation, p)
-    made = {name: size for step in steps for name, size in step.writes.items()}
-    scratch = sum(size for name, size in made.items() if name not in inputs | outputs)
-    held = sum(inputs.values()), sum(outputs.values()), scratch
-    naive = Footprint(NAIVE, operation, p, limits.device, {}, *held, steps)
-    if operation == "softmax":
-        return [naive]
-    tiles = traffic.tiled(operation, p, limits.shared_bytes)
-    tiled = replace(naive, computation=TILED, scratch=_rows_of(operation, p), steps=tiles)
-    return [naive, tiled]
+def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
+    """Naive and tiled attention; a softmax has no tiled form."""
+    naive = Footprint(
+        NAIVE,
+        operation,
+        p,
+        limits.device,
+        {},
+        inputs=sum(input_sizes(operation, p).values()),
+        outputs=output_bytes(operation, p),
+        scratch=naive_scratch(operation, p),
+        moved=naive_bytes(operation, p),
+    )
+    tiled = replace(naive, computation=TILED, scratch=0, moved=tiled_bytes(operation, p))
+    rows = [naive, tiled]
+    return rows[:1] if operation == "softmax" else rows
 
 
-def _rows_of(operation: str, p: Problem) -> int:
-    """What the tiled computation keeps of rows: maxima and sums, or for gradients nothing."""
-    rows = p.batch * p.heads * p.M * p.dtype.sums.itemsize
-    return 2 * rows if operation == "forward" else 0
-
-
-def _counted(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Footprint:
-    """What follows from the plan of a kernel."""
+def _planned(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Footprint:
+    """The bytes that follow from the plan of a kernel."""
     try:
-        plan = planning.plan(kernel, p, limits)
+        made = plan(kernel, p, limits)
     except Unsupported as error:
         reason = str(error).partition("; kernels that can")[0]
         note = reason.removeprefix(f"{kernel.name} cannot do {p}: ")
         return Footprint(kernel.name, operation, p, limits.device, {}, note=note)
-    inputs, outputs, scratch = traffic.held(plan)
-    steps = traffic.of(plan)
-    padded = (plan.problem.d, plan.problem.dv) != (p.d, p.dv)
-    notes = [
-        "no columns count as one, of zeros" if padded else "",
-        "its record names no Br and Bc: what it moves is unknown" if steps is None else "",
-    ]
+    padded = (made.problem.d, made.problem.dv) != (p.d, p.dv)
     return Footprint(
         kernel.name,
         operation,
-        replace(plan.problem, d=p.d, dv=p.dv),
+        replace(made.problem, d=p.d, dv=p.dv),
         limits.device,
-        dict(plan.constants),
-        inputs,
-        outputs,
-        scratch,
-        steps,
-        note="; ".join(filter(None, notes)),
+        dict(made.constants),
+        sum(input_sizes(operation, made.problem).values()),
+        sum(prod(shape) * dtype.itemsize for shape, dtype in made.outputs.values()),
+        made.scratch_bytes,
+        note="an empty head dimension is computed as one column of zeros" if padded else "",
     )
 
 
 def _measured(row: Footprint, engine: Backend, kernel: Kernel) -> Footprint:
     """The row with the most memory that is allocated while the kernel runs."""
-    plan = planning.plan(kernel, row.problem, engine.limits)
+    made = plan(kernel, row.problem, engine.limits)
     try:
         with engine.working_on(None):
-            return replace(row, peak=engine.peak(lambda: _run(engine, plan)))
+            return replace(row, peak=engine.peak(lambda: _run(engine, made)))
     except DeviceLost:
         raise
     except (Unsupported, DeviceError, MemoryError) as error:
@@ -257,53 +224,41 @@ def _run(engine: Backend, plan: Plan) -> None:
         for name, axes in operation.inputs.items()
     }
     inputs = {name: engine.upload(x) for name, x in readable_inputs(plan, zeros).items()}
-    outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
-    backends.run(engine, plan, readable_inputs(plan, inputs), outputs)
+    outputs = {name: allocated(engine, plan, name) for name in plan.outputs}
+    run(engine, plan, readable_inputs(plan, inputs), outputs)
 
 
 def _can_count(engine: Backend | None) -> bool:
-    """Whether Nsight Compute is at hand; if there is a GPU without it, says so."""
+    """Whether Nsight Compute is there; warns if there is a GPU without it."""
     if engine is None:
         return False
     if shutil.which("ncu"):
         return True
     warnings.warn(
-        "ncu is not on the PATH, so what the memory itself moves is not seen; it is part of "
-        f"{profiling.TOOLS['ncu']}",
+        f"ncu is not on the PATH, so DRAM traffic is not measured; install {TOOLS['ncu']}",
         **AT_THE_CALLER,
     )
     return False
 
 
-def _seen(row: Footprint, name: str) -> tuple[Footprint, bool]:
-    """The row with what Nsight Compute saw, and whether it can see more."""
+def _with_dram(row: Footprint, name: str) -> tuple[Footprint, bool]:
+    """The row with the DRAM traffic, and whether Nsight Compute can measure more rows."""
     try:
-        counters = profiling.profile(name, Case(row.operation, row.problem))
+        counters = profile(name, Case(row.operation, row.problem))
     except (Unsupported, ValueError) as error:
-        warnings.warn(f"Nsight Compute saw nothing: {error}", **AT_THE_CALLER)
+        warnings.warn(f"DRAM traffic is not measured: {error}", **AT_THE_CALLER)
         return row, False
-    figures = {"duration": [], "DRAM traffic": []}  # type: dict[str, list[float]]
-    for counter in counters:
-        if counter.counter in figures and isinstance(counter.value, float):
-            figures[counter.counter].append(counter.value)
-    milliseconds, rates = figures.values()
+    milliseconds, rates = (
+        [x.value for x in counters if x.counter == counter and isinstance(x.value, float)]
+        for counter in ("duration", "DRAM traffic")
+    )
     if not rates or len(rates) != len(milliseconds):
         return row, True
     return replace(row, dram=sum(ms * rate * 1e6 for ms, rate in zip(milliseconds, rates))), True
 
 
 def _mb(size: float | None) -> float | None:
-    return None if size is None else _short(size / _MB)
-
-
-def _of(moved: int, least: int) -> float | None:
-    return _short(moved / least) if least else None
-
-
-def _short(value: float) -> float:
-    """Three digits, or all before the point."""
-    return round(value) if value >= 100 else float(f"{value:.3g}")
-
-
-def _listed(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_short(size / _MB):g}" for name, size in sizes.items() if size)
+    """MB to three digits, or to the whole number from 100 on."""
+    if size is None:
+        return None
+    return round(size / _MB) if size >= 100 * _MB else float(f"{size / _MB:.3g}")

@@ -1,8 +1,8 @@
-"""What NVIDIA's profilers see of one kernel: its counters, against what its record predicts.
+"""Profiles of one kernel by NVIDIA's profilers.
 
-Nsight Compute (``ncu``) reads the counters of each launch, Nsight Systems (``nsys``) tells how long
-everything took. Both watch a program: here ``cupyfa profile`` itself, which then only runs the
-kernel twice, once to warm up and once to be looked at.
+Nsight Compute (``ncu``) reads the counters of each launch, Nsight Systems (``nsys``) measures the
+time of every kernel. Both profile a program: ``cupyfa profile`` itself, which then only runs the
+kernel twice, once to warm up and once to be measured.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class Counter:
-    """One figure of one launch, and what the record predicts; None where it is not known."""
+    """One figure of one launch; its value is None where ncu gives none."""
 
     launch: str
     counter: str
     value: float | str | None
     unit: str
-    predicted: str | None
 
     def row(self) -> dict[str, Any]:
-        """As a row of a table; a figure that is not known has the unit n/a."""
+        """One row of a table; a figure without a value has the unit n/a."""
         return asdict(self) | ({"unit": "n/a"} if self.value is None else {})
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """How often a kernel ran, and the milliseconds of one run and of all."""
+    """How often a kernel ran, its median time and its total time."""
 
     kernel: str
     launches: int
@@ -63,7 +62,7 @@ class KernelTime:
     total_ms: float
 
     def row(self) -> dict[str, Any]:
-        """As a row of a table."""
+        """One row of a table."""
         return asdict(self)
 
 
@@ -74,13 +73,12 @@ def profile(
     progress: Progress = no_progress,
     **constants: int,
 ) -> list[Counter]:
-    """What Nsight Compute counts in each launch of a kernel, beside what its record predicts.
+    """Counts with Nsight Compute what each launch of a kernel does.
 
-    ``kernel`` is a name of the ladder or ``script.py:name``, ``case`` the problem and its inputs:
-    unless given, batch 4, heads 16, M = N = 2048, d = 64 in float32 (a softmax: 16384 rows of
-    4096), for which the records predict. ``constants`` fix the kernel's tile sizes. Percentages of
-    units in a multiprocessor are of its active time, those of L2 and DRAM of the launch. cuBLAS's
-    launches are left out.
+    ``kernel`` is a name of the ladder or ``script.py:name``, ``case`` the problem and its inputs;
+    the default is batch 4, heads 16, M = N = 2048, d = 64 in float32 (a softmax: 16384 rows of
+    4096). ``constants`` fix the kernel's tile sizes. Percentages of units in a multiprocessor refer
+    to its active time, those of L2 and DRAM to the whole launch. Launches of cuBLAS are left out.
 
     Raises ValueError for the arguments, Unsupported if the kernel cannot do the problem, if ncu is
     missing or may not read the counters, DeviceError if there is no GPU.
@@ -94,12 +92,12 @@ def profile(
         known = tuple(x for x in metrics if not (unknown and x.startswith(unknown[1])))
         if known == metrics or not known:
             break
-        metrics = known  # ncu ends at the first name that it never heard of
+        metrics = known  # ncu stops at the first name that it does not know
     launches = read_ncu(said)
     if not launches:
         raise Unsupported(_refusal(said, record))
     progress(1, 1, f"ncu {record.name}")
-    return counters(launches, record.predicts)
+    return counters(launches)
 
 
 def timeline(
@@ -109,9 +107,9 @@ def timeline(
     progress: Progress = no_progress,
     **constants: int,
 ) -> list[KernelTime]:
-    """What Nsight Systems says of every kernel that ran, cuBLAS's too: a warm-up and one call.
+    """Times with Nsight Systems every kernel of a warm-up and of one call, those of cuBLAS too.
 
-    Before gradients of large problems that is also the forward kernel that left O and lse.
+    For large gradients the forward kernel that computes O and lse is among them.
     Arguments and errors are those of ``profile``.
     """
     record, case = _checked("nsys", kernel, case, constants)
@@ -126,7 +124,7 @@ def timeline(
 
 
 def standard(record: Kernel) -> Case:
-    """The case that a record predicts for."""
+    """The case that is profiled by default."""
     (usual,) = sweeps.problems(record.operation, {"dtype": sweeps.usual_dtype(record)})
     return Case(record.operation, usual)
 
@@ -134,7 +132,7 @@ def standard(record: Kernel) -> Case:
 def ncu_command(
     kernel: str, case: Case, constants: Mapping[str, int], metrics: Sequence[str] = ()
 ) -> list[str]:
-    """The command line that has Nsight Compute count the kernel's own launches, after a warm-up."""
+    """The command line of Nsight Compute for the kernel's own launches after a warm-up."""
     steps = records.record_named(kernel).steps(case.problem)
     entries = [step.entry for step in steps if isinstance(step, Launch)]
     each = str(len(entries))
@@ -151,7 +149,7 @@ def ncu_command(
 def nsys_command(
     kernel: str, case: Case, constants: Mapping[str, int], report: Path | None = None
 ) -> list[str]:
-    """The command line that has Nsight Systems time everything, and write a ``report``."""
+    """The command line of Nsight Systems, which writes a ``report``."""
     name = str(report or f"cupyfa-{records.record_named(kernel).name}")
     return [
         *("nsys", "profile", "--stats=true", "--trace=cuda"),
@@ -161,7 +159,7 @@ def nsys_command(
 
 
 def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
-    """What the profilers watch: a run to warm up and one more, with nothing else around them."""
+    """Runs a kernel twice: the program that is profiled."""
     engine = backend_named("cuda")
     record = records.record_named(kernel)
     plan = planning.plan(record, case.problem, engine.limits, **constants)
@@ -171,7 +169,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
         outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
         for _ in range(2):
             backends.run(engine, plan, inputs, outputs)
-        engine.download(next(iter(outputs.values())))  # waits
+        engine.synchronize()
 
 
 def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]:
@@ -185,7 +183,7 @@ def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]
 def _checked(
     tool: str, kernel: str, case: Case | None, constants: Mapping[str, int]
 ) -> tuple[Kernel, Case]:
-    """The record and the case; refuses here what would be hard to read from the profiler."""
+    """The record and the case; raises here for what the profiler would report unclearly."""
     record = records.record_named(kernel)
     case = case or standard(record)
     if shutil.which(tool) is None:
@@ -195,37 +193,37 @@ def _checked(
     except DeviceError as error:
         reason = str(error).partition(";")[0]
         raise DeviceError(
-            f"{reason}; profile where there is one: --print tells the commands"
+            f"{reason}; profile on another machine: --print prints the commands"
         ) from None
     plan = planning.plan(record, case.problem, engine.limits, **constants)
     if not all(all(launch.grid) for launch in plan.launches):
-        raise ValueError(f"{case.problem} has no rows, so nothing is launched; give sizes from 1")
+        raise ValueError(f"{case.problem} has no rows and launches nothing; give sizes from 1")
     return record, case
 
 
 def _run(command: Sequence[str]) -> str:
-    """All that a profiler, and the program under it, say."""
+    """The output of a profiler and of the program under it."""
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     ).stdout
 
 
-# What a profiler says when it cannot, and what can be done.
+# Messages of profilers that cannot profile, and the remedy.
 _REMEDIES = {
-    "ERR_NVGPUCTRPERM": "the driver keeps the counters for administrators (ERR_NVGPUCTRPERM); run "
-    "it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0: "
+    "ERR_NVGPUCTRPERM": "only administrators may read the counters (ERR_NVGPUCTRPERM); run "
+    "as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0: "
     "https://developer.nvidia.com/ERR_NVGPUCTRPERM",
     "Profiling is not supported on": "this ncu cannot profile this GPU; install the newest Nsight "
     "Compute from https://developer.nvidia.com/nsight-compute",
     "driver is not compatible": "this ncu is newer than the driver; install the Nsight Compute of "
     "the driver's CUDA version",
-    "LibraryNotLoaded": "ncu cannot reach the counters (a container or virtual machine may hide "
-    "them); cupyfa profile --tool nsys needs none",
+    "LibraryNotLoaded": "ncu cannot read the counters (a container or virtual machine may hide "
+    "them); cupyfa profile --tool nsys works without counters",
 }
 
 
 def _refusal(said: str, record: Kernel) -> str:
-    """Why there is no result, in one line."""
+    """The reason that there is no result, in one line."""
     for sign, remedy in _REMEDIES.items():
         if sign in said:
             return remedy
@@ -237,7 +235,7 @@ def _refusal(said: str, record: Kernel) -> str:
 def read_ncu(said: str) -> list[tuple[str, dict[str, float]]]:
     """(launch, metrics) of each row of ncu's ``--csv --page raw``: names, units, then launches.
 
-    Whatever stands around the table is passed over, and so are metrics without a number.
+    Other lines are skipped, and so are metrics without a number.
     """
     rows = list(csv.reader(line for line in said.splitlines() if line.startswith('"')))
     heads = [i for i, row in enumerate(rows) if "Kernel Name" in row]
@@ -247,7 +245,7 @@ def read_ncu(said: str) -> list[tuple[str, dict[str, float]]]:
     return [
         (row[head.index("Kernel Name")].partition("(")[0], _numbers(dict(zip(head, row))))
         for row in launches
-        if len(row) == len(head) and row[0].isdigit()  # the row of units has no number
+        if len(row) == len(head) and row[0].isdigit()  # not the row of units
     ]
 
 
@@ -287,14 +285,12 @@ def read_nsys(said: str) -> list[KernelTime]:
     return kernels
 
 
-# What is shown of a launch.
-
 Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class _Figure:
-    """A figure made of metrics: their first that is known, times a scale, unless said otherwise."""
+    """A figure of a launch: the first known of its metrics times a scale, or ``of`` all metrics."""
 
     unit: str
     metrics: tuple[str, ...]
@@ -334,13 +330,13 @@ def _per_request(conflicts: str, requests: str) -> _Figure:
 
 
 def _stalls(m: Metrics) -> str | None:
-    """The three reasons that a warp waits for longest, in cycles for each instruction it issues."""
+    """The three longest stall reasons, in cycles for each issued instruction."""
     waits = sorted(((m[x], reason) for reason, x in _STALLS.items() if x in m), reverse=True)
     return ", ".join(f"{reason} {cycles:.1f}" for cycles, reason in waits[:3]) or None
 
 
 def _limited_by(m: Metrics) -> str | None:
-    """What there is too little of for more blocks on a multiprocessor."""
+    """The resource that limits the number of blocks on a multiprocessor."""
     if m.get(_WAVES, 1.0) < 1:
         return f"grid, {m[_WAVES]:.2f} waves"
     limits = [(m[x], what) for what, x in _LIMITS.items() if x in m]
@@ -351,7 +347,7 @@ def _limited_by(m: Metrics) -> str | None:
 
 
 def _bound_by(m: Metrics) -> str | None:
-    """The unit that is in use for more than 60 % of the time, else what warps wait for."""
+    """The busiest unit if it is busy 60 % of the time, else the longest stall reason."""
     busy = {name: _FIGURES[name].value(m) for name in _UNITS}
     shares = [(share, name) for name, share in busy.items() if isinstance(share, float)]
     if shares and max(shares)[0] >= 60:
@@ -404,10 +400,10 @@ COUNTERS = {name: figure.unit for name, figure in _FIGURES.items()}  # with thei
 METRICS = tuple(dict.fromkeys(name for figure in _FIGURES.values() for name in figure.metrics))
 
 
-def counters(launches: Sequence[tuple[str, Metrics]], predicts: Mapping[str, str]) -> list[Counter]:
-    """Every figure of every launch; the first launch is the one that is predicted."""
+def counters(launches: Sequence[tuple[str, Metrics]]) -> list[Counter]:
+    """Every figure of every launch."""
     return [
-        Counter(launch, name, figure.value(m), figure.unit, predicts.get(name) if i == 0 else None)
-        for i, (launch, m) in enumerate(launches)
+        Counter(launch, name, figure.value(m), figure.unit)
+        for launch, m in launches
         for name, figure in _FIGURES.items()
     ]

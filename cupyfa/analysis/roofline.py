@@ -1,8 +1,8 @@
 """The roofline model of attention: what bounds a computation on a device, and its least time.
 
-A computation does so many floating-point operations and exponentials, and moves so many bytes
+A computation needs a number of floating-point operations and of exponentials, and moves bytes
 between the device's memory and its chip. Each of the three takes at least its number over the
-device's rate, and all may overlap: the longest is the least time.
+device's rate. All may overlap, so the longest is the least time.
 
 Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 """
@@ -15,22 +15,21 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from cupyfa.analysis import traffic
+from cupyfa.analysis.formulas import NAIVE, TILED, input_sizes, naive_bytes, tiled_bytes
 from cupyfa.analysis.resources import limits_of
-from cupyfa.analysis.traffic import NAIVE, TILED
-from cupyfa.bench import bench as benchmark
 from cupyfa.bench import devices, peaks, sweeps
+from cupyfa.bench.bench import bench
 from cupyfa.bench.devices import Device
 from cupyfa.bench.results import Measurement
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder import LADDER
-from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS, visible_scores
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Limits, Plan
+from cupyfa.planner.select import plan
+from cupyfa.planner.source import headers
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
@@ -47,12 +46,13 @@ _TENSOR_HEADERS = {"mma.cuh", "wmma.cuh", "wgmma.cuh"}
 
 @dataclass(frozen=True)
 class Roof:
-    """A computation on a device: what it costs, and what it could reach.
+    """The costs of a computation on a device, and its attainable performance.
 
-    ``computation`` is "naive", "tiled" or a kernel's name, ``precision`` what it multiplies.
-    ``bytes`` are those that its loops ask for, which all come from the memory if no cache catches
-    any; ``least_bytes`` are left if caches catch every repetition within a launch. ``measured`` is
-    what a benchmark found. ``note`` says why a kernel has no numbers, or what they leave out.
+    computation: "naive", "tiled" (see formulas.py) or a kernel's name.
+    bytes: moved between memory and chip; of a kernel, each array of each launch once.
+    precision: of the operands of its products.
+    measured: the row of a benchmark.
+    note: why a kernel has no figures.
     """
 
     computation: str
@@ -60,7 +60,6 @@ class Roof:
     problem: Problem
     device: Device
     bytes: int = 0
-    least_bytes: int = 0
     precision: str = ""
     on_tensor_cores: bool = False
     measured: Measurement | None = None
@@ -68,8 +67,8 @@ class Roof:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is of a kernel that cannot do the problem."""
-        return bool(self.note) and not self.bytes
+        """Whether its kernel cannot do the problem."""
+        return bool(self.note)
 
     @property
     def flops(self) -> int:
@@ -83,13 +82,13 @@ class Roof:
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of the units that it computes with."""
+        """TFLOP/s of the units that compute its products."""
         precision = self.precision or self.problem.dtype.name
         return self.device.peak(precision, tensor=self.on_tensor_cores)
 
     @property
     def balance(self) -> float:
-        """FLOP per byte from which on not the memory is the bound."""
+        """FLOP per byte below which memory is the bound."""
         return 1e3 * self.peak / self.device.bandwidth
 
     @property
@@ -99,9 +98,9 @@ class Roof:
 
     @property
     def times(self) -> dict[str, float]:
-        """The least milliseconds of each of what it needs.
+        """The least milliseconds for each cost.
 
-        Double precision has no instruction for exponentials: they are left out there.
+        Exponentials are left out in double precision, which has no instruction for them.
         """
         times = {
             COMPUTE: self.flops / self.peak / 1e9,
@@ -114,32 +113,27 @@ class Roof:
 
     @property
     def bound(self) -> str | None:
-        """What takes longest: "compute", "memory" or "exponentials"."""
+        """The cost that takes longest: "compute", "memory" or "exponentials"."""
         return max(self.times, key=lambda x: self.times[x]) if self.bytes else None
 
     @property
     def time(self) -> float | None:
-        """The least milliseconds of all."""
+        """The least milliseconds: the longest of ``times``."""
         return max(self.times.values()) if self.bytes else None
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s in that time."""
+        """Attainable TFLOP/s."""
         return self.flops / self.time / 1e9 if self.time else None
 
     @property
-    def cached(self) -> Roof:
-        """The same where caches catch every repetition: nothing can be faster."""
-        return replace(self, bytes=self.least_bytes)
-
-    @property
     def percent(self) -> float | None:
-        """How much was measured of what is attainable where caches catch every repetition."""
-        least, reached = self.cached.time, self.measured and self.measured.time
-        return 100 * least / reached if least and reached else None
+        """Measured performance as a percentage of the attainable."""
+        reached = self.measured and self.measured.time
+        return 100 * self.time / reached if self.time and reached else None
 
     def row(self) -> dict[str, Any]:
-        """As a row of a table."""
+        """One row of a table."""
         p = self.problem
         row: dict[str, Any] = {
             "computation": self.computation,
@@ -149,30 +143,23 @@ class Roof:
             "precision": p.precision,
             "causal": p.causal,
             "window": p.window_text,
-            "balance": self.balance if self.bytes else None,
-            "GFLOP": self.flops / 1e9,
-            **_bounds(self),
-            **{f"cached_{name}": value for name, value in _bounds(self.cached).items()},
         }
+        times = self.times if self.bytes else {}
         return {
             **row,
+            "balance": self.balance if self.bytes else None,
+            "GFLOP": self.flops / 1e9,
+            "MB": self.bytes / 1e6 if self.bytes else None,
+            "FLOP/B": self.intensity,
+            **{f"{cost}_ms": times.get(cost) for cost in _COSTS},
+            "bound_by": self.bound,
+            "ms": self.time,
+            "TFLOP/s": self.tflops,
             "measured_ms": self.measured.time if self.measured else None,
             "measured_TFLOP/s": self.measured.tflops if self.measured else None,
             "%_of_roof": self.percent,
             "note": self.note or (self.measured.note if self.measured else ""),
         }
-
-
-def _bounds(roof: Roof) -> dict[str, Any]:
-    times = roof.times if roof.bytes else {}
-    return {
-        "MB": roof.bytes / 1e6 if roof.bytes else None,
-        "FLOP/B": roof.intensity,
-        **{f"{what}_ms": times.get(what) for what in _COSTS},
-        "bound_by": roof.bound,
-        "ms": roof.time,
-        "TFLOP/s": roof.tflops,
-    }
 
 
 def roofline(
@@ -185,25 +172,24 @@ def roofline(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Roof]:
-    """What bounds attention, computed in several ways, on a device, and the least time of each.
+    """Computes what bounds attention on a device, and the least time, for several computations.
 
-    ``kernels`` are "naive" (scores and weights in memory), "tiled" (every input read once, the
-    output written once), names of kernels, ``script.py:name`` or records; without any, the two and
-    every rung that can do the problem. ``backward`` means the gradients, as their kernels do.
-    ``device`` is a name of ``devices.DEVICES``, a Device, or "this", the GPU here with the rates
-    that it reaches in large products and copies; "auto" is this one, or "h100" if there is none.
+    ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
+    output is written once), names of kernels, ``script.py:name`` or records. The default is both
+    and every rung that can do the problem. ``backward`` selects the gradients.
+    ``device`` is a name of ``devices.DEVICES``, a Device, or "this", the GPU of this machine with
+    its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
     ``sizes`` are those of ``sweeps.problems``, each one value or several.
 
-    Where the device is here, kernels are also measured, each for ``budget`` seconds, unless
+    On the device of this machine kernels are also measured, each for ``budget`` seconds, unless
     ``measure`` is False. Returns a Roof for each computation and problem. Raises ValueError for the
-    arguments, and Unsupported if there is no GPU for "this", or no kernel that was named can do any
-    of the problems.
+    arguments, and Unsupported if there is no GPU for "this", or if no named kernel can do any
+    problem.
     """
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
-    chosen = [x if x in (NAIVE, TILED) else _record(x) for x in names]
+    chosen = [x if isinstance(x, Kernel) or x in (NAIVE, TILED) else record_named(x) for x in names]
     operation = _operation([x for x in chosen if isinstance(x, Kernel)], backward)
-    if foreign := ", ".join(sweeps.foreign(operation, sizes)):
-        raise ValueError(f"{operation} has no {foreign}; leave it out")
+    sweeps.refuse_foreign(operation, sizes)
     if not sizes.get("dtype"):
         sizes["dtype"] = "float32" if sizes.get("precision") else _usual_dtype(chosen)
     problems = sweeps.problems(operation, sizes)
@@ -228,70 +214,42 @@ def roofline(
 
 
 def limits_on(device: Device) -> Limits:
-    """What a device grants a block, whether or not it is here."""
+    """The limits of a block on a device that need not be here."""
     limits = limits_of(device.arch)
     return replace(limits, device=device.name, multiprocessors=device.multiprocessors)
 
 
-def tiled_bytes(operation: str, p: Problem) -> int:
-    """The least that must move: every input is read once, every output is written once.
-
-    Forward that is Q, K, V and O; nobody needs lse there but the gradients.
-    """
-    return OPERATIONS[operation].bytes(p) - _unneeded(operation, p)
-
-
-def naive_bytes(operation: str, p: Problem) -> int:
-    """Attention with scores in memory, by steps that read and write all of their arrays.
-
-    Those are ``traffic.naive``, but that scale and mask cost nothing of their own, as in the
-    baselines: forward 4 M N elements of each query head beside the least, of gradients 10 M N.
-    """
-    steps = [x for x in traffic.naive(operation, p) if not x.writes.keys() <= {"scaled", "masked"}]
-    return traffic.moved(steps) - _unneeded(operation, p)
-
-
-def _unneeded(operation: str, p: Problem) -> int:
-    """The bytes of lse, if that is an output."""
-    return traffic.outputs(operation, p).get("lse", 0)
-
-
-def _moved(plan: Plan) -> tuple[int, int, str]:
-    """The bytes that a kernel's loops ask for, those left if caches catch repetitions, and a note.
-
-    The latter are each array that a launch reads or writes once, and of a mask's only what it does.
-    """
-    arrays = traffic.inputs(plan.kernel.operation, plan.problem)
+def planned_bytes(plan: Plan) -> int:
+    """Bytes moved if each launch and each product moves each of its arrays once."""
+    sizes = input_sizes(plan.kernel.operation, plan.problem)
     for name, (_, dtype) in {**plan.outputs, **plan.scratch}.items():
-        arrays[name] = prod(plan.stored_shape(name)) * dtype.itemsize
-    steps = traffic.of(plan)
-    if steps is None:
-        least = sum(arrays.get(x, 0) for launch in plan.launches for x in traffic.arrays_of(launch))
-        return least, least, f"{plan.kernel.name} has tiles without Bc: each array counts once"
-    moves = [move for step in steps for x in (step.reads, step.writes) for move in x.items()]
-    return traffic.moved(steps), sum(min(size, arrays[name]) for name, size in moves), ""
+        sizes[name] = prod(plan.stored_shape(name)) * dtype.itemsize
+    moved = 0
+    for step in plan.steps:
+        if isinstance(step, Matmul):
+            names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
+        else:
+            names = {name for name, _ in step.launch.arrays}
+        moved += sum(sizes.get(name, 0) for name in names)
+    return moved
 
 
 def uses_tensor_cores(plan: Plan) -> bool:
-    """Whether the products are done there: by a header with such instructions, or by cuBLAS."""
+    """Whether tensor cores compute the products: by their instructions, or in cuBLAS."""
     if any(isinstance(step, Matmul) for step in plan.steps):
         return _precision(plan) != "float32"
-    return any(_TENSOR_HEADERS & sources.headers(launch) for launch in plan.launches)
+    return any(_TENSOR_HEADERS & headers(launch) for launch in plan.launches)
 
 
 def _precision(plan: Plan) -> str:
     return plan.rounding or plan.problem.dtype.name
 
 
-def _record(kernel: str | Kernel) -> Kernel:
-    return kernel if isinstance(kernel, Kernel) else records.record_named(kernel)
-
-
 def _operation(kernels: Sequence[Kernel], backward: bool) -> str:
     found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
     if "softmax" in found or len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
-        raise ValueError(f"a roofline is of attention or of its gradients, and {names}")
+        raise ValueError(f"roofline takes kernels of attention or of its gradients, but {names}")
     return found.pop() if found else "forward"
 
 
@@ -309,7 +267,7 @@ def _gpu() -> Backend | None:
 
 
 def _device(device: str | Device, engine: Backend | None) -> tuple[Device, bool]:
-    """The device of a name, and whether it is the one here."""
+    """The device of a name, and whether it is the one of this machine."""
     if device == "auto":
         device = THIS if engine else "h100"
     if device == THIS:
@@ -323,14 +281,14 @@ def _device(device: str | Device, engine: Backend | None) -> tuple[Device, bool]
 
 
 def measured_device(engine: Backend) -> Device:
-    """The device here, with the rates that large products and copies reach; remembered."""
-    with_library = {x: peaks.product_rate(engine, x) for x in (*DTYPES, "tf32")}
-    rates = {name: rate for name, rate in with_library.items() if rate}
+    """The device here, with its measured rates of large products and copies, which are stored."""
+    measured = {x: peaks.product_rate(engine, x) for x in (*DTYPES, "tf32")}
+    rates = {name: rate for name, rate in measured.items() if rate}
     bandwidth = peaks.copy_rate(engine)
     if not bandwidth or "float32" not in rates:
         raise Unsupported(
-            "the rates of this device are those of cuBLAS, which is not here: pip install "
-            "'cupyfa[cublas]', or name a device of the table"
+            "measuring the rates of this device needs cuBLAS: pip install 'cupyfa[cublas]', or "
+            f"name a device: {', '.join(devices.DEVICES)}"
         )
     limits = engine.limits
     return Device(
@@ -346,27 +304,20 @@ def measured_device(engine: Backend) -> Device:
 
 
 def _roof(
-    computation: str | Kernel, operation: str, problem: Problem, device: Device, limits: Limits
+    computation: str | Kernel, operation: str, p: Problem, device: Device, limits: Limits
 ) -> Roof:
     if isinstance(computation, str):
-        precision = problem.precision or problem.dtype.name
         count = naive_bytes if computation == NAIVE else tiled_bytes
-        on_tensor_cores = precision != "float32"
-        total = count(operation, problem)
-        return Roof(
-            *(computation, operation, problem, device),
-            *(total, total, precision, on_tensor_cores),
-        )
+        precision = p.precision or p.dtype.name
+        about = count(operation, p), precision, precision != "float32"
+        return Roof(computation, operation, p, device, *about)
     try:
-        plan = planning.plan(computation, problem, limits)
+        made = plan(computation, p, limits)
     except Unsupported as error:
-        return Roof(computation.name, operation, problem, device, note=str(error))
-    moved, least, note = _moved(plan)
-    return Roof(
-        *(computation.name, operation, replace(plan.problem, d=problem.d, dv=problem.dv), device),
-        *(moved, least, _precision(plan), uses_tensor_cores(plan)),
-        note=note,
-    )
+        return Roof(computation.name, operation, p, device, note=str(error))
+    problem = replace(made.problem, d=p.d, dv=p.dv)
+    about = planned_bytes(made), _precision(made), uses_tensor_cores(made)
+    return Roof(computation.name, operation, problem, device, *about)
 
 
 def _with_measurements(
@@ -376,13 +327,13 @@ def _with_measurements(
     engine: Backend,
     budget: float,
 ) -> list[Roof]:
-    """The rows, those of kernels with what a benchmark of all of them finds."""
+    """The rows, those of kernels with their measurements by one benchmark."""
     able = {row.computation for row in rows if row.bytes}
     timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
     if not timed:
         return list(rows)
     sizes = {x: getattr(p, x) for x in _SIZES}
-    found = benchmark.bench(
+    found = bench(
         list(timed.values()), backend=engine, budget=budget, alone=True, dtype=p.dtype.name, **sizes
     )
     by_name = {row.kernel: row for row in found}

@@ -9,8 +9,8 @@ from cupyfa.analysis.roofline import Roof
 from cupyfa.planner.plan import Plan
 from cupyfa.report.tables import Row, drop, drop_followers, fields, render, table_of
 
-_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms", "cached_MB", "cached_ms")
-_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "cached_FLOP/B", "ms", "balance", "MB")
+_DETAILS = ("compute_ms", "memory_ms", "exponentials_ms")
+_SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # in narrow terminals
 
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
@@ -49,9 +49,9 @@ def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) ->
 
 
 def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
-    """What bounds computations, as a person reads it: what differs between them, and notes below.
+    """Rooflines for people: the columns that differ between rows, and notes below.
 
-    Three digits of each number, for they are estimates.
+    Numbers have three digits, since they are estimates.
     """
     table = [
         {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
@@ -59,11 +59,8 @@ def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
     ]
     drop_followers(table)
     notes = [f"note: {x['note']}" for x in table if x["note"]]
-    for column in ("note", *(x for x in table[0] if x.endswith(_DETAILS))):
+    for column in ("note", *_DETAILS):
         drop(table, column)
-    if all(row.bytes == row.least_bytes for row in rows):
-        for column in [x for x in table[0] if x.startswith("cached_")]:
-            drop(table, column)
     shown = (
         table_of(table, width, spare=_SPARE_OF_ROOFS)
         if len(rows) > 1

@@ -91,6 +91,12 @@ def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
     return [name for name, value in sizes.items() if value is not None and name not in known]
 
 
+def refuse_foreign(operation: str, sizes: Mapping[str, Any]) -> None:
+    """Raises ValueError for sizes that an operation does not have."""
+    if names := ", ".join(foreign(operation, sizes)):
+        raise ValueError(f"{operation} has no {names}; leave it out")
+
+
 def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
     sizes = {**usual, **given}
     if operation == "softmax":

@@ -36,10 +36,14 @@ from cupyfa.verify.case import Case
 @click.option(
     "--tool",
     type=click.Choice(list(profiling.TOOLS)),
-    help="ncu reads counters, nsys tells how long each kernel took.  [default: ncu]",
+    help="ncu reads counters, nsys measures the time of each kernel.  [default: ncu]",
 )
-@click.option("--print", "only_print", is_flag=True, help="The command lines, to run elsewhere.")
-@click.option("--once", is_flag=True, hidden=True, help="What the profilers watch.")
+@click.option(
+    "--print", "only_print", is_flag=True, help="Print the command lines and do not run them."
+)
+@click.option(
+    "--once", is_flag=True, hidden=True, help="Run the kernel twice: the program that is profiled."
+)
 @backend_option
 @tile_options
 @format_option
@@ -58,17 +62,16 @@ def profile(
     constants: tuple[str, ...],
     **sizes: Any,
 ) -> None:
-    """Profile KERNEL: its counters, beside what is predicted of it.
+    """Profile KERNEL with Nsight Compute or Nsight Systems.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Sizes left
-    out are those that records predict for: -B 4 -H 16 -M 2048 -d 64 and N = M, for a softmax
-    -M 16384 -N 4096.
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Default
+    sizes: -B 4 -H 16 -M 2048 -d 64 and N = M, for a softmax -M 16384 -N 4096.
     """
     record = records.record_named(kernel)
     given = tile_sizes(Br, Bc, constants)
     case = _case(record, seed, values, layout, sizes)
     if backend == "simulator":
-        remedy = "leave --backend out" if only_print else "--print tells the commands"
+        remedy = "leave --backend out" if only_print else "--print prints the commands"
         raise Unsupported(f"the simulator has no counters; profile on a GPU: {remedy}")
     if once:
         profiling.launch_twice(kernel, case, given)
@@ -85,8 +88,6 @@ def profile(
         else:
             rows = [x.row() for x in profiling.profile(kernel, case, progress=progress, **given)]
     click.echo(report.render(rows, form))
-    if record.predicts and tool != "nsys":
-        _say_what_is_predicted(record, case)
 
 
 def _case(record: Kernel, seed: int, values: str, layout: str, sizes: Mapping[str, Any]) -> Case:
@@ -107,10 +108,3 @@ def _commands(
         "nsys": profiling.nsys_command(kernel, case, given),
     }
     return [{"tool": x, "command": shlex.join(made[x])} for x in made if tool in (None, x)]
-
-
-def _say_what_is_predicted(record: Kernel, case: Case) -> None:
-    """For which problem the predictions are; they are not changed for another."""
-    predicted = profiling.standard(record).problem
-    this = "" if case.problem == predicted else f"; this was {case.problem}"
-    click.echo(f"note: predicted for {predicted} on an H100{this}", err=True)

@@ -39,15 +39,14 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "svg.hashsalt": "cupyfa",  # the same rows make the same file
 }
-GAP = 6  # points from a curve's end to its label
-_STEP, _FARTHEST = 2, 800  # pixels: by how much labels are moved until they are free
+_GAP = 10  # points between the end of a curve and its label
 
 
 def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
-    """Draws TFLOP/s over N, a curve for each kernel with its name at the end, both axes by decades.
+    """Draws TFLOP/s over N, both axes logarithmic, one curve for each kernel, labelled at its end.
 
-    Writes an .svg or .png file, without ground. Raises ValueError for another suffix and for rows
-    of which none was timed, Unsupported without matplotlib.
+    Writes an .svg or .png file with a transparent background. Raises ValueError for another suffix
+    and if no row was timed, Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -58,6 +57,7 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
 
 
 def write(figure: Callable[[], Any], path: Path) -> None:
+    """Writes a figure to a file, whole or not at all; equal figures give equal files."""
     import matplotlib
 
     file, form = io.BytesIO(), path.suffix[1:]
@@ -70,9 +70,9 @@ def write(figure: Callable[[], Any], path: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """Refuses a file that would not be a picture, and to draw one without matplotlib."""
+    """Raises ValueError unless the name is that of a picture, Unsupported without matplotlib."""
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} is no picture; the name ends with {' or '.join(SUFFIXES)}")
+        raise ValueError(f"{path} must end with {' or '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -82,7 +82,7 @@ def check(path: Path) -> None:
 
 
 def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:
-    """The points (N, TFLOP/s) of each kernel that was timed, N growing."""
+    """The points (N, TFLOP/s) of each kernel that was timed, in the order of N."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.tflops:
@@ -90,86 +90,67 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
     return {name: sorted(points) for name, points in curves.items()}
 
 
-def _figure(curves: dict[str, list[tuple[int, float]]], title: str) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_axes(xlabel: str, title: str) -> Any:
+    """Logarithmic axes of a new figure, TFLOP/s upwards."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
-    figure = Figure(figsize=(8, 5))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    labels = [
-        _curve(axes, name, points, *look)
-        for (name, points), look in zip(curves.items(), cycle(product(_LINES, COLOURS)))
-    ]
-    _dress(axes, sorted({x for points in curves.values() for x, _ in points}), title)
-    spread_labels(figure, axes, labels)
-    return figure
+    axes = Figure(figsize=(8, 5)).add_subplot()
+    axes.set(xscale="log", yscale="log", xlabel=xlabel)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(color=INK, alpha=0.25, linewidth=0.8)
+    axes.tick_params(length=0)
+    axes.set_title(f"TFLOP/s   {title}", loc="left", fontsize=10, color=INK)
+    return axes
+
+
+def _figure(curves: dict[str, list[tuple[int, float]]], title: str) -> Any:
+    axes = new_axes("N", title)
+    axes.grid(visible=False, axis="x")
+    sizes = sorted({x for points in curves.values() for x, _ in points})
+    axes.set_xticks(sizes, [f"{size}" for size in sizes])
+    looks = cycle(product(_LINES, COLOURS))
+    _spread([_curve(axes, *curve, *look) for curve, look in zip(curves.items(), looks)])
+    return axes.figure
 
 
 def _curve(axes: Any, name: str, points: list[tuple[int, float]], line: str, colour: str) -> Any:
-    """One curve; returns the label at its end."""
+    """Draws one curve; returns the label at its end, joined to it by a thin line."""
     axes.plot(*zip(*points), line, color=colour, linewidth=2, marker="o", markersize=4)
     return axes.annotate(
         name,
         points[-1],
-        (GAP, 0),
+        (_GAP, 0),
         textcoords="offset points",
         color=colour,
         verticalalignment="center",
         annotation_clip=False,
+        arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)},
     )
 
 
-def _dress(axes: Any, sizes: Sequence[int], title: str) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+def _spread(labels: Sequence[Any]) -> None:
+    """Moves labels at the same N up or down until none overlaps another, as little as possible.
 
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [f"{size}" for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(axis="y", color=INK, alpha=0.25, linewidth=0.8)
-    axes.tick_params(length=0)
-    axes.set_xlabel("N")
-    axes.set_title(f"TFLOP/s{'   ' if title else ''}{title}", loc="left", fontsize=10, color=INK)
-
-
-def spread_labels(figure: Any, axes: Any, labels: Sequence[Any], fixed: Sequence[Any] = ()) -> None:
-    """Moves labels up or down until none lies on another, nor on a curve if that can be.
-
-    What is ``fixed`` stays where it is, and no label lies on it.
+    The sum of the squared shifts is minimal: labels that would overlap move as one group, by the
+    mean of their shifts.
     """
-    figure.canvas.draw()
-    shifts = sorted(range(-_FARTHEST, _FARTHEST + 1, _STEP), key=abs)
-    curves = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
-    placed: list[Any] = [one.get_window_extent() for one in fixed]
-    for label, box in _apart(labels):
-        places = [box.translated(0, shift) for shift in shifts]
-        free = [x for x in places if not any(x.overlaps(other) for other in placed)]
-        clear = [x for x in free if not any(c.intersects_bbox(x, False) for c in curves)]
-        placed.append((clear or free)[0])
-        up = placed[-1].y0 - label.get_window_extent().y0
-        label.set_position((GAP, up * 72 / figure.dpi))
+    from matplotlib.text import Text
 
-
-def _apart(labels: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Labels with boxes that leave the others at the same N room, each as near as that allows.
-
-    The sum of the squares of their ways is the least: boxes that would lie on each other move as
-    one, to where the mean of their ways is 0.
-    """
-    boxes = []
-    for x in sorted({label.xy[0] for label in labels}, reverse=True):
+    figure = labels[0].figure
+    figure.draw_without_rendering()
+    for x in {label.xy[0] for label in labels}:
         column = sorted((one for one in labels if one.xy[0] == x), key=lambda one: one.xy[1])
-        extents = [label.get_window_extent() for label in column]
-        height = 1.1 * max(extent.height for extent in extents)
+        boxes = [Text.get_window_extent(label) for label in column]  # without the thin lines
+        height = 1.1 * max(box.height for box in boxes)
         groups: list[list[float]] = []
-        for i, extent in enumerate(extents):
-            groups.append([extent.y0 - i * height])
+        for i, box in enumerate(boxes):
+            groups.append([box.y0 - i * height])
             while len(groups) > 1 and mean(groups[-2]) > mean(groups[-1]):
                 groups[-2:] = [groups[-2] + groups[-1]]
         starts = [mean(group) for group in groups for _ in group]
-        ways = [start + i * height - extents[i].y0 for i, start in enumerate(starts)]
-        boxes += [(one, box.translated(0, up)) for one, box, up in zip(column, extents, ways)]
-    return boxes
+        for i, (label, start) in enumerate(zip(column, starts)):
+            up = start + i * height - boxes[i].y0
+            label.set_position((_GAP, up * 72 / figure.dpi))

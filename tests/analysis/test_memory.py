@@ -1,20 +1,21 @@
-"""`cupyfa.memory` and `cupyfa memory`: what is held and moved, by computation and by step."""
+"""`cupyfa.memory` and `cupyfa memory`: the bytes that are held and moved, by formula and plan."""
 
 import csv
-import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from helpers import own_kernel
 from helpers.cli import cli, refused, strict
 
 import cupyfa
-from cupyfa import Simulator
+from cupyfa import Problem, Simulator
 from cupyfa.analysis import memory as footprint
 from cupyfa.analysis import profile as profiling
-from cupyfa.analysis import traffic
+from cupyfa.analysis.formulas import naive_bytes, naive_scratch, tiled_bytes
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
+from cupyfa.planner.select import plan
 
 SIZES = {"batch": 2, "heads": 4, "M": 300, "d": 64}
 ARGS = ("memory", "-B", 2, "-H", 4, "-M", 300, "-d", 64)
@@ -27,7 +28,31 @@ def without_a_gpu(request):
         request.getfixturevalue("no_device")
 
 
-def test_the_whole_ladder_beside_what_is_no_kernel():
+def test_naive_and_tiled_attention_by_formula():
+    """The same figures as in a roofline: S and P written and read, each other array once."""
+    p = Problem.of_sizes(batch=2, heads=4, kv_heads=2, M=50, N=70, d=16, dtype="float16")
+    q, kv, scores = 2 * 4 * 50 * 16 * 2, 2 * 2 * 70 * 16 * 2, 2 * 4 * 50 * 70 * 2
+    for masked in (p, replace(p, causal="bottom-right")):
+        assert tiled_bytes("forward", masked) == 2 * q + 2 * kv
+        assert naive_bytes("forward", masked) == 2 * q + 2 * kv + 4 * scores
+        assert naive_scratch("forward", masked) == 2 * scores
+    rows, lse = cupyfa.roofline(["naive", "tiled"], device="h100", backward=True, **SIZES), 4
+    p = rows[0].problem
+    size = 2 * 4 * 300 * 64 * p.itemsize
+    assert rows[1].bytes == tiled_bytes("backward", p) == 8 * size + 2 * 4 * 300 * lse
+    assert rows[0].bytes == naive_bytes("backward", p)
+
+
+def test_what_a_plan_holds():
+    p = Problem.of_sizes(heads=2, M=30, N=20, d=8)
+    (*_, row) = cupyfa.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)
+    q, kv, s = 4 * 2 * 30 * 8, 4 * 2 * 20 * 8, 4 * 2 * 30 * 20
+    assert (row.inputs, row.outputs, row.scratch) == (q + 2 * kv, q + 4 * 2 * 30, 2 * s)
+    limits = footprint.limits_of("90")
+    assert row.scratch == plan(LADDER["forward"]["baseline"], p, limits).scratch_bytes
+
+
+def test_the_whole_ladder_and_the_formulas():
     for backward in (False, True):
         rows = cupyfa.memory(backward=backward, **SIZES)
         operation = "backward" if backward else "forward"
@@ -36,12 +61,15 @@ def test_the_whole_ladder_beside_what_is_no_kernel():
         ladder = [x.name for x in LADDER[operation].values() if x.takes("float32")]
         assert set(names[2:]) <= set(ladder) and len(names) > 4
         for row in rows:
-            assert row.device == "sm_90" and row.steps and not row.note
-            assert traffic.moved(row.steps) >= row.least == OPERATIONS[operation].bytes(row.problem)
-            assert row.inputs + row.outputs == row.least
+            assert row.device == "sm_90" and not row.note
+        for kernel in rows[2:]:
+            held = kernel.inputs + kernel.outputs
+            assert held == OPERATIONS[operation].bytes(kernel.problem) and kernel.moved is None
+        naive, tiled = rows[:2]
         scores = 2 * 4 * 300 * 300 * 4
-        small = 2 * 4 * 300 * 4 if backward else 0  # D
-        assert rows[0].scratch == (5 if backward else 3) * scores + small
+        assert (naive.scratch, tiled.scratch) == ((4 if backward else 2) * scores, 0)
+        assert tiled.moved == tiled.inputs + tiled.outputs
+        assert naive.moved == tiled.moved + (10 if backward else 4) * scores
 
 
 def test_kernels_that_are_named():
@@ -55,28 +83,27 @@ def test_kernels_that_are_named():
         cupyfa.memory(["mma_async", "wgmma"], **large)
     (naive, kernel) = cupyfa.memory("softmax_safe", M=20, N=30)
     assert (naive.scratch, kernel.scratch) == (0, 0)
-    assert sum(x.read for x in kernel.steps) == 3 * sum(x.read for x in naive.steps)
+    assert naive.moved == 2 * 4 * 20 * 30
 
 
 def test_no_columns_are_none_of_the_problem():
     (naive, tiled, kernel) = cupyfa.memory("fa2", **{**SIZES, "d": 0})
-    assert naive.least == tiled.least == kernel.least and kernel.problem.d == 0
+    assert naive.inputs == tiled.inputs and kernel.problem.d == 0
     assert str(kernel.problem).startswith("batch=2 heads=4 M=300 N=300 d=0 float32")
-    assert "no columns count as one" in kernel.note and kernel.inputs > naive.inputs
+    assert "computed as one column" in kernel.note and kernel.inputs > naive.inputs
 
 
 def test_a_kernel_of_ones_own(tmp_path):
     (*_, row) = cupyfa.memory(f"{own_kernel.write(tmp_path)}:mine", **SIZES)
     assert row.scratch == 0
-    assert (row.steps is None) == ("its record names no" in row.note)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ({"kernels": ["fa2", "columns"]}, r"fa2 \(forward\), columns \(backward\)"),
-        ({"kernels": "fa2", "backward": True}, r"fa2 \(forward\) is not"),
-        ({"M": [16, 32]}, "these sizes make 2"),
+        ({"kernels": "fa2", "backward": True}, r"of gradients, not fa2 \(forward\)"),
+        ({"M": [16, 32]}, "these sizes give 2"),
         ({"kernels": "fa9"}, "'fa9' is unknown"),
         ({"kernels": "fa2", "Q": 3}, "forward has no Q"),
         ({"kernels": "softmax_safe"}, "softmax has no .*d"),
@@ -99,12 +126,12 @@ class Measuring(Simulator):
 
 def test_what_is_measured_stands_beside(monkeypatch):
     counters = [
-        profiling.Counter(launch, name, value, unit, None)
+        profiling.Counter(launch, name, value, unit)
         for launch in ("mma_split_k", "merge_parts")
         for name, value, unit in (("duration", 2.0, "ms"), ("DRAM traffic", 1500.0, "GB/s"))
     ]
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(profiling, "profile", lambda kernel, case: counters)
+    monkeypatch.setattr(footprint, "profile", lambda kernel, case: counters)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8, "dtype": "float16"}
     rows = cupyfa.memory(["mma_split_k", "baseline"], backend=Measuring(), **sizes)
     assert [row.peak for row in rows] == [None, None, 12_345_678, 12_345_678]
@@ -132,7 +159,7 @@ def test_what_the_gpu_holds(cuda):
 
 def test_the_table_as_data():
     rows = strict(cli(*ARGS, "--format", "json").stdout)
-    assert rows[0]["computation"] == "naive" and rows[0]["x_least"] > rows[1]["x_least"]
+    assert rows[0]["computation"] == "naive" and rows[0]["moved_MB"] > rows[1]["moved_MB"]
     fa2 = next(row for row in rows if row["computation"] == "fa2")
     assert fa2["scratch_MB"] == 0 and fa2["tile"] == "Br=128 Bc=32" and fa2["peak_MB"] is None
     table = list(csv.DictReader(cli(*ARGS, "--format", "csv").stdout.splitlines()))
@@ -140,15 +167,8 @@ def test_the_table_as_data():
     assert cli(*ARGS, "--format", "md").stdout.startswith("| computation | tile | inputs MB |")
 
 
-def test_steps():
-    rows = json.loads(cli(*ARGS, "columns", "--steps", "--format", "json").stdout)
-    mine = [row["step"] for row in rows if row["computation"] == "columns"]
-    assert mine == ["delta", "clear_sums", "columns", "round_sums"]
-    assert rows[0]["reads"].startswith("Q ") and rows[0]["writes"].startswith("S ")
-
-
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("more", [(), ("--backward", "--causal"), ("--backward", "--steps")])
+@pytest.mark.parametrize("more", [(), ("--backward", "--causal")])
 def test_the_table_fits_the_terminal(monkeypatch, columns, more):
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = cli(*ARGS, *more).stdout

@@ -17,7 +17,6 @@ import cupyfa
 from cupyfa import DeviceError, Problem, Unsupported
 from cupyfa.analysis import profile as profiling
 from cupyfa.analysis import resources as compiling
-from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
 from cupyfa.report import tables as report
 from cupyfa.verify.case import Case
@@ -223,8 +222,8 @@ def test_nothing_is_read_from_nothing(said):
     assert profiling.read_ncu(said) == profiling.read_nsys(said) == []
 
 
-def values(said=None, **predicts):
-    found = profiling.counters(profiling.read_ncu(said or ncu_prints()), predicts)
+def values():
+    found = profiling.counters(profiling.read_ncu(ncu_prints()))
     return {(x.launch, x.counter): x for x in found}
 
 
@@ -243,7 +242,7 @@ def test_what_is_not_known_is_said_not_to_be():
         assert found["fa2", counter].row()["unit"] == "n/a"
         assert found["fa2", counter].row()["value"] is None
     assert found["repair_rows", "load conflicts"].value is None, "it has no shared memory"
-    empty = profiling.counters([("fa2", {})], {})
+    empty = profiling.counters([("fa2", {})])
     assert {x.value for x in empty} == {None} and len(empty) == len(profiling.COUNTERS)
 
 
@@ -257,12 +256,6 @@ def test_what_bounds_is_the_busiest_unit_or_what_is_waited_for():
     found = values()
     assert found["fa2", "bound by"].value == "latency: short scoreboard"
     assert found["repair_rows", "bound by"].value == "DRAM"
-
-
-def test_predictions_stand_beside_the_first_launch():
-    found = values(DRAM="below 2")
-    assert found["fa2", "DRAM"].predicted == "below 2"
-    assert found["repair_rows", "DRAM"].predicted is found["fa2", "L2"].predicted is None
 
 
 def test_nsys_kernels_are_read_without_the_other_tables():
@@ -301,23 +294,15 @@ def test_the_table_fits_the_terminal(tools, monkeypatch, columns):
     assert max(map(len, done.stdout.splitlines())) <= columns
     head, *lines = done.stdout.splitlines()
     assert head == "launch=fa2"
-    assert lines[0].split() == ["counter", "value", "unit", "predicted"]
+    assert lines[0].split() == ["counter", "value", "unit"]
     shown = {line[:16].strip(): line[16:].split() for line in lines[1:]}
-    assert shown["duration"] == [
-        "7.712",
-        "ms",
-        *LADDER["forward"]["fa2"].predicts["duration"].split(),
-    ]
-    assert "predicted for batch=4 heads=16 M=2048 N=2048 d=64 float32" in done.stderr
-    assert "; this was" not in done.stderr
+    assert shown["duration"] == ["7.712", "ms"]
 
 
-def test_another_problem_than_the_predicted_one_is_said(tools):
+def test_the_counters_as_data(tools):
     tools("ncu", ncu_prints(["fa2"]))
-    done = cli("fa2", "-M", 100, "--format", "json")
-    assert "; this was batch=4 heads=16 M=100 N=100 d=64" in done.stderr
-    rows = json.loads(done.stdout)
-    assert set(rows[0]) == {"launch", "counter", "value", "unit", "predicted"}
+    rows = json.loads(cli("fa2", "-M", 100, "--format", "json").stdout)
+    assert set(rows[0]) == {"launch", "counter", "value", "unit"}
     assert next(x["value"] for x in rows if x["counter"] == "store sectors") is None
 
 
@@ -356,16 +341,14 @@ def test_without_a_gpu(tools, monkeypatch):
 
     tools("ncu", "")
     monkeypatch.setattr(profiling, "backend_named", none)
-    line = (
-        "cupyfa: no CUDA device (no driver); profile where there is one: --print tells the commands"
-    )
-    assert refused("fa2") == line
+    remedy = "profile on another machine: --print prints the commands"
+    assert refused("fa2") == f"cupyfa: no CUDA device (no driver); {remedy}"
 
 
 def test_the_simulator_has_no_counters():
     message = refused("fa2", "--backend", "simulator")
     assert message == (
-        "cupyfa: the simulator has no counters; profile on a GPU: --print tells the commands"
+        "cupyfa: the simulator has no counters; profile on a GPU: --print prints the commands"
     )
 
 
@@ -375,7 +358,7 @@ def test_the_simulator_has_no_counters():
         (
             "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n"
             "==WARNING== No kernels were profiled.\n",
-            "counters for administrators",
+            "only administrators may read the counters",
         ),
         (
             "==ERROR== Profiling is not supported on device 0. To find out supported GPUs …\n",
@@ -398,7 +381,7 @@ def test_what_a_profiler_refuses_is_one_line_with_the_remedy(tools, said, messag
     [
         (["auto"], 2, "kernel 'auto' is unknown"),
         (["softmax_safe", "-d", "3"], 2, "a softmax is M rows of N scores and has no d"),
-        (["fa2", "-M", "0"], 2, "has no rows, so nothing is launched; give sizes from 1"),
+        (["fa2", "-M", "0"], 2, "has no rows and launches nothing; give sizes from 1"),
         (["fa2", "-d", "100000"], 3, "bytes of shared memory a block"),
         (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
         (["fa2", "--Bc", "17", "--Br", "17"], 2, "breaks its rule"),

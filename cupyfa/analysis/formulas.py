@@ -1,0 +1,56 @@
+"""The bytes of attention by formula: what naive and tiled attention hold and move.
+
+Naive attention keeps the scores S and the probabilities P in memory, for gradients also dP and dS.
+Tiled attention (FlashAttention; Dao et al., 2022, arXiv:2205.14135) keeps them on the chip: at best
+every input is read once and every output is written once. Scale and mask are applied where scores
+are computed and move nothing. The log-sum-exp that a forward kernel returns is not counted.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from cupyfa.operations import OPERATIONS
+from cupyfa.problem import Problem
+
+NAIVE, TILED = "naive", "tiled"
+# Arrays of M x N numbers for each query head: how many are held, and how often any is read or
+# written. Forward: S and P, each written and read. Backward: also dP and dS; P and dS are read
+# twice.
+_HELD = {"forward": 2, "backward": 4}
+_PASSES = {"forward": 4, "backward": 10}
+
+
+def input_sizes(operation: str, p: Problem) -> dict[str, int]:
+    """Bytes of each input."""
+    its = OPERATIONS[operation]
+    return {name: _size(p, axes, its.input_kind(name)) for name, axes in its.inputs.items()}
+
+
+def output_bytes(operation: str, p: Problem) -> int:
+    """Bytes of all outputs except lse."""
+    outputs = OPERATIONS[operation].outputs
+    return sum(_size(p, *outputs[name]) for name in outputs if name != "lse")
+
+
+def tiled_bytes(operation: str, p: Problem) -> int:
+    """Bytes moved if every input is read once and every output is written once."""
+    return sum(input_sizes(operation, p).values()) + output_bytes(operation, p)
+
+
+def naive_bytes(operation: str, p: Problem) -> int:
+    """Bytes moved if the arrays of scores go through memory."""
+    return tiled_bytes(operation, p) + _PASSES.get(operation, 0) * _scores(p)
+
+
+def naive_scratch(operation: str, p: Problem) -> int:
+    """Bytes of the arrays of scores that naive attention holds."""
+    return _HELD.get(operation, 0) * _scores(p)
+
+
+def _scores(p: Problem) -> int:
+    return _size(p, "batch heads M N", "scalar")
+
+
+def _size(p: Problem, axes: str, kind: str) -> int:
+    return prod(p.shape(axes)) * (p.itemsize if kind == "scalar" else p.dtype.sums.itemsize)
