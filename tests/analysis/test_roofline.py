@@ -150,15 +150,6 @@ def test_kernels_move_each_array_of_each_launch_once():
         assert found.bound and found.tflops <= found.peak
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="softmax_safe computes softmax"):
-        row("softmax_safe")
-    with pytest.raises(ValueError, match="fa2 computes forward"):
-        row("fa2", backward=True)
-    with pytest.raises(ValueError, match="has no Br"):
-        row("fa2", Br=64)
-
-
 def test_from_the_package():
     (found,) = cupyfa.roofline("tiled", device="h100", measure=False, M=1024)
     assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float16")

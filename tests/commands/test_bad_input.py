@@ -26,6 +26,7 @@ from helpers.problems import FORWARD
 import cupyfa
 from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported
 from cupyfa.problem import MOST
+from cupyfa.runtime import transfer
 from cupyfa.verify import failures
 from cupyfa.verify.case import Case
 
@@ -56,9 +57,16 @@ def attention(q=(4, 8), k=(4, 8), v=(4, 8), **options):
     return cupyfa.attention(q, k, v, **{"backend": "simulator", **options})
 
 
-def alike(dtype):
+def alike(dtype, **options):
     """The call with arrays of a dtype."""
-    return attention(*(a(4, 8, dtype=dtype) for _ in range(3)))
+    return attention(*(a(4, 8, dtype=dtype) for _ in range(3)), **options)
+
+
+def backward(**change):
+    """The call for gradients, of which some arguments are others."""
+    arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
+    given = {**arrays, "lse": a(4), "backend": "simulator", **change}
+    return cupyfa.attention_backward(**given)
 
 
 def softmax(x, **options):
@@ -105,8 +113,8 @@ def own(**change):
     return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
 
 
-def with_launch(**change):
-    return attention(kernel=own(launches=(launch(**change),)))
+def with_launch(scratch=None, **change):
+    return attention(kernel=own(launches=(launch(**change),), scratch=scratch or {}))
 
 
 def problem(**sizes):

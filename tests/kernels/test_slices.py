@@ -7,7 +7,7 @@ import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import Kernel, Launch, Problem
+from cupyfa import Problem
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
@@ -144,14 +144,6 @@ def test_sums_take_memory_only_beyond_a_span(kernel, columns):
     assert scratch_bytes(512, 1024) == 0
     assert scratch_bytes(513, 1024) == 4 * 2 * 3 * 128 * 1024
     assert scratch_bytes(513, 320) == 4 * 2 * 3 * 128 * columns
-
-
-@pytest.mark.parametrize("size", [-1, 0.5])
-def test_a_formula_of_scratch_must_give_a_size(size):
-    launch = Launch("mine", args="Q.data T.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
-    kernel = Kernel("mine", "", (launch,), scratch={"T": (lambda p, c: size, "real")})
-    with pytest.raises(ValueError, match=f"formula for scratch T gives {size}"):
-        planning.plan(kernel, Problem.of_sizes(M=8, d=8), limits_of("90"))
 
 
 @pytest.mark.parametrize("tile", WGMMA.tiles[:2], ids=lambda tile: f"{tile['span']}")

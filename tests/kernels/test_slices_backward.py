@@ -1,7 +1,5 @@
 """The rung mma_slices_backward: many cases of few texts, which take seconds to compile."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from helpers.problems import inputs_of, name, planned
@@ -122,9 +120,3 @@ def test_auto_takes_it_where_no_other_rung_has_tensor_cores():
     ):
         problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
         assert planning.select("auto", "backward", problem, limits_of("80")).name == expected
-
-
-def test_a_formula_of_rounds_must_give_a_number():
-    broken = replace(SLICES, rounds=lambda p, c: 0)
-    with pytest.raises(ValueError, match="formula for rounds gives 0"):
-        planning.plan(broken, Problem.of_sizes(M=8, d=8, dtype="float16"), limits_of("80"))

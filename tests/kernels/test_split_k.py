@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
-from cupyfa import Kernel, Launch, Problem
+from cupyfa import Problem
 from cupyfa.analysis.resources import limits_of
 from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
@@ -177,22 +177,3 @@ def test_auto_never_takes_it_unmeasured(monkeypatch):
     monkeypatch.setitem(FORWARD, SPLIT.name, replace(SPLIT, tflops={}))
     problem = Problem.of_sizes(N=8192, d=64, dtype="float16", **DECODE)
     assert planning.select("auto", "forward", problem, H100).name != SPLIT.name
-
-
-@pytest.mark.parametrize("number", [0.5, 2**31, "one"])
-def test_a_formula_of_a_number_must_give_one(number):
-    launch = Launch(
-        "mine",
-        args="Q.data laps",
-        grid=lambda p, c: 1,
-        threads=lambda p, c: 32,
-        numbers={"laps": lambda p, c: number},
-    )
-    with pytest.raises(ValueError, match="formula for laps gives"):
-        planning.plan(Kernel("mine", "", (launch,)), Problem.of_sizes(M=8, d=8), H100)
-
-
-def test_numbers_are_arguments():
-    (launch, *_) = SPLIT.launches
-    with pytest.raises(ValueError, match="numbers are .*, of names that the args have"):
-        replace(launch, numbers={"others": lambda p, c: 1})

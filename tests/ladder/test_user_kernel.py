@@ -1,6 +1,5 @@
 """A user's kernel in a folder outside the project: called from Python, and by its script's name."""
 
-import re
 import runpy
 
 import numpy as np
@@ -118,44 +117,6 @@ def test_a_changed_kernel_is_seen_by_the_next_call(backend, tmp_path):
     close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
 
 
-@pytest.mark.parametrize(
-    "options, change, message",
-    [
-        ({"return_lse": True}, {}, "mine does not compute lse"),
-        ({"causal": True}, {}, "mine cannot do .* it lacks causal; kernels that can: .*fa2"),
-        ({}, {"heads": 4}, "mine cannot do .* it lacks gqa; kernels that can: .*fa2"),
-    ],
-    ids=["lse", "causal", "gqa"],
-)
-def test_what_it_does_not_claim_is_refused(tmp_path, options, change, message):
-    (q, _, _), (_, k, v) = arrays(**change), arrays()
-    with pytest.raises(cupyfa.Unsupported, match=message):
-        cupyfa.attention(q, k, v, kernel=record(tmp_path), backend="simulator", **options)
-
-
-def test_a_value_dimension_it_does_not_claim_is_refused(tmp_path):
-    with pytest.raises(cupyfa.Unsupported, match="it lacks dv"):
-        cupyfa.attention(*arrays(dv=9), kernel=bare(tmp_path), backend="simulator")
-
-
-def test_an_argument_outside_the_vocabulary(backend, tmp_path):
-    kernel = record(tmp_path, py=("M N scale", "M N temperature"))
-    message = "mine: argument 'temperature' is unknown; arrays are Q, K, V, O; numbers and structs"
-    with pytest.raises(ValueError, match=message):
-        cupyfa.attention(*arrays(), kernel=kernel, backend=backend)
-
-
-def test_arguments_that_the_kernel_does_not_take(tmp_path):
-    kernel = record(tmp_path, py=("M N scale", "M N"))
-    with pytest.raises(ValueError, match=r"mine takes arguments of .*, but .* were given"):
-        cupyfa.attention(*arrays(), kernel=kernel, backend="simulator")
-
-
-def test_another_operations_kernel(tmp_path):
-    with pytest.raises(ValueError, match="kernel mine computes forward, not softmax"):
-        cupyfa.softmax(np.ones((2, 3)), kernel=record(tmp_path), backend="simulator")
-
-
 # By its script's name
 
 
@@ -187,26 +148,10 @@ def test_random_sizes_suit_the_kernel(tmp_path, seed):
     cli(f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [("--causal", "lacks causal"), ("-H 4 --kv-heads 2", "lacks gqa")],
-)
-def test_what_it_does_not_claim_is_unsupported(tmp_path, options, message):
-    script = own_kernel.write(tmp_path)
-    done = cli(f"{script}:mine", "--backend", "simulator", *options.split(), code=3)
-    assert re.search(f"^cupyfa: mine cannot do .*{message}", done.stderr, re.MULTILINE)
-
-
 def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
     script = own_kernel.write(tmp_path, cu=('extern "C" __global__', "__global__"))
     done = cli(f"{script}:mine", "--backend", "simulator", code=2)
     assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr
-
-
-def test_an_unknown_argument_is_a_bad_argument(tmp_path):
-    script = own_kernel.write(tmp_path, py=("M N scale", "M N temperature"))
-    done = cli(f"{script}:mine", "--backend", "simulator", code=2)
-    assert "argument 'temperature' is unknown" in done.stderr
 
 
 TWO = """\

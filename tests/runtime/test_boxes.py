@@ -50,35 +50,12 @@ def launch(**changes):
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"boxes": {}},
-        {"boxes": {"Q": 64}},
-        {"boxes": {"K": lambda p, c: 64}},
-        {"args": "Q.map K.map"},
-        {"args": "Q.data K"},
-    ],
-    ids=["none", "no formula", "another array", "too few", "too many"],
-)
-def test_every_map_has_a_box(change):
-    with pytest.raises(ValueError, match="Launch 'own': boxes are .* one for each Q.map"):
-        launch(**change)
-
-
 def test_arrays_are_passed_in_three_ways():
     assert launch().arrays == (("Q", "map"), ("K", ""))
     with pytest.raises(
         ValueError, match="args name arrays as Q, Q.data, Q.map, but here 'Q.tma K'"
     ):
         launch(args="Q.tma K", boxes={})
-
-
-def test_boxes_are_of_sm_90():
-    for arch in ("90", "90a", "100"):
-        Kernel("own", "", (launch(),), arch=arch)
-    with pytest.raises(ValueError, match="arch is at least 90 if launches have boxes, but here '8"):
-        Kernel("own", "", (launch(),), arch="80")
 
 
 @pytest.mark.parametrize("rows", [0, 257, 8.0, "8"])
@@ -115,11 +92,6 @@ def test_its_own_architecture_alone_runs_it(kernel):
         with pytest.raises(Unsupported, match=words) as refused:
             planning.plan(kernel, problem, limits)
         assert "\n" not in str(refused.value)
-
-
-def test_dtypes_need_no_more_than_an_architecture_of_its_own(kernel):
-    with pytest.raises(ValueError, match="dtype_arch are .* beside an arch that is one"):
-        replace(kernel, dtype_arch={"bfloat16": "80"})
 
 
 def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):

@@ -432,15 +432,6 @@ def test_buffers_are_taken_again_before_there_are_more(far):
         assert buffers.take() is second and buffers.made == 2
 
 
-def test_wrong_choices_are_refused():
-    with pytest.raises(ValueError, match="threads is 0; give a whole number from 1"):
-        transfer.configure(threads=0)
-    with pytest.raises(ValueError, match="chunk_bytes is 7; give a whole number from 16"):
-        transfer.configure(chunk_bytes=7)
-    with pytest.raises(TypeError, match="chunks: unknown; there are threads, chunk_bytes"):
-        transfer.configure(chunks=1)
-
-
 # Parts of problems
 
 

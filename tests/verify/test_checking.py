@@ -20,7 +20,6 @@ from helpers import broken_kernels, own_kernel
 
 import cupyfa
 from cupyfa import Problem, Simulator
-from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import source as sources
@@ -297,25 +296,6 @@ def test_progress_is_told():
     told = []
     check("softmax_safe", samples=5, progress=lambda *args: told.append(args))
     assert told == [(i, 5, "0 failed") for i in range(1, 6)]
-
-
-@pytest.mark.parametrize(
-    "kernels, options, words",
-    [
-        ([], {}, "no kernel is named"),
-        (["fa3"], {}, "kernel 'fa3' is unknown"),
-        (["fa2"], {"grid": "fa9"}, "grid 'fa9' is unknown"),
-        ([LADDER["forward"]["fa2"]], {"jobs": 2}, "records run in this process"),
-        (
-            ["fa2", replace(LADDER["forward"]["fa2"], adds="mine")],
-            {},
-            "two kernels are named 'fa2'",
-        ),
-    ],
-)
-def test_wrong_arguments(kernels, options, words):
-    with pytest.raises(ValueError, match=words):
-        check(kernels, **options)
 
 
 # The command line

@@ -42,11 +42,6 @@ def test_inputs_go_by_the_seed(grid, operation):
     assert not seeds[0] & seeds[1]
 
 
-def test_an_unknown_grid():
-    with pytest.raises(ValueError, match=r"grid 'fa4' is unknown; use one of smoke, edges, fa2"):
-        grids.cases("fa4", "forward")
-
-
 def test_the_smoke_grid_has_180_cases_for_each_dtype():
     cases = grids.cases("smoke", "forward")
     counts = {dtype: sum(x.problem.dtype.name == dtype for x in cases) for dtype in DTYPES}
