@@ -23,7 +23,6 @@ TILES = tuple(
 )
 CANDIDATES = {"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)}
 INPUTS = "Q K V dO lse delta"
-MASK = "group diagonal lower scale"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
 
 DELTA = Launch(
@@ -108,7 +107,7 @@ def columns_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of K and V; N may be 0."""
     return Launch(
         name,
-        args=f"{INPUTS} {outputs} M N kv_heads {MASK}",
+        args=f"{INPUTS} {outputs} sizes kv_heads group scale mods",
         grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
         threads=lambda p, c: THREADS,
         shared=columns_shared,
@@ -119,7 +118,7 @@ def rows_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of Q."""
     return Launch(
         name,
-        args=f"{INPUTS} {outputs} M N heads {MASK}",
+        args=f"{INPUTS} {outputs} sizes heads group scale mods",
         grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
         threads=lambda p, c: THREADS,
         shared=rows_shared,
@@ -169,7 +168,9 @@ def finish(name: str) -> Launch:
         "dV": ("finish_keys", "P dO"),
     }[name]
     heads = "heads" if name == "dQ" else "kv_heads"
-    launch = _on_elements(entry, name, f"{name}_sum {name} {products} lse M N {heads} {MASK}")
+    launch = _on_elements(
+        entry, name, f"{name}_sum {name} {products} lse sizes {heads} group scale"
+    )
     return replace(launch, moves=dict.fromkeys([*products.split(), "lse"], lambda p, c: 0))
 
 
@@ -393,8 +394,8 @@ KERNELS = (
             Matmul("S", "Q", "K.T", scaled=True),
             Matmul("dP", "dO", "V.T"),
             Launch(
-                "weigh_scores",
-                args="S dP lse delta P dS M N heads diagonal lower",
+                "score_gradients",
+                args="S dP lse delta P dS sizes heads mods",
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: THREADS,
             ),

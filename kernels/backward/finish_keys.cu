@@ -1,25 +1,26 @@
 // finish_keys: the sums of dK, times the scale, or of dV, in the dtype of the inputs.
 //
-// The mirror image of `finish_rows`: elements that came out as NaN are summed again over the rows
-// that see the key, of all heads that share it. `weights` is dS and `values` Q for dK; P and dO for
-// dV.
+// The mirror image of `finish_rows`: elements that are NaN are summed again over the rows that see
+// the key, of all heads that share it. For dK `left` is dS and `right` is Q; for dV they are P and
+// dO.
 //
-//   sums, gradient [batch, kv_heads, N, width]    weights [batch, heads, M, N]
-//   values [batch, heads, M, width]    lse [batch, heads, M]
+//   sums, gradient [batch, kv_heads, N, width]    left [batch, heads, M, N]
+//   right [batch, heads, M, width]    lse [batch, heads, M]
 //   grid (max(cdiv(N * width, threads), 1) * kv_heads * batch)    block (threads)
 //   the host sets: scalar, real, width, scaled, causal, windowed, threads, shared_bytes
-#include <attention/mask.cuh>
+#include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_keys(
-    Tensor<const real> sums, Tensor<scalar> gradient, Tensor<const scalar> weights,
-    Tensor<const scalar> values, Tensor<const real> lse, int M, int N, int kv_heads, int group,
-    int causal_offset, int window_offset, real scale) {
-  const long long elements = (long long)N * width;
+    Tensor<const real> sums, Tensor<scalar> gradient, Tensor<const scalar> left,
+    Tensor<const scalar> right, Tensor<const real> lse, Sizes sizes, int kv_heads, int group,
+    real scale) {
+  const long long elements = (long long)sizes.N * width;
   const int tiles = max(int((elements + threads - 1) / threads), 1);
   const auto [tile, kv_head, batch] = place(blockIdx.x, tiles, kv_heads);
+  const Extent extent = extent_of(sizes, batch);
   const long long i = (long long)tile * threads + threadIdx.x;
   if (i >= elements) return;
   const int key = int(i / width), col = int(i % width);
@@ -28,10 +29,10 @@ extern "C" __global__ __launch_bounds__(threads) void finish_keys(
   if (isnan(sum)) {
     sum = 0;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      for (int row = 0; row < M; ++row) {
-        if (!sees_key(row, key, N, causal_offset, window_offset)) continue;
+      for (int row = 0; row < extent.M; ++row) {
+        if (!extent.sees(row, key)) continue;
         if (*lse.row(batch, head, row) == -infinity) continue;
-        sum += real(weights.row(batch, head, row)[key]) * real(values.row(batch, head, row)[col]);
+        sum += real(left.row(batch, head, row)[key]) * real(right.row(batch, head, row)[col]);
       }
     }
   }

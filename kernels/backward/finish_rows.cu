@@ -1,25 +1,25 @@
 // finish_rows: the sums of dQ, times the scale, in the dtype of the inputs.
 //
-// The product dS K also multiplies the zeros of hidden pairs with their keys, and 0 * NaN is NaN,
-// so is 0 * infinity. Elements that came out as NaN are summed again over the keys that the row
-// sees alone; the others are only rounded.
+// The product dS K multiplies the zeros of masked pairs with their keys, and 0 * NaN and
+// 0 * infinity are NaN. Elements that are NaN are summed again over the keys that the row sees; the
+// others are only rounded.
 //
 //   dQ_sum, dQ [batch, heads, M, d]    dS [batch, heads, M, N]    K [batch, kv_heads, N, d]
 //   lse [batch, heads, M]
 //   grid (max(cdiv(M * d, threads), 1) * heads * batch)    block (threads)
 //   the host sets: scalar, real, d, causal, windowed, threads, shared_bytes
-#include <attention/mask.cuh>
+#include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_rows(
     Tensor<const real> dQ_sum, Tensor<scalar> dQ, Tensor<const scalar> dS, Tensor<const scalar> K,
-    Tensor<const real> lse, int M, int N, int heads, int group, int causal_offset,
-    int window_offset, real scale) {
-  const long long elements = (long long)M * d;
+    Tensor<const real> lse, Sizes sizes, int heads, int group, real scale) {
+  const long long elements = (long long)sizes.M * d;
   const int tiles = max(int((elements + threads - 1) / threads), 1);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
+  const Extent extent = extent_of(sizes, batch);
   const long long i = (long long)tile * threads + threadIdx.x;
   if (i >= elements) return;
   const int row = int(i / d), col = int(i % d);
@@ -28,8 +28,8 @@ extern "C" __global__ __launch_bounds__(threads) void finish_rows(
   if (isnan(sum)) {
     sum = 0;
     const bool counts = *lse.row(batch, head, row) != -infinity;
-    const int end = counts ? kv_end(row, N, causal_offset) : 0;
-    for (int key = kv_begin(row, N, window_offset); key < end; ++key) {
+    const int end = counts ? extent.kv_end(row) : 0;
+    for (int key = extent.kv_begin(row); key < end; ++key) {
       const real value = real(K.row(batch, head / group, key)[col]);
       sum += real(dS.row(batch, head, row)[key]) * value;
     }

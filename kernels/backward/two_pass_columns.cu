@@ -13,7 +13,7 @@
 struct Shared {
   real dK[Bc][d];
   real dV[Bc][dv];
-  Weights P, dS;
+  PTile<Br, Bc> P, dS;
   real lse[Br];
   real delta[Br];
   scalar Q[Br][odd_width<scalar>(d)];
@@ -25,12 +25,15 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV, int M,
-    int N, int kv_heads, int group, int causal_offset, int window_offset, real scale) {
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,
+    Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const Place at = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
+  const Place at = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
-  const RowRange rows = rows_that_see(first_key, M, N, causal_offset, window_offset);
+  const Extent extent = extent_of(sizes, batch);
+  const int M = extent.M, N = extent.N;
+  const Scorer<real> scorer = {scale, mods};
+  const int first = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
 
   load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
   load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
@@ -38,19 +41,19 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   share_out<Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int first_row = rows.first / Br * Br; first_row < rows.end; first_row += Br) {
-      const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
+    for (int first_row = first; first_row < end; first_row += Br) {
+      const TilePair<Br, Bc> pair = {extent, first_row, first_key};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
-      load_row_sums(shared, lse, delta, batch, head, first_row, M);
+      load_row_sums(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is there
       load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
       load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
       __syncthreads();  // Q and dO are there
-      weigh(shared, pairs, scale);
+      compute_P_and_dS<d, dv>(shared, pair, scorer);
       __syncthreads();  // P and dS are there
-      sum_over_rows<dv>(shared.P, shared.dO, pairs,
+      sum_over_rows<dv>(shared.P, shared.dO, pair,
                         [&](int key, int col, real sum) { shared.dV[key][col] += sum; });
-      sum_over_rows<d>(shared.dS, shared.Q, pairs,
+      sum_over_rows<d>(shared.dS, shared.Q, pair,
                        [&](int key, int col, real sum) { shared.dK[key][col] += sum; });
     }
   }

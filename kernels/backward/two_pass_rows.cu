@@ -12,7 +12,7 @@
 
 struct Shared {
   real dQ[Br][d];
-  Weights P, dS;
+  PTile<Br, Bc> P, dS;
   real lse[Br];
   real delta[Br];
   scalar Q[Br][odd_width<scalar>(d)];
@@ -24,30 +24,32 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, int M, int N, int heads,
-    int group, int causal_offset, int window_offset, real scale) {
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, Sizes sizes, int heads,
+    int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const Place at = place(blockIdx.x, cdiv(M, Br), heads);
+  const Place at = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int batch = at.batch, head = at.head, kv_head = head / group;
   const int first_row = at.tile * Br;
-  const int hidden = kv_begin(first_row, N, window_offset);
-  const int visible = kv_end(min(first_row + Br, M) - 1, N, causal_offset);
+  const Extent extent = extent_of(sizes, batch);
+  const int M = extent.M, N = extent.N;
+  const Scorer<real> scorer = {scale, mods};
+  const auto keys = row_tile<Br, Bc>(extent, first_row, head, batch);
 
-  load_row_sums(shared, lse, delta, batch, head, first_row, M);
+  load_row_sums(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
   share_out<Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
   __syncthreads();  // lse is there
   load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
   load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
 
-  for (int first_key = hidden / Bc * Bc; first_key < visible; first_key += Bc) {
-    const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
+  for (int first_key = keys.kv_begin; first_key < keys.kv_end; first_key += Bc) {
+    const TilePair<Br, Bc> pair = {extent, first_row, first_key};
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
     load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
     __syncthreads();  // K and V are there
-    weigh(shared, pairs, scale);
+    compute_P_and_dS<d, dv>(shared, pair, scorer);
     __syncthreads();  // P and dS are there
-    sum_over_keys<d>(shared.dS, shared.K, pairs,
+    sum_over_keys<d>(shared.dS, shared.K, pair,
                      [&](int row, int col, real sum) { shared.dQ[row][col] += sum; });
   }
 

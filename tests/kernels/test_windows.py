@@ -161,8 +161,8 @@ def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
 
 # A line that faults as soon as a block comes to a tile of keys that none of its rows sees.
 LOOPS = {
-    "fa2": "first_key < visible_to_tile; first_key += Bc) {\n",
-    "fa2_coalesced": "first_key < visible_to_tile; first_key += Bc) {\n",
+    "fa2": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
+    "fa2_coalesced": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
     "mma_split_q": "first_key < seen_by_some; first_key += Bc) {\n",
     "mma_swizzled": "first_key < seen_by_some; first_key += Bc) {\n",
     "mma_async": "first_key < end; first_key += Bc) {\n",
@@ -212,8 +212,8 @@ def test_a_window_takes_less_time(kernel):
 
 
 FAULTS = {
-    "one key too many": ("fa2", ("kv_begin(row, N, lower)", "kv_begin(row, N, lower - 1)")),
-    "one key too few": ("fa2", ("kv_begin(row, N, lower)", "kv_begin(row, N, lower + 1)")),
+    "one key too many": ("fa2", ("first_in_tile(row,", "first_in_tile(row - 1,")),
+    "one key too few": ("fa2", ("first_in_tile(row,", "first_in_tile(row + 1,")),
     "a tile too few": ("mma_async", ("N, lower) / Bc * Bc;", "N, lower) / Bc * Bc + Bc;")),
     "unmasked tiles": ("mma_async", (" && first_key >= hidden_from_some)", ")")),
     "another first tile": ("mma_async", ("K[0], keys, start)", "K[0], keys, 0)")),

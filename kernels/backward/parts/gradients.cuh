@@ -1,15 +1,14 @@
 #pragma once
-// The steps that the backward kernels share, on a tile of Br rows and a tile of Bc keys: P and dS
-// from what the forward pass left, and the sums over the tile's rows and over its keys.
+// The steps that the scalar backward kernels share, on a tile of rows and a tile of keys: P and dS
+// from lse and delta, and the sums over the tile's rows and over its keys.
 //
-// A kernel's struct Shared has Q [Br], dO [Br], K [Bc] and V [Bc] as rows of scalars, lse [Br] and
-// delta [Br], and P and dS as Weights. A row that sees no key, or is none of M, has lse = -infinity
-// and zeros for Q and dO: it adds nothing to any sum.
+// A kernel's struct Shared has Q, dO [rows], K and V [keys] as rows of scalars, lse and delta
+// [rows], and P and dS as PTile<rows, keys>. A row that sees no key, or lies outside the array, has
+// lse = -infinity and zeros for Q and dO: it adds nothing to any sum.
 
-#include <attention/mask.cuh>
-#include <attention/pairs.cuh>
-#include <tile/tensor.cuh>
+#include <attention/score.cuh>
 #include <tile/block_copy.cuh>
+#include <tile/tensor.cuh>
 
 // The least row length >= width that is an odd number of 4 bytes: 32 threads that read one column
 // of 32 rows then touch every bank.
@@ -18,128 +17,133 @@ __host__ __device__ constexpr int odd_width(int width) {
   return sizeof(T) < 4 ? (cdiv(width, 2) | 1) * 2 : width | 1;
 }
 
-// So many neighbours share what a thread reads for all of them.
-__host__ __device__ constexpr int together(int count) {
+// How many neighbours a thread computes with what it reads once.
+__host__ __device__ constexpr int per_thread(int count) {
   return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
 }
 
-using Weights = real[Br][odd_width<real>(Bc)];
+template <int rows, int keys>
+using PTile = real[rows][odd_width<real>(keys)];
 
 // lse and delta of a row tile; a barrier has to follow.
-template <class Shared>
-__device__ __forceinline__ void load_row_sums(Shared& shared, Tensor<const real> lse,
+template <int tile_rows>
+__device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
+                                              real (&tile_delta)[tile_rows], Tensor<const real> lse,
                                               Tensor<const real> delta, int batch, int head,
                                               int first_row, int M) {
-  share_out<Br, 1>([&](int i, int) {
+  share_out<tile_rows, 1>([&](int i, int) {
     const int row = first_row + i;
-    shared.lse[i] = row < M ? *lse.row(batch, head, row) : real(-infinity);
-    shared.delta[i] = row < M ? *delta.row(batch, head, row) : real(0);
+    tile_lse[i] = row < M ? *lse.row(batch, head, row) : real(-infinity);
+    tile_delta[i] = row < M ? *delta.row(batch, head, row) : real(0);
   });
 }
 
-// Q and dO of a row tile whose lse is there.
-template <int width, int stride>
-__device__ __forceinline__ void load_rows(scalar (&tile)[Br][stride], Tensor<const scalar> tensor,
-                                          const real (&lse)[Br], int batch, int head,
+// Q or dO of a row tile whose lse is there.
+template <int width, int rows, int stride>
+__device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
+                                          const real (&lse)[rows], int batch, int head,
                                           int first_row) {
-  share_out<Br * width, 8>([&](int i, int) {
+  share_out<rows * width, 8>([&](int i, int) {
     const int row = i / width, col = i % width;
     const bool counts = lse[row] != -infinity;
     tile[row][col] = counts ? tensor.row(batch, head, first_row + row)[col] : scalar(real(0));
   });
 }
 
-// P = exp(S - lse) and dS = P * (dO V^T - delta), without the scale; 0 where a pair does not count.
-template <class Shared>
-__device__ __forceinline__ void weigh(Shared& shared, const Pairs& pairs, real scale) {
-  constexpr int keys = together(Bc);
-  share_out<Br*(Bc / keys), 1>([&](int i, int) {
-    const int row = i % Br, key = i / Br * keys;
-    real dots[keys] = {}, slopes[keys] = {};
+// P = exp(S - lse) and dS = P * (dO V^T - delta), without the scale; 0 where the mask hides a pair.
+template <int d, int dv, int rows, int keys, class Shared>
+__device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
+                                                 const Scorer<real>& scorer) {
+  constexpr int count = per_thread(keys);
+  share_out<rows*(keys / count), 1>([&](int i, int) {
+    const int row = i % rows, key = i / rows * count;
+    real dots[count] = {}, dP[count] = {};
 #pragma unroll 4
     for (int k = 0; k < d; ++k) {
       const real q = real(shared.Q[row][k]);
 #pragma unroll
-      for (int n = 0; n < keys; ++n) dots[n] += q * real(shared.K[key + n][k]);
+      for (int n = 0; n < count; ++n) dots[n] += q * real(shared.K[key + n][k]);
     }
 #pragma unroll 4
     for (int k = 0; k < dv; ++k) {
       const real grad = real(shared.dO[row][k]);
 #pragma unroll
-      for (int n = 0; n < keys; ++n) slopes[n] += grad * real(shared.V[key + n][k]);
+      for (int n = 0; n < count; ++n) dP[n] += grad * real(shared.V[key + n][k]);
     }
 #pragma unroll
-    for (int n = 0; n < keys; ++n) {
-      const bool counts = shared.lse[row] != -infinity && pairs.see(row, key + n);
-      const real weight = counts ? exp(dots[n] * scale - shared.lse[row]) : real(0);
-      shared.P[row][key + n] = weight;
-      shared.dS[row][key + n] = counts ? weight * (slopes[n] - shared.delta[row]) : real(0);
+    for (int n = 0; n < count; ++n) {
+      const bool counts = shared.lse[row] != -infinity && pair.sees(row, key + n);
+      const auto [score, slope] = scorer.with_slope(dots[n]);
+      const real p = counts ? exp(score - shared.lse[row]) : real(0);
+      shared.P[row][key + n] = p;
+      shared.dS[row][key + n] =
+          counts ? score_gradient(p, dP[n] - shared.delta[row], slope) : real(0);
     }
   });
 }
 
-// body(key, col, sum over the rows of weights[row][key] * values[row][col]). At the edge of a mask
+// body(key, col, sum over the rows of tile[row][key] * values[row][col]). At the edge of a mask the
 // pairs that it hides are left out: 0 * NaN would not be 0.
-template <bool at_edge, int width, int stride, class Body>
-__device__ __forceinline__ void sum_rows(const Weights& weights, const scalar (&values)[Br][stride],
-                                         const Pairs& pairs, Body body) {
-  constexpr int keys = together(Bc);
-  share_out<Bc / keys * width, 1>([&](int i, int) {
-    const int key = i / width * keys, col = i % width;
-    real sums[keys] = {};
+template <bool at_edge, int width, int rows, int keys, int stride, class Body>
+__device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
+                                         const scalar (&values)[rows][stride],
+                                         const TilePair<rows, keys>& pair, Body body) {
+  constexpr int count = per_thread(keys);
+  share_out<keys / count * width, 1>([&](int i, int) {
+    const int key = i / width * count, col = i % width;
+    real sums[count] = {};
 #pragma unroll 4
-    for (int row = 0; row < Br; ++row) {
+    for (int row = 0; row < rows; ++row) {
       const real value = real(values[row][col]);
 #pragma unroll
-      for (int n = 0; n < keys; ++n) {
-        if (!at_edge || pairs.see(row, key + n)) sums[n] += weights[row][key + n] * value;
+      for (int n = 0; n < count; ++n) {
+        if (!at_edge || pair.sees(row, key + n)) sums[n] += tile[row][key + n] * value;
       }
     }
 #pragma unroll
-    for (int n = 0; n < keys; ++n) body(key + n, col, sums[n]);
+    for (int n = 0; n < count; ++n) body(key + n, col, sums[n]);
   });
 }
 
-// body(row, col, sum over the keys of weights[row][key] * values[key][col]), likewise.
-template <bool at_edge, int width, int stride, class Body>
-__device__ __forceinline__ void sum_keys(const Weights& weights, const scalar (&values)[Bc][stride],
-                                         const Pairs& pairs, Body body) {
-  constexpr int rows = together(Br);
-  share_out<Br / rows * width, 1>([&](int i, int) {
-    const int row = i / width * rows, col = i % width;
-    real sums[rows] = {};
+// body(row, col, sum over the keys of tile[row][key] * values[key][col]), likewise.
+template <bool at_edge, int width, int rows, int keys, int stride, class Body>
+__device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
+                                         const scalar (&values)[keys][stride],
+                                         const TilePair<rows, keys>& pair, Body body) {
+  constexpr int count = per_thread(rows);
+  share_out<rows / count * width, 1>([&](int i, int) {
+    const int row = i / width * count, col = i % width;
+    real sums[count] = {};
 #pragma unroll 4
-    for (int key = 0; key < Bc; ++key) {
+    for (int key = 0; key < keys; ++key) {
       const real value = real(values[key][col]);
 #pragma unroll
-      for (int n = 0; n < rows; ++n) {
-        if (!at_edge || pairs.see(row + n, key)) sums[n] += weights[row + n][key] * value;
+      for (int n = 0; n < count; ++n) {
+        if (!at_edge || pair.sees(row + n, key)) sums[n] += tile[row + n][key] * value;
       }
     }
 #pragma unroll
-    for (int n = 0; n < rows; ++n) body(row + n, col, sums[n]);
+    for (int n = 0; n < count; ++n) body(row + n, col, sums[n]);
   });
 }
 
-// The same at the edge of a mask or away from it, which is the same for the whole block.
-template <int width, int stride, class Body>
-__device__ __forceinline__ void sum_over_rows(const Weights& weights,
-                                              const scalar (&values)[Br][stride],
-                                              const Pairs& pairs, Body body) {
-  if (pairs.all()) {
-    sum_rows<false, width>(weights, values, pairs, body);
-  } else {
-    sum_rows<has_mask, width>(weights, values, pairs, body);
-  }
+// The same with the choice between the edge of a mask and the inside, which the whole block makes.
+template <int width, int rows, int keys, int stride, class Body>
+__device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width<real>(keys)],
+                                              const scalar (&values)[rows][stride],
+                                              const TilePair<rows, keys>& pair, Body body) {
+  if (pair.sees_all())
+    sum_rows<false, width, rows, keys>(tile, values, pair, body);
+  else
+    sum_rows<has_mask, width, rows, keys>(tile, values, pair, body);
 }
 
-template <int width, int stride, class Body>
-__device__ __forceinline__ void sum_over_keys(const Weights& weights,
-                                              const scalar (&values)[Bc][stride],
-                                              const Pairs& pairs, Body body) {
-  if (pairs.all()) {
-    sum_keys<false, width>(weights, values, pairs, body);
-  } else {
-    sum_keys<has_mask, width>(weights, values, pairs, body);
-  }
+template <int width, int rows, int keys, int stride, class Body>
+__device__ __forceinline__ void sum_over_keys(const real (&tile)[rows][odd_width<real>(keys)],
+                                              const scalar (&values)[keys][stride],
+                                              const TilePair<rows, keys>& pair, Body body) {
+  if (pair.sees_all())
+    sum_keys<false, width, rows, keys>(tile, values, pair, body);
+  else
+    sum_keys<has_mask, width, rows, keys>(tile, values, pair, body);
 }

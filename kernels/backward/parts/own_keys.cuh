@@ -4,7 +4,9 @@
 
 #include <ptx/opaque.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <backward/parts/gradients.cuh>
+#include <attention/pairs.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/tensor.cuh>
 #include <backward/parts/recompute_gradients.cuh>
 
 // A block's keys, and the tiles of rows that see some of them, in each head of the group.

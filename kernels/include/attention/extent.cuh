@@ -91,3 +91,22 @@ __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int h
 __device__ __forceinline__ int last_tile(int kv_end, int size) {
   return max(cdiv(kv_end, size), 1) - 1;
 }
+
+// A tile of rows and a tile of keys, as the backward kernels go through them.
+template <int rows, int keys>
+struct TilePair {
+  Extent extent;
+  int first_row, first_key;
+
+  __device__ __forceinline__ bool sees(int row, int key) const {
+    return extent.sees(first_row + row, first_key + key);
+  }
+
+  // Whether every row sees every key, of those that exist.
+  __device__ __forceinline__ bool sees_all() const {
+    if constexpr (!has_mask) return true;
+    const int last_row = min(first_row + rows, extent.M) - 1;
+    return extent.kv_end(first_row) >= min(first_key + keys, extent.N) &&
+           extent.kv_begin(last_row) <= first_key;
+  }
+};

@@ -56,3 +56,11 @@ template <class T>
 __device__ __forceinline__ T masked(T score, const Extent& extent, int row, int key) {
   return extent.sees(row, key) ? score : T(-infinity);
 }
+
+// dS of a score, from P, dP - delta and the slope of the modification: 0 where P is 0, because a
+// slope may be infinite there.
+template <class T>
+__device__ __forceinline__ T score_gradient(T p, T dP_minus_delta, [[maybe_unused]] T slope) {
+  if constexpr (!has_score_mod) return p * dP_minus_delta;
+  return p == 0 ? T(0) : p * dP_minus_delta * slope;
+}

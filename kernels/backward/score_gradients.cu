@@ -1,0 +1,33 @@
+// score_gradients: P from the scores and lse, and dS from P and dP, element by element.
+//
+// S and dP = dO V^T are whole matrices of sums in memory; P = exp(S - lse) and dS = P * (dP -
+// delta) are written rounded, as operands of the products that follow. One launch writes both,
+// because dS takes P before it is rounded. A pair that the mask hides is 0 in both, and so is a row
+// that sees no key, whatever its scores are.
+//
+//   S, dP, P, dS [batch, heads, M, N]    lse, delta [batch, heads, M]
+//   grid (M * heads * batch)    block (threads)
+//   the host sets: scalar, real, causal, windowed, threads, shared_bytes
+#include <attention/score.cuh>
+#include <tile/tensor.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+extern "C" __global__ __launch_bounds__(threads) void score_gradients(
+    Tensor<const real> S, Tensor<const real> dP, Tensor<const real> lse, Tensor<const real> delta,
+    Tensor<scalar> P, Tensor<scalar> dS, Sizes sizes, int heads, Mods mods) {
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {1, mods};  // S has taken the scale already
+  const real *row_S = S.row(batch, head, row), *row_dP = dP.row(batch, head, row);
+  scalar *row_P = P.row(batch, head, row), *row_dS = dS.row(batch, head, row);
+  const real row_lse = *lse.row(batch, head, row), row_delta = *delta.row(batch, head, row);
+
+  for (int col = threadIdx.x; col < extent.N; col += threads) {
+    const bool counts = row_lse != -infinity && extent.sees(row, col);
+    const auto [score, slope] = scorer.with_slope(row_S[col]);
+    const real p = counts ? exp(score - row_lse) : real(0);
+    row_P[col] = scalar(p);
+    row_dS[col] = scalar(counts ? score_gradient(p, row_dP[col] - row_delta, slope) : real(0));
+  }
+}
