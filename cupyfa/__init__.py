@@ -25,7 +25,8 @@ from cupyfa.errors import (
     Unsupported,
     WrongResult,
 )
-from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv, padded
+from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
+from cupyfa.ladder.tiles import TileChoice, cdiv
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.prepared import Bound
@@ -63,6 +64,7 @@ __all__ = [
     "Problem",
     "Simulator",
     "SimulatorFault",
+    "TileChoice",
     "Transfer",
     "Unsupported",
     "WrongResult",

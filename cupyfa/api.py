@@ -442,11 +442,12 @@ def _plan(
         engine.limits,
         deterministic=deterministic,
     )
-    for name in constants.keys() - record.tiles[0].keys():
+    known = record.choice.names
+    for name in constants.keys() - set(known):
         options = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
         raise ValueError(
             f"{record.name} has no constant {name!r}; it has "
-            f"{', '.join(record.tiles[0]) or 'none'}, and the options of {function.__name__} are "
+            f"{', '.join(known) or 'none'}, and the options of {function.__name__} are "
             f"{', '.join(x.name for x in options)}"
         )
     return planning.plan(record, problem, engine.limits, **constants)

@@ -227,7 +227,7 @@ def _check(
     foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
     if unused := ", ".join(sorted(set.intersection(*foreign))):
         raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
-    known = {name for x in kernels if isinstance(x, Kernel) for name in x.tiles[0]}
+    known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
     for name in constants:
         if "auto" not in kernels and name not in known:
             raise ValueError(
@@ -282,7 +282,7 @@ def _contenders(
     if len(chosen) == 1 and not alone:
         contenders = [(x, {}) for x in _beside(chosen[0])]
     for kernel in chosen:
-        own = [name for name in constants if name in kernel.tiles[0]]
+        own = [name for name in constants if name in kernel.choice.names]
         combined = product(*(constants[name] for name in own))
         contenders += [(kernel, dict(zip(own, values))) for values in combined]
     return contenders

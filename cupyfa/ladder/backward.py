@@ -10,16 +10,15 @@ from typing import Any
 from cupyfa.ladder import rounds
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv
 from cupyfa.ladder.softmax import WARP
+from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import Problem
 
 FEATURES = ("causal", "window", "gqa", "strides", "dv")
 THREADS = 256
-TILES = tuple(
-    {"Br": Br, "Bc": Bc}
-    for Br, Bc in (
-        *((32, 32), (32, 16), (16, 16), (16, 8), (8, 8), (8, 4), (4, 4)),
-        *((4, 2), (2, 2), (2, 1), (1, 1)),
-    )
+TILES = named(
+    "Br Bc",
+    *((32, 32), (32, 16), (16, 16), (16, 8), (8, 8), (8, 4), (4, 4)),
+    *((4, 2), (2, 2), (2, 1), (1, 1)),
 )
 CANDIDATES = {"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)}
 INPUTS = "Q K V dO lse delta"
@@ -32,45 +31,38 @@ DELTA = Launch(
     threads=lambda p, c: THREADS,
 )
 
-MMA_TILES = tuple(
-    dict(zip(("Br", "Bc", "warps", "stages"), sizes))
-    for sizes in ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))
+WARPS = "Br Bc warps stages"
+MMA_TILES = TileChoice(
+    named(WARPS, (64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1)),
+    up_to={
+        64: named(WARPS, (128, 128, 8, 2), (64, 64, 4, 2)),
+        128: named(WARPS, (64, 128, 8, 2), (64, 64, 8, 1)),
+        256: named(WARPS, (64, 64, 8, 2), (64, 64, 8, 1)),
+    },
 )
-MMA_TILES_UP_TO = {
-    64: (
-        {"Br": 128, "Bc": 128, "warps": 8, "stages": 2},
-        {"Br": 64, "Bc": 64, "warps": 4, "stages": 2},
-    ),
-    128: (
-        {"Br": 64, "Bc": 128, "warps": 8, "stages": 2},
-        {"Br": 64, "Bc": 64, "warps": 8, "stages": 1},
-    ),
-    256: (
-        {"Br": 64, "Bc": 64, "warps": 8, "stages": 2},
-        {"Br": 64, "Bc": 64, "warps": 8, "stages": 1},
-    ),
-}
 MMA_CANDIDATES = {
     "Br": (32, 64, 128),
     "Bc": (32, 64, 128),
     "warps": (4, 8),
     "stages": (1, 2),
 }
-MMA_ROW_TILES = tuple(
-    dict(zip(("Qr", "Qc", "Qw", "Qs"), sizes))
-    for sizes in (
-        (64, 32, 16, 1),
-        (64, 16, 16, 1),
-        (32, 32, 16, 1),
-        (32, 16, 16, 1),
-        (16, 16, 16, 1),
-    )
+# With the tiles of the launch on rows, Qr by Qc.
+TWO_PASS = f"{WARPS} Qr Qc Qw Qs"
+MMA_TWO_PASS_TILES = TileChoice(
+    named(
+        TWO_PASS,
+        (64, 64, 8, 1, 64, 32, 16, 1),
+        (32, 64, 8, 1, 64, 16, 16, 1),
+        (32, 32, 4, 1, 32, 32, 16, 1),
+        (32, 16, 2, 1, 32, 16, 16, 1),
+        (16, 16, 1, 1, 16, 16, 16, 1),
+    ),
+    up_to={
+        64: named(TWO_PASS, (128, 128, 8, 2, 128, 64, 32, 2), (64, 64, 4, 2, 64, 64, 16, 2)),
+        128: named(TWO_PASS, (64, 128, 8, 2, 128, 32, 32, 2), (64, 64, 8, 1, 64, 32, 16, 2)),
+        256: named(TWO_PASS, (64, 64, 8, 2, 64, 32, 16, 2), (64, 64, 8, 1, 64, 32, 16, 1)),
+    },
 )
-MMA_ROW_TILES_UP_TO = {
-    64: ({"Qr": 128, "Qc": 64, "Qw": 32, "Qs": 2}, {"Qr": 64, "Qc": 64, "Qw": 16, "Qs": 2}),
-    128: ({"Qr": 128, "Qc": 32, "Qw": 32, "Qs": 2}, {"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 2}),
-    256: ({"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 2}, {"Qr": 64, "Qc": 32, "Qw": 16, "Qs": 1}),
-}
 MMA_ROW_CANDIDATES = {"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)}
 MMA_RULES = {
     "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
@@ -168,10 +160,7 @@ def finish(name: str) -> Launch:
         "dV": ("finish_keys", "P dO"),
     }[name]
     heads = "heads" if name == "dQ" else "kv_heads"
-    launch = _on_elements(
-        entry, name, f"{name}_sum {name} {products} lse sizes {heads} group scale"
-    )
-    return replace(launch, moves=dict.fromkeys([*products.split(), "lse"], lambda p, c: 0))
+    return _on_elements(entry, name, f"{name}_sum {name} {products} lse sizes {heads} group scale")
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
@@ -252,11 +241,24 @@ WGMMA_SCRATCH = {
     "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
     "counts": (lambda p, c: 4 * p.batch * p.kv_heads, "byte"),
 }
-WGMMA_TILES_UP_TO = {
-    64: ({"Br": 128, "Bc": 128, "stages": 2, "dS_stages": 2},),
-    128: ({"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},),
-    256: ({"Br": 64, "Bc": 64, "stages": 2, "dS_stages": 1},),
-}
+STAGES = "Br Bc stages dS_stages"
+WGMMA_TILES = TileChoice(
+    named(STAGES, (64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)),
+    up_to={
+        64: named(STAGES, (128, 128, 2, 2)),
+        128: named(STAGES, (64, 128, 2, 1)),
+        256: named(STAGES, (64, 64, 2, 1)),
+    },
+)
+WGMMA_TWO_PASS_TILES = TileChoice(
+    named("Br Bc Bk stages", (64, 128, 128, 2)),
+    up_to={
+        64: named("Br Bc Bk stages", (128, 128, 128, 2)),
+        128: named("Br Bc Bk stages", (64, 128, 128, 2)),
+        192: named("Br Bc Bk stages", (64, 64, 80, 2)),
+        256: named("Br Bc Bk stages", (64, 64, 48, 2)),
+    },
+)
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -342,17 +344,13 @@ def _boxed(columns: int) -> int:
     return cdiv(columns, 64) * 64
 
 
-def wgmma_tile_launch(
-    entry: str, args: str, parts: Formula, threads: int, hardly: str = "", **fields: Any
-) -> Launch:
-    """Blocks for each tile of rows, which hardly ever read some of the arrays."""
+def wgmma_tile_launch(entry: str, args: str, parts: Formula, threads: int, **fields: Any) -> Launch:
+    """`parts` blocks for each tile of rows."""
     return Launch(
         entry,
         args=args,
         grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads * p.batch, parts(p, c)),
         threads=lambda p, c: threads,
-        keeps="nothing",
-        moves=dict.fromkeys(hardly.split(), lambda p, c: 0),
         **fields,
     )
 
@@ -370,7 +368,6 @@ WGMMA_COLUMNS = Launch(
     grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
-    moves={"dQ": lambda p, c: int(finishes(p))},
     constants={"finishes": lambda p, c: finishes(p)},
     when=lambda p: not is_wide(p),
 )
@@ -379,7 +376,6 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS.args.replace("dQ_sum.data counts.data dQ ", ""),
-    moves={},
     constants={},
     shared=wgmma_two_pass_columns_shared,
 )
@@ -491,8 +487,6 @@ KERNELS = (
         "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
         (mma_delta(lambda p, c: 0), rounds.WEIGHTS, rounds.COLUMNS, rounds.ROWS),
         tiles=rounds.TILES,
-        tiles_on=rounds.TILES_ON,
-        tiles_few_rows=rounds.TILES_FEW_ROWS,
         candidates=rounds.CANDIDATES,
         rules=rounds.RULES,
         scratch={
@@ -520,7 +514,6 @@ KERNELS = (
             ),
         ),
         tiles=MMA_TILES,
-        tiles_up_to=MMA_TILES_UP_TO,
         candidates=MMA_CANDIDATES,
         rules=MMA_RULES,
         scratch={
@@ -554,11 +547,7 @@ KERNELS = (
                 },
             ),
         ),
-        tiles=tuple(tile | rows for tile, rows in zip(MMA_TILES, MMA_ROW_TILES)),
-        tiles_up_to={
-            d: tuple(tile | rows for tile, rows in zip(tiles, MMA_ROW_TILES_UP_TO[d]))
-            for d, tiles in MMA_TILES_UP_TO.items()
-        },
+        tiles=MMA_TWO_PASS_TILES,
         candidates=MMA_CANDIDATES | MMA_ROW_CANDIDATES,
         rules=MMA_RULES
         | {
@@ -593,15 +582,10 @@ KERNELS = (
                 "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
                 wgmma_parts,
                 128,
-                hardly="Q K V dO row_sums",
                 when=lambda p: not finishes(p),
             ),
         ),
-        tiles=tuple(
-            {"Br": 64, "Bc": 128, "stages": stages, "dS_stages": dS_stages}
-            for stages, dS_stages in ((2, 2), (2, 1), (1, 1))
-        ),
-        tiles_up_to=WGMMA_TILES_UP_TO,
+        tiles=WGMMA_TILES,
         candidates={"Br": (64, 128), "Bc": (64, 128), "stages": (1, 2, 3), "dS_stages": (1, 2)},
         rules=WGMMA_RULES
         | {
@@ -650,13 +634,7 @@ KERNELS = (
                 shared=wgmma_two_pass_rows_shared,
             ),
         ),
-        tiles=({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
-        tiles_up_to={
-            64: ({"Br": 128, "Bc": 128, "Bk": 128, "stages": 2},),
-            128: ({"Br": 64, "Bc": 128, "Bk": 128, "stages": 2},),
-            192: ({"Br": 64, "Bc": 64, "Bk": 80, "stages": 2},),
-            256: ({"Br": 64, "Bc": 64, "Bk": 48, "stages": 2},),
-        },
+        tiles=WGMMA_TWO_PASS_TILES,
         candidates={
             "Br": (64, 128),
             "Bc": (64, 128),

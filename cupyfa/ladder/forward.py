@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
+from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import FLOAT8, MOST, Problem
 
 ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
@@ -27,74 +28,74 @@ ROW_TILES = tuple(
 )
 MERGE_WARPS = 4
 ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
-Tiles = tuple[dict[str, int], ...]
 WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
 
-MMA_TILES = tuple({"Br": Br, "Bc": Bc, "Wr": 16} for Br in (64, 32, 16) for Bc in (32, 16))
-MMA_TILES_UP_TO = {
-    64: ({"Br": 128, "Bc": 64, "Wr": 32},),
-    128: ({"Br": 128, "Bc": 64, "Wr": 16}, {"Br": 128, "Bc": 32, "Wr": 16}),
-    256: ({"Br": 64, "Bc": 32, "Wr": 16},),
-}
-MMA_ASYNC_TILES = tuple(
-    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 1} for Br in (64, 32, 16) for Bc in (32, 16)
+HALVES = [(Br, Bc, 16) for Br in (64, 32, 16) for Bc in (32, 16)]  # Br, Bc, Wr
+MMA_TILES = TileChoice(
+    named("Br Bc Wr", *HALVES),
+    up_to={
+        64: named("Br Bc Wr", (128, 64, 32)),
+        128: named("Br Bc Wr", (128, 64, 16), (128, 32, 16)),
+        256: named("Br Bc Wr", (64, 32, 16)),
+    },
 )
-MMA_ASYNC_TILES_UP_TO = {
-    64: (
-        {"Br": 128, "Bc": 80, "Wr": 32, "stages": 2},
-        {"Br": 128, "Bc": 64, "Wr": 32, "stages": 1},
-    ),
-    128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
-    256: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 1},),
-}
-# Where ptxas finds registers for larger ones, or needs smaller ones.
-_WIDE = tuple({"Br": 128, "Bc": Bc, "Wr": 32, "stages": 2} for Bc in (96, 64))
-_NARROW = ({"Br": 64, "Bc": 48, "Wr": 16, "stages": 1},)
-MMA_ASYNC_TILES_ON = {
-    **{arch: {64: _WIDE[1:]} for arch in ("80", "86", "89")},
-    "90": {64: _WIDE, 128: _WIDE[1:]},
-    **{arch: {64: _WIDE[1:], 256: _NARROW} for arch in ("100", "120")},
-}
-# Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
-MMA_ASYNC_TILES_SHORT = {
-    64: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (128, 64)),
-    128: tuple({"Br": 64, "Bc": Bc, "Wr": 16, "stages": 2} for Bc in (64, 32)),
-}
-SPLIT_K_TILES = tuple(
-    {"Br": Br, "Bc": Bc, "Wr": 16, "stages": 2, "fill": 2} for Br in (64, 32, 16) for Bc in (32, 16)
+STAGED = "Br Bc Wr stages"
+_WIDE = named(STAGED, (128, 96, 32, 2), (128, 64, 32, 2))
+_NARROW = named(STAGED, (64, 48, 16, 1))
+MMA_ASYNC_TILES = TileChoice(
+    named(STAGED, *((*tile, 1) for tile in HALVES)),
+    up_to={
+        64: named(STAGED, (128, 80, 32, 2), (128, 64, 32, 1)),
+        128: named(STAGED, (128, 32, 32, 1)),
+        256: named(STAGED, (64, 64, 16, 1)),
+    },
+    # Where ptxas finds registers for larger ones, or needs smaller ones.
+    on={
+        **{arch: {64: _WIDE[1:]} for arch in ("80", "86", "89")},
+        "90": {64: _WIDE, 128: _WIDE[1:]},
+        **{arch: {64: _WIDE[1:], 256: _NARROW} for arch in ("100", "120")},
+    },
+    # Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
+    short={
+        64: named(STAGED, (64, 128, 16, 2), (64, 64, 16, 2)),
+        128: named(STAGED, (64, 64, 16, 2), (64, 32, 16, 2)),
+    },
+    blocks_per_sm=2,
 )
-SPLIT_K_TILES_UP_TO = {
-    64: ({"Br": 128, "Bc": 64, "Wr": 32, "stages": 2, "fill": 2},),
-    128: ({"Br": 64, "Bc": 64, "Wr": 16, "stages": 2, "fill": 2},),
-}
-# Where ptxas lacks registers for the others.
-SPLIT_K_TILES_ON = {arch: {256: SPLIT_K_TILES[1:2]} for arch in ("100", "120")}
-# The second ones are for 64 KB of shared memory.
-SPLIT_K_TILES_FEW_ROWS = {
-    Br: {
-        d: tuple({"Br": Br, "Bc": Bc, "Wr": 16, "stages": n, "fill": fill} for Bc, n, fill in tiles)
-        for d, tiles in {
-            64: ((64, 3, 3),),
-            128: ((64, 2, 2), (32, 2, 2)),
-            256: ((16, 4, 2), (16, 2, 2)),
-        }.items()
-    }
-    for Br in (16, 32, 64)
-}
-SPLIT_K_CANDIDATES = {
+SPLIT_KV = "Br Bc Wr stages blocks_per_sm"
+SPLIT_KV_TILES = TileChoice(
+    named(SPLIT_KV, *((*tile, 2, 2) for tile in HALVES)),
+    up_to={
+        64: named(SPLIT_KV, (128, 64, 32, 2, 2)),
+        128: named(SPLIT_KV, (64, 64, 16, 2, 2)),
+    },
+    # Where ptxas lacks registers for the others.
+    on={arch: {256: named(SPLIT_KV, (64, 16, 16, 2, 2))} for arch in ("100", "120")},
+    # The second ones are for 64 KB of shared memory.
+    few_rows={
+        Br: {
+            64: named(SPLIT_KV, (Br, 64, 16, 3, 3)),
+            128: named(SPLIT_KV, (Br, 64, 16, 2, 2), (Br, 32, 16, 2, 2)),
+            256: named(SPLIT_KV, (Br, 16, 16, 4, 2), (Br, 16, 16, 2, 2)),
+        }
+        for Br in (16, 32, 64)
+    },
+)
+SPLIT_KV_CANDIDATES = {
     "Br": (16, 32, 64, 128),
     "Bc": (16, 32, 64),
     "Wr": (16, 32),
     "stages": (2, 3, 4),
-    "fill": (1, 2, 3, 4),
+    "blocks_per_sm": (1, 2, 3, 4),
 }
-TF32_TILES_UP_TO = {
-    128: ({"Br": 128, "Bc": 32, "Wr": 32, "stages": 1},),
-    256: tuple({"Br": 128, "Bc": Bc, "Wr": 16, "stages": 1} for Bc in (32, 16)),
-}
-TF32_TILES_ON = {
-    arch: {128: ({"Br": 128, "Bc": 32, "Wr": 16, "stages": 1},)} for arch in ("100", "120")
-}
+TF32_TILES = TileChoice(
+    MMA_ASYNC_TILES.usual,
+    up_to={
+        128: named(STAGED, (128, 32, 32, 1)),
+        256: named(STAGED, (128, 32, 16, 1), (128, 16, 16, 1)),
+    },
+    on={arch: {128: named(STAGED, (128, 32, 16, 1))} for arch in ("100", "120")},
+)
 MMA_CANDIDATES = {
     "Br": (32, 64, 96, 128, 192, 256),
     "Bc": (32, 48, 64, 80, 96, 112, 128),
@@ -139,16 +140,16 @@ def seen_keys(p: Problem, c: SimpleNamespace) -> int:
     return min(p.N, min(p.M, c.Br) + p.left + p.right)
 
 
-def parts_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """Into how many parts keys are shared out: the fewest with which the device, if it holds `fill`
-    blocks a multiprocessor at a time, is left idle for no more than a tenth; a part has a tile.
+def num_splits(p: Problem, c: SimpleNamespace) -> int:
+    """How many splits the keys of a row tile have, each of at least one tile: the fewest that leave
+    at most a tenth of the device idle, whose multiprocessors run `blocks_per_sm` blocks at a time.
     """
-    tiles, at_a_time = max(row_tiles(p, c), 1), c.fill * c.multiprocessors
+    tiles, at_a_time = max(row_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(seen_keys(p, c), c.Bc), 1)
-    for parts in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
-        turns = cdiv(tiles * parts, at_a_time)
-        if 10 * tiles * parts >= 9 * turns * at_a_time:
-            return parts
+    for splits in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
+        waves = cdiv(tiles * splits, at_a_time)
+        if 10 * tiles * splits >= 9 * waves * at_a_time:
+            return splits
     return most
 
 
@@ -160,10 +161,10 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     return few and seen_keys(p, c) >= 1024
 
 
-def rows_in_parts(p: Problem, c: SimpleNamespace) -> int:
-    """The rows that all parts have together, if a launch is to merge them."""
-    parts = parts_of_keys(p, c)
-    return p.batch * p.heads * p.M * parts if parts > 1 else 0
+def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
+    """The rows of all splits together, if a launch has to merge them."""
+    splits = num_splits(p, c)
+    return p.batch * p.heads * p.M * splits if splits > 1 else 0
 
 
 def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -180,12 +181,16 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(tiles + barriers, 1024) * 1024
 
 
-WGMMA_TILES = tuple({"Br": Br, "Bc": Bc, "stages": 2} for Br in (128, 64) for Bc in (64, 32, 16))
-WGMMA_TILES_UP_TO = {
-    64: ({"Br": 192, "Bc": 128, "stages": 2},),
-    128: ({"Br": 128, "Bc": 128, "stages": 2},),
-    192: ({"Br": 128, "Bc": 96, "stages": 2},),
-}
+RING = "Br Bc stages"
+BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
+WGMMA_TILES = TileChoice(
+    named(RING, *BLOCKS),
+    up_to={
+        64: named(RING, (192, 128, 2)),
+        128: named(RING, (128, 128, 2)),
+        192: named(RING, (128, 96, 2)),
+    },
+)
 WGMMA_CANDIDATES = {
     "Br": (64, 128, 192),
     "Bc": (48, 64, 80, 96, 112, 128, 160, 176),
@@ -197,33 +202,28 @@ WGMMA_RULES = {
 }
 
 
-def _persistent_tiles(sizes: Mapping[int, Sequence[Sequence[int]]]) -> Mapping[int, Tiles]:
-    names = ("Br", "Bc", "stages", "Q_stages")
-    return {d: tuple(dict(zip(names, tile)) for tile in tiles) for d, tiles in sizes.items()}
-
-
-WGMMA_PERSISTENT_TILES = _persistent_tiles(
-    {
-        64: ((192, 128, 3, 2), (128, 128, 3, 2)),
-        128: ((128, 128, 2, 2),),
-        192: ((128, 96, 2, 1),),
-        256: ((128, 64, 2, 1),),
-    }
+TWO_RINGS = "Br Bc stages Q_stages"
+WGMMA_PERSISTENT_TILES = TileChoice(
+    named(TWO_RINGS, *((*block, 1) for block in BLOCKS)),
+    up_to={
+        64: named(TWO_RINGS, (192, 128, 3, 2), (128, 128, 3, 2)),
+        128: named(TWO_RINGS, (128, 128, 2, 2)),
+        192: named(TWO_RINGS, (128, 96, 2, 1)),
+        256: named(TWO_RINGS, (128, 64, 2, 1)),
+    },
+    short={
+        128: named(TWO_RINGS, (64, 64, 3, 2)),
+        192: named(TWO_RINGS, (64, 64, 2, 2)),
+        256: named(TWO_RINGS, (64, 64, 2, 1)),
+    },
 )
-WGMMA_PERSISTENT_TILES_SHORT = _persistent_tiles(
-    {128: ((64, 64, 3, 2),), 192: ((64, 64, 2, 2),), 256: ((64, 64, 2, 1),)}
-)
-
-
-SLICED_TILES = tuple(
-    dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "span", "stages"), sizes))
-    for sizes in (
-        (128, 256, 64, 64, 32, 512, 4),
-        (128, 256, 64, 64, 32, 256, 4),
-        (128, 128, 64, 32, 16, 256, 4),
-        (64, 128, 32, 32, 32, 256, 2),
-        (32, 64, 16, 32, 16, 64, 2),
-    )
+SLICED_TILES = named(
+    "Br Bc Wr Wc Bd span stages",
+    (128, 256, 64, 64, 32, 512, 4),
+    (128, 256, 64, 64, 32, 256, 4),
+    (128, 128, 64, 32, 16, 256, 4),
+    (64, 128, 32, 32, 32, 256, 2),
+    (32, 64, 16, 32, 16, 64, 2),
 )
 SLICED_CANDIDATES = {
     "Br": (64, 128, 256),
@@ -250,9 +250,12 @@ def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return rows * cdiv(p.dv, width) * width if c.span < p.N else 0
 
 
-WGMMA_SLICED_TILES = tuple(
-    {"Br": 128, "Bc": Bc, "span": span, "stages": stages}
-    for Bc, span, stages in ((256, 512, 3), (256, 256, 4), (128, 128, 4), (64, 64, 2))
+WGMMA_SLICED_TILES = named(
+    "Br Bc span stages",
+    (128, 256, 512, 3),
+    (128, 256, 256, 4),
+    (128, 128, 128, 4),
+    (128, 64, 64, 2),
 )
 
 
@@ -280,7 +283,7 @@ def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return rows * cdiv(p.dv, 256) * wgmma_sliced_width(p) if c.span < p.N else 0
 
 
-def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
+def baseline(name: str, softmax: str, adds: str) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
         name=name,
@@ -295,7 +298,6 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
                 grid=lambda p, c: p.M * p.heads * p.batch,
                 threads=lambda p, c: 128,
                 when=lambda p: p.is_masked,
-                moves={"P": lambda p, c: 0, "V": lambda p, c: 0},  # but for NaN
             ),
         ),
         features=EVERYTHING,
@@ -303,7 +305,6 @@ def baseline(name: str, softmax: str, adds: str, predicts: Mapping[str, str]) ->
             "S": ("batch heads M N", "scalar"),
             "P": ("batch heads M N", "scalar"),
         },
-        predicts=predicts,
     )
 
 
@@ -311,23 +312,22 @@ def mma_kernel(
     name: str,
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
-    predicts: Mapping[str, str],
     *,
     shared: Formula = mma_shared,
     pack: Formula = lambda p, c: 1,
-    parts: Formula | None = None,
+    splits: Formula | None = None,
     rounds_float32: bool = False,
     **fields: Any,
 ) -> Kernel:
-    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers. With `parts`
-    that is one block for each part of the keys, and another launch merges what they found.
+    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers. With `splits`
+    that is one block for each split of the keys, and another launch merges their results.
     """
 
     def blocks(p: Problem, c: SimpleNamespace) -> int:
         tiles = cdiv(p.M * pack(p, c), c.Br) * (p.heads // pack(p, c)) * p.batch
-        return tiles * (parts(p, c) if parts else 1)
+        return tiles * (splits(p, c) if splits else 1)
 
-    scratch = " O_parts.data max_parts.data sum_parts.data parts" if parts else ""
+    scratch = " O_splits.data max_splits.data sum_splits.data num_splits" if splits else ""
     kernel = Kernel(
         name=name,
         adds=adds,
@@ -339,19 +339,16 @@ def mma_kernel(
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
                 constants={"pack_gqa": pack},
-                numbers={"parts": parts} if parts else {},
-                moves={"Q": parts, **moves_of_rows(parts, merged=False)} if parts else {},
+                numbers={"num_splits": splits} if splits else {},
             ),
-            *((merge_launch(parts),) if parts else ()),
+            *((merge_launch(splits),) if splits else ()),
         ),
         largest_d=256,
         features=EVERYTHING,
         tflops=tflops,
-        predicts=predicts,
         **{
             "rules": MMA_RULES,
             "tiles": MMA_TILES,
-            "tiles_up_to": MMA_TILES_UP_TO,
             "candidates": MMA_CANDIDATES,
             "dtypes": ("float16", "bfloat16"),
             "dtype_arch": {"bfloat16": "80"},
@@ -361,29 +358,22 @@ def mma_kernel(
     return rounded_first(kernel) if rounds_float32 else kernel
 
 
-def merge_launch(parts: Formula) -> Launch:
-    """Adds up what blocks found in parts of the keys; of one part nothing is left to do."""
+def merge_launch(splits: Formula) -> Launch:
+    """Adds up the results of all splits of the keys; with one split there is nothing to do."""
     return Launch(
-        "merge_parts",
-        args="O_parts.data max_parts.data sum_parts.data O lse parts M heads",
-        grid=lambda p, c: p.M * p.heads * p.batch if parts(p, c) > 1 else 1,
+        "merge_splits",
+        args="O_splits.data max_splits.data sum_splits.data O lse num_splits M heads",
+        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (cdiv(p.dv, 16) * 16 + 1),
-        numbers={"parts": parts},
-        moves=moves_of_rows(parts, merged=True),
+        numbers={"num_splits": splits},
     )
-
-
-def moves_of_rows(parts: Formula, *, merged: bool) -> Mapping[str, Formula]:
-    """Whether O and lse are written by the launch that merges parts, or by the one before."""
-    return dict.fromkeys(("O", "lse"), lambda p, c: int((parts(p, c) > 1) == merged))
 
 
 def wgmma_kernel(
     name: str,
     adds: str,
     tflops: Mapping[str, Mapping[int, float]],
-    predicts: Mapping[str, str],
     *,
     args: str = "",
     grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
@@ -411,22 +401,22 @@ def wgmma_kernel(
         arch="90a",
         largest_d=256,
         tflops=tflops,
-        predicts=predicts,
         **{
             "tiles": WGMMA_TILES,
-            "tiles_up_to": WGMMA_TILES_UP_TO,
             "candidates": WGMMA_CANDIDATES,
             **fields,
         },
     )
 
 
-FP8_TILES = tuple({"Br": Br, "Bc": Bc, "stages": 2} for Br in (128, 64) for Bc in (128, 64, 32))
-FP8_TILES_UP_TO = {
-    64: ({"Br": 192, "Bc": 128, "stages": 2},),
-    192: ({"Br": 128, "Bc": 128, "stages": 2},),
-    256: ({"Br": 128, "Bc": 96, "stages": 2},),
-}
+FP8_TILES = TileChoice(
+    named(RING, *((Br, Bc, 2) for Br in (128, 64) for Bc in (128, 64, 32))),
+    up_to={
+        64: named(RING, (192, 128, 2)),
+        192: named(RING, (128, 128, 2)),
+        256: named(RING, (128, 96, 2)),
+    },
+)
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -442,7 +432,7 @@ def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
     return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 1024
 
 
-def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
+def fp8_kernel(name: str, adds: str) -> Kernel:
     """wgmma on e4m3, to which a launch before rounds Q, K and V; for sm_90a."""
 
     def tiles_of_Q(p: Problem, c: SimpleNamespace) -> int:
@@ -479,7 +469,6 @@ def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
             ),
         ),
         tiles=FP8_TILES,
-        tiles_up_to=FP8_TILES_UP_TO,
         candidates={
             "Br": (64, 128, 192),
             "Bc": (64, 96, 128, 160, 192, 224),
@@ -502,7 +491,6 @@ def fp8_kernel(name: str, adds: str, predicts: Mapping[str, str]) -> Kernel:
         arch="90a",
         largest_d=256,
         rounding=FLOAT8,
-        predicts=predicts,
     )
 
 
@@ -522,12 +510,10 @@ def rounded_first(kernel: Kernel) -> Kernel:
                 ),
                 threads=lambda p, c: 256,
                 when=lambda p: p.precision == "float16",
-                keeps="nothing",
             ),
             replace(
                 launch,
                 args=launch.args.replace("Q K V", "Q16 K16 V16"),
-                moves={f"{x}16" if x in "QKV" else x: launch.moves[x] for x in launch.moves},
                 when=lambda p: p.precision == "float16",
             ),
             *after,
@@ -547,31 +533,11 @@ KERNELS = (
         "baseline",
         "softmax_safe",
         "cuBLAS, softmax, cuBLAS: S and P go through memory",
-        {
-            "bound by": "DRAM",
-            "duration": "0.70 to 0.80",
-            "tensor cores": "below 2",
-            "occupancy": "above 85",
-            "limited by": "warps, 8 blocks",
-            "load sectors": "4",
-            "store sectors": "4",
-            "DRAM": "80 to 90",
-        },
     ),
     baseline(
         "baseline_online",
         "softmax_online",
         "the same with the online softmax",
-        {
-            "bound by": "DRAM",
-            "duration": "0.75 to 0.85",
-            "tensor cores": "below 2",
-            "occupancy": "above 85",
-            "limited by": "warps, 8 blocks",
-            "load sectors": "4",
-            "store sectors": "4",
-            "DRAM": "75 to 85",
-        },
     ),
     Kernel(
         name="minimal",
@@ -580,7 +546,6 @@ KERNELS = (
             Launch(
                 "minimal",
                 args=ARGS_WITH_SUMS,
-                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: c.Bc,
                 shared=lambda p, c: p.bytes(
@@ -593,19 +558,6 @@ KERNELS = (
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
         features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
-        predicts={
-            "bound by": "latency: short scoreboard",
-            "tensor cores": "0",
-            "issue slots": "2 to 4",
-            "SMs busy": "48",
-            "occupancy": "1.6",
-            "limited by": "grid, 0.07 waves",
-            "load conflicts": "8.0",
-            "store conflicts": "30",
-            "load sectors": "31.6",
-            "store sectors": "31.2",
-            "DRAM": "below 5",
-        },
     ),
     Kernel(
         name="v1",
@@ -614,7 +566,6 @@ KERNELS = (
             Launch(
                 "v1",
                 args=ARGS_WITH_SUMS,
-                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: 128,
                 shared=lambda p, c: p.bytes(
@@ -626,19 +577,6 @@ KERNELS = (
         candidates={"Bc": (1, 2, 4, 8, 16, 32)},
         features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
-        predicts={
-            "bound by": "latency: barrier",
-            "tensor cores": "0",
-            "issue slots": "below 15",
-            "SMs busy": "48",
-            "occupancy": "6.3",
-            "limited by": "grid, 0.05 waves",
-            "load conflicts": "below 0.1",
-            "store conflicts": "below 0.1",
-            "load sectors": "2.0",
-            "store sectors": "2.5",
-            "DRAM": "below 2",
-        },
     ),
     Kernel(
         name="v2",
@@ -647,7 +585,6 @@ KERNELS = (
             Launch(
                 "v2",
                 args=ARGS_WITH_SUMS,
-                keeps="keys",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br,
                 shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
@@ -657,19 +594,6 @@ KERNELS = (
         candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
         features=ALL_BUT_WINDOWS,
         scratch=SUMS_IN_MEMORY,
-        predicts={
-            "bound by": "latency: long scoreboard",
-            "tensor cores": "0",
-            "issue slots": "below 20",
-            "SMs busy": "48",
-            "occupancy": "6.3",
-            "limited by": "grid, 0.05 waves",
-            "load conflicts": "below 0.1",
-            "store conflicts": "below 0.1",
-            "load sectors": "3.0",
-            "store sectors": "2.5",
-            "DRAM": "below 5",
-        },
     ),
     Kernel(
         name="v3",
@@ -678,7 +602,6 @@ KERNELS = (
             Launch(
                 "v3",
                 args=ARGS_WITH_SUMS,
-                keeps="neither",
                 grid=lambda p, c: p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                 shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
@@ -698,19 +621,6 @@ KERNELS = (
         scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
-        predicts={
-            "bound by": "latency: wait",
-            "duration": "39",
-            "tensor cores": "below 1",
-            "SMs busy": "48",
-            "occupancy": "6.3",
-            "limited by": "grid, 0.16 waves",
-            "load conflicts": "1.2 to 2.0",
-            "store conflicts": "1.0 to 1.3",
-            "load sectors": "4",
-            "store sectors": "2.5",
-            "DRAM": "below 7",
-        },
     ),
     Kernel(
         name="fa2",
@@ -735,21 +645,6 @@ KERNELS = (
             "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
             "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
             "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
-        },
-        predicts={
-            "bound by": "shared memory",
-            "duration": "7.7",
-            "tensor cores": "0",
-            "issue slots": "20 to 25",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "shared memory, 2 blocks",
-            "shared memory": "70 to 80",
-            "load conflicts": "1.0",
-            "store conflicts": "13",
-            "load sectors": "32",
-            "store sectors": "31.6",
-            "DRAM": "below 2",
         },
     ),
     Kernel(
@@ -779,21 +674,6 @@ KERNELS = (
             "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
             "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
         },
-        predicts={
-            "bound by": "shared memory",
-            "duration": "3.5",
-            "tensor cores": "0",
-            "issue slots": "50 to 57",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "shared memory, 2 blocks",
-            "shared memory": "75 to 85",
-            "load conflicts": "below 0.1",
-            "store conflicts": "below 0.1",
-            "load sectors": "4",
-            "store sectors": "4",
-            "DRAM": "below 3",
-        },
     ),
     mma_kernel(
         "mma_split_q",
@@ -801,19 +681,6 @@ KERNELS = (
         {
             "float16": {64: 77.1},
             "bfloat16": {64: 77.1},
-        },
-        {
-            "bound by": "shared memory",
-            "duration": "0.89",
-            "tensor cores": "12 to 14",
-            "issue slots": "12 to 16",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 2 blocks",
-            "shared memory": "80 to 90",
-            "load sectors": "16",
-            "store sectors": "7.6",
-            "DRAM": "below 5",
         },
     ),
     mma_kernel(
@@ -823,19 +690,6 @@ KERNELS = (
             "float16": {64: 184},
             "bfloat16": {64: 184},
         },
-        {
-            "bound by": "latency: wait",
-            "duration": "0.37",
-            "tensor cores": "28 to 32",
-            "issue slots": "30 to 40",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 2 blocks",
-            "shared memory": "28 to 35",
-            "load sectors": "16",
-            "store sectors": "7.6",
-            "DRAM": "below 8",
-        },
     ),
     mma_kernel(
         "mma_async",
@@ -844,58 +698,26 @@ KERNELS = (
             "float16": {64: 301, 128: 355, 256: 315},
             "bfloat16": {64: 304, 128: 352, 256: 316},
         },
-        {
-            "bound by": "latency: wait",
-            "duration": "0.23",
-            "tensor cores": "44 to 50",
-            "issue slots": "40 to 48",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 2 blocks",
-            "shared memory": "36 to 46",
-            "load conflicts": "below 0.1",
-            "load sectors": "16",
-            "store sectors": "7.6",
-            "DRAM": "below 8",
-        },
         shared=mma_async_shared,
         pack=packed,
         tiles=MMA_ASYNC_TILES,
-        tiles_up_to=MMA_ASYNC_TILES_UP_TO,
-        tiles_on=MMA_ASYNC_TILES_ON,
-        tiles_short=MMA_ASYNC_TILES_SHORT,
-        resident=2,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
     ),
     mma_kernel(
-        "mma_split_k",
-        "blocks share out the keys of a row tile, and a launch merges what they found",
+        "mma_split_kv",
+        "split-KV: blocks share the keys of a row tile, a second launch merges their results",
         {"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
-        {
-            "bound by": "latency: wait",
-            "duration": "0.24 to 0.26",
-            "tensor cores": "42 to 48",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 2 blocks",
-            "load conflicts": "below 0.1",
-            "load sectors": "16",
-            "DRAM": "below 8",
-        },
         shared=mma_async_shared,
         pack=packed,
-        parts=parts_of_keys,
+        splits=num_splits,
         scratch={
-            "O_parts": (lambda p, c: rows_in_parts(p, c) * cdiv(p.dv, 16) * 16, "real"),
-            "max_parts": (rows_in_parts, "real"),
-            "sum_parts": (rows_in_parts, "real"),
+            "O_splits": (lambda p, c: rows_in_splits(p, c) * cdiv(p.dv, 16) * 16, "real"),
+            "max_splits": (rows_in_splits, "real"),
+            "sum_splits": (rows_in_splits, "real"),
         },
-        tiles=SPLIT_K_TILES,
-        tiles_up_to=SPLIT_K_TILES_UP_TO,
-        tiles_on=SPLIT_K_TILES_ON,
-        tiles_few_rows=SPLIT_K_TILES_FEW_ROWS,
-        candidates=SPLIT_K_CANDIDATES,
+        tiles=SPLIT_KV_TILES,
+        candidates=SPLIT_KV_CANDIDATES,
         rules={**MMA_RULES, "stages is 2 or more": lambda c: c.stages >= 2},
         made_for=few_rows_for_many_keys,
         rounds_float32=True,
@@ -908,7 +730,6 @@ KERNELS = (
                 Launch(
                     "mma_slices",
                     args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
-                    keeps="neither",
                     grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                     threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                     shared=sliced_shared,
@@ -934,41 +755,15 @@ KERNELS = (
                 "float16": {64: 151},
                 "bfloat16": {320: 211, 512: 252, 1024: 261},
             },
-            predicts={
-                "bound by": "latency: barrier",
-                "duration": "0.46",
-                "tensor cores": "20 to 26",
-                "SMs busy": "above 90",
-                "occupancy": "12",
-                "limited by": "registers, 1 blocks",
-                "load conflicts": "below 0.1",
-                "DRAM": "below 20",
-            },
         )
     ),
     mma_kernel(
         "mma_tf32",
         "float32 on tensor cores: operands rounded to tf32 as they are loaded",
         {"float32 as tf32": {64: 114, 128: 133, 256: 95}},
-        {
-            "bound by": "latency: wait",
-            "duration": "0.5 to 0.7",
-            "tensor cores": "30 to 45",
-            "issue slots": "45 to 60",
-            "SMs busy": "above 90",
-            "occupancy": "12",
-            "limited by": "registers, 2 blocks",
-            "shared memory": "35 to 50",
-            "load conflicts": "below 0.1",
-            "load sectors": "16",
-            "store sectors": "13",
-            "DRAM": "below 12",
-        },
         shared=tf32_shared,
         pack=packed,
-        tiles=MMA_ASYNC_TILES,
-        tiles_up_to=TF32_TILES_UP_TO,
-        tiles_on=TF32_TILES_ON,
+        tiles=TF32_TILES,
         candidates=MMA_ASYNC_CANDIDATES,
         dtypes=("float32",),
         dtype_arch={},
@@ -982,17 +777,6 @@ KERNELS = (
             "float16": {64: 365, 128: 500, 256: 593},
             "bfloat16": {64: 367, 128: 510, 256: 594},
         },
-        {
-            "bound by": "latency: wait",
-            "duration": "0.18 to 0.2",
-            "tensor cores": "36 to 44",
-            "issue slots": "22 to 32",
-            "SMs busy": "85 to 90",
-            "occupancy": "20",
-            "limited by": "registers, 1 block",
-            "store sectors": "11",
-            "DRAM": "below 14",
-        },
     ),
     wgmma_kernel(
         "wgmma_overlap",
@@ -1000,17 +784,6 @@ KERNELS = (
         {
             "float16": {64: 397, 128: 616, 256: 723},
             "bfloat16": {64: 400, 128: 631, 256: 737},
-        },
-        {
-            "bound by": "latency: barrier",
-            "duration": "0.16 to 0.19",
-            "tensor cores": "40 to 48",
-            "issue slots": "25 to 35",
-            "SMs busy": "85 to 90",
-            "occupancy": "20",
-            "limited by": "registers, 1 block",
-            "store sectors": "11",
-            "DRAM": "below 15",
         },
     ),
     wgmma_kernel(
@@ -1020,23 +793,10 @@ KERNELS = (
             "float16": {64: 437, 128: 631, 256: 738},
             "bfloat16": {64: 440, 128: 646, 256: 734},
         },
-        {
-            "bound by": "latency: barrier",
-            "duration": "0.14 to 0.16",
-            "tensor cores": "48 to 56",
-            "issue slots": "30 to 40",
-            "SMs busy": "85 to 90",
-            "occupancy": "20",
-            "limited by": "registers, 1 block",
-            "store sectors": "11",
-            "DRAM": "below 18",
-        },
         args=" batch",
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
         rows_of_Q=lambda p, c: 64,
-        tiles=tuple({**tile, "Q_stages": 1} for tile in WGMMA_TILES),
-        tiles_up_to=WGMMA_PERSISTENT_TILES,
-        tiles_short=WGMMA_PERSISTENT_TILES_SHORT,
+        tiles=WGMMA_PERSISTENT_TILES,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
     ),
     Kernel(
@@ -1047,7 +807,6 @@ KERNELS = (
                 "wgmma_slices",
                 args="Q.map K.map V.map Q K V O lse O_sum.data M N heads group diagonal lower "
                 "scale batch",
-                keeps="neither",
                 boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: 128 + 2 * c.Br,
@@ -1065,24 +824,9 @@ KERNELS = (
             "float16": {1024: 405},
             "bfloat16": {320: 445, 512: 410, 1024: 408},
         },
-        predicts={
-            "duration": "0.20 to 0.30",
-            "tensor cores": "23 to 35",
-            "SMs busy": "above 90",
-            "occupancy": "18.8",
-            "limited by": "registers, 1 blocks",
-            "DRAM": "below 25",
-        },
     ),
     fp8_kernel(
         "wgmma_fp8",
         "e4m3, to which a launch before rounds Q, K and V: products twice as fast",
-        {
-            "duration": "0.10 to 0.16",
-            "tensor cores": "25 to 45",
-            "SMs busy": "85 to 95",
-            "occupancy": "20",
-            "limited by": "registers, 1 block",
-        },
     ),
 )

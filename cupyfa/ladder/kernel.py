@@ -7,8 +7,6 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 
 from __future__ import annotations
 
-import numbers
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,35 +14,32 @@ from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.dtypes import DTYPES
-from cupyfa.numerics import reference
+from cupyfa.ladder.rules import Rules, check, is_size
+from cupyfa.ladder.tiles import RULES as TILE_RULES
+from cupyfa.ladder.tiles import Tile, TileChoice, Tiles, cdiv
 from cupyfa.problem import FLOAT8, PRECISIONS, Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
-_MUCH = 0.05  # of a problem's tiles to be empty
-_MORE, _FAR_MORE = 1.15, 1.5  # times as many scores as with other tiles
-_FEW = 4  # tiles of keys, of which a mask hides much of one
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
-# What the text above every kernel's file declares.
-RESERVED = (
-    *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
-    *("scalar", "operand", "real"),
-    *("multiprocessors", "round"),  # in formulas alone
-)
 FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
 MOST_BOX_ROWS = 256
 _FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
-_KEEPS = ("rows", "keys", "neither", "nothing")
-
-
-def cdiv(count: int, size: int) -> int:
-    """How many tiles of ``size`` cover ``count``."""
-    return -(-count // size)
+ROUNDINGS = ("float64", *PRECISIONS)
+# Fields that records had, and what takes their place.
+_FORMER = {
+    **{
+        f"tiles_{name}": f"give tiles=TileChoice(…, {name}=…)"
+        for name in ("up_to", "on", "few_rows", "short")
+    },
+    "resident": "give tiles=TileChoice(…, blocks_per_sm=…)",
+    **dict.fromkeys(("predicts", "keeps", "moves"), "leave it out"),
+}
 
 
 def padded(width: int, itemsize: int) -> int:
@@ -77,21 +72,13 @@ class Launch:
     blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
     device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
-    A kernel with ``rounds`` repeats the launches that are ``in_rounds``; their grids, numbers and
-    moves find in ``c.round`` which round it is, from 0 on.
+    A kernel with ``rounds`` repeats the launches that are ``in_rounds``; their grids and numbers
+    find in ``c.round`` which round it is, from 0 on.
 
     ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
     ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes
     need rows that begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a
     broadcast axis, an odd offset) is copied to memory where they do, or, if an output, from there.
-
-    ``keeps`` and ``moves`` are for counting bytes (traffic.py). A launch on Q and K goes through
-    tiles of Br rows, or of as many as a box of Q has if those are more, and of Bc keys, or of as
-    many as a box of K has: a block keeps its "rows" while keys pass by, or its "keys" while rows
-    do, or "neither", if Q passes by again with each tile of keys; "nothing" says that there are no
-    such tiles. Without it those that write dK keep keys, all others rows. ``moves`` says how many
-    times an array is read or written where that is otherwise, as ``{"S": lambda p, c: 3}``; it
-    finds ``c.multiprocessors`` as grids do.
     """
 
     entry: str
@@ -104,12 +91,19 @@ class Launch:
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
-    keeps: str | None = None
-    moves: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
 
+    def __new__(cls, *_: Any, **fields: Any) -> Launch:
+        return _without_former(cls, fields)
+
     def __post_init__(self) -> None:
-        _check(self, _LAUNCH_RULES)
+        check(self, _LAUNCH_RULES)
+
+    def __copy__(self) -> Launch:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Launch:
+        return self
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
@@ -132,23 +126,13 @@ class Matmul:
     scaled: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Kernel:
     """One version of an operation.
 
     adds: what this version adds to the one before, in a few words.
-    tiles: the constants it is compiled with, in order of preference; a plan takes the first that
-        fits the device and what the caller fixed.
-    tiles_up_to: those to take before them for head dimensions up to a number, as ``{64: tiles}``.
-    tiles_on: those to take before these on an architecture, as ``{"90": {64: tiles}}``; of both,
-        tiles that would leave much of their last keys empty come last, and before these such as
-        compute many more scores than others.
-    tiles_few_rows: those to take before all of these where the query heads of a group have no more
-        rows together than a number, as ``{16: {64: tiles}}``.
-    tiles_short: smaller ones, likewise up to a head dimension, to take before all of these where
-        there are too few blocks for the device: where the multiprocessor that has the most to do
-        has far less with them. Under a mask those come first that hold few of a short row's keys.
-    resident: how many blocks a multiprocessor runs at a time, of the usual tiles.
+    tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
+        others by head dimension, architecture and number of rows.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
         the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must keep, as ``{"in words": c -> bool}``; there c has d and dv too.
@@ -177,8 +161,6 @@ class Kernel:
     made_for: the problems that it was made for, ``lambda p, c: bool``, as grids with
         ``c.multiprocessors``. ``kernel="auto"`` takes it for these, once it was measured, and for
         no others.
-    predicts: what ``cupyfa profile`` should show on an H100 SXM for the problem it takes by itself,
-        as ``{counter: value in words}``, and what the kernel's page explains.
     unordered: outputs that are sums in any order, as of atomics, so that their last bits differ
         from run to run.
     folder: where the files of a kernel from outside the project are.
@@ -188,14 +170,7 @@ class Kernel:
     adds: str
     launches: Sequence[Launch | Matmul]
     operation: str = "forward"
-    tiles: Sequence[Mapping[str, int]] = ({},)
-    tiles_up_to: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
-    tiles_on: Mapping[str, Mapping[int, Sequence[Mapping[str, int]]]] = field(default_factory=dict)
-    tiles_few_rows: Mapping[int, Mapping[int, Sequence[Mapping[str, int]]]] = field(
-        default_factory=dict
-    )
-    tiles_short: Mapping[int, Sequence[Mapping[str, int]]] = field(default_factory=dict)
-    resident: int = 1
+    tiles: TileChoice | Tiles = ({},)
     candidates: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rules: Mapping[str, Callable[[SimpleNamespace], bool]] = field(default_factory=dict)
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
@@ -209,12 +184,28 @@ class Kernel:
     precisions: Sequence[str] = ()
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
-    predicts: Mapping[str, str] = field(default_factory=dict)
     unordered: Sequence[str] = ()
     folder: str | Path | None = None
 
+    def __new__(cls, *_: Any, **fields: Any) -> Kernel:
+        return _without_former(cls, fields)
+
     def __post_init__(self) -> None:
-        _check(self, _KERNEL_RULES)
+        check(self, _KERNEL_RULES)
+
+    def __repr__(self) -> str:
+        return f"<{self.operation} kernel {self.name}: sm_{self.arch}, {' '.join(self.dtypes)}>"
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Kernel:
+        return self
+
+    @property
+    def choice(self) -> TileChoice:
+        """Its tiles."""
+        return self.tiles if isinstance(self.tiles, TileChoice) else TileChoice(self.tiles)
 
     @property
     def arches(self) -> tuple[str, ...]:
@@ -260,39 +251,13 @@ class Kernel:
             return p
         return replace(p, precision=self.precisions_of(p.dtype.name)[0])
 
-    def tiles_for(
-        self, p: Problem, arch: str | None, multiprocessors: int
-    ) -> tuple[Mapping[str, int], ...]:
+    def tiles_for(self, p: Problem, arch: str | None, multiprocessors: int) -> tuple[Tile, ...]:
         """The constants to try for a problem on a device, in order of preference."""
-
-        def of_d(sizes: Mapping[int, Sequence[Mapping[str, int]]]) -> list[Mapping[str, int]]:
-            d = max(p.d, p.dv)
-            return list(sizes.get(min((most for most in sizes if d <= most), default=0), ()))
-
-        def is_much_empty(tile: Mapping[str, int]) -> bool:
-            return _empty_share(p.N, tile.get("Bc", 1)) > _MUCH
-
-        def few_keys(tile: Mapping[str, int]) -> int:
-            return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
-
-        def scores(tile: Mapping[str, int]) -> float:
-            return _scores(p, tile, self._packed(p, tile), multiprocessors * self.resident)
-
-        by_d = of_d(self.tiles_on.get(arch or "", {})) + of_d(self.tiles_up_to)
-        least = min(map(scores, by_d), default=0)
-        by_d.sort(key=lambda x: (is_much_empty(x), scores(x) > _MORE * least))
-        few = min((x for x in self.tiles_few_rows if p.M * p.group <= x), default=0)
-        tiles = (*of_d(self.tiles_few_rows.get(few, {})), *by_d, *self.tiles)
-        short = of_d(self.tiles_short)
-        if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
-            return tiles
-        return (*sorted(short, key=lambda x: (is_much_empty(x), few_keys(x))), *tiles)
-
-    def _packed(self, p: Problem, tile: Mapping[str, int]) -> int:
-        """Query heads whose rows share tiles."""
-        launches = [x for x in self.launches if isinstance(x, Launch)]
-        formulas = (x.constants["pack_gqa"] for x in launches if "pack_gqa" in x.constants)
-        return next(formulas, lambda p, c: 1)(p, SimpleNamespace(**tile))
+        formulas = (x.constants.get("pack_gqa") for x in self.launches if isinstance(x, Launch))
+        pack_gqa = next(filter(None, formulas), lambda p, c: 1)
+        return self.choice.ordered(
+            p, arch, multiprocessors, lambda tile: pack_gqa(p, SimpleNamespace(**tile))
+        )
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         """The launches that a problem needs."""
@@ -300,26 +265,15 @@ class Kernel:
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
-def _scores(p: Problem, tile: Mapping[str, int], packed: int, at_a_time: int) -> float:
-    """How many scores are computed one after the other, with so many blocks at a time.
-
-    Under a mask these are about half of all, and those at its edge; rows with few keys make up for
-    others there, but a row tile is one block's.
-    """
-    Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
-    blocks = cdiv(p.M * packed, Br) * p.heads // packed * p.batch
-    if p.is_masked:
-        return max(blocks / at_a_time * Br * (p.N + Br + Bc) / 2, Br * p.N)
-    return cdiv(blocks, at_a_time) * Br * cdiv(p.N, Bc) * Bc
-
-
-def _empty_share(N: int, Bc: int) -> float:
-    """The share of keys in tiles of Bc that are none of N."""
-    return 1 - N / (cdiv(N, Bc) * Bc) if N else 0
+def _without_former(cls: type, fields: Mapping[str, Any]) -> Any:
+    """A new record. Raises TypeError for a field that records no longer have."""
+    for name in fields.keys() & _FORMER.keys():
+        raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
+    return object.__new__(cls)
 
 
 # What records must be, in words, and whether one is.
-_LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
+_LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string, names with blanks between": lambda x: isinstance(x.args, str),
     f"args name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
@@ -329,10 +283,6 @@ _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
-    f"keeps is None or one of {', '.join(_KEEPS)}": lambda x: x.keeps in (None, *_KEEPS),
-    "moves are {array: lambda p, c: …}, of names that the args have": lambda x: (
-        set(x.moves) <= {name for name, _ in x.arrays} and all(map(callable, x.moves.values()))
-    ),
     "numbers are {name: lambda p, c: …}, of names that the args have": lambda x: (
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))
@@ -342,35 +292,20 @@ _LAUNCH_RULES: dict[str, Callable[[Any], bool]] = {
         and all(map(callable, x.boxes.values()))
     ),
 }
-_KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
+_KERNEL_RULES: Rules = {
     "name is a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
     "launches are one or more Launch or Matmul, in a tuple": lambda x: (
         bool(x.launches) and all(isinstance(step, Launch | Matmul) for step in x.launches)
     ),
-    "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.tiles),
-    "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
-        set(tile) == set(x.tiles[0]) and all(map(_is_size, tile.values())) for tile in x.tiles
-    ),
-    f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
-        name.isidentifier() and name not in RESERVED for name in x.tiles[0]
-    ),
-    "tiles_up_to are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
-        x.tiles_up_to, x.tiles[0]
-    ),
-    "tiles_short are {head dimension: tiles}, which name what the tiles do": lambda x: _are_sizes(
-        x.tiles_short, x.tiles[0]
-    ),
-    "tiles_few_rows are {rows: {head dimension: tiles}}, named as the tiles are": lambda x: all(
-        _is_size(rows) and _are_sizes(sizes, x.tiles[0]) for rows, sizes in x.tiles_few_rows.items()
-    ),
-    "tiles_on are {architecture: {head dimension: tiles}}, named as the tiles are": lambda x: all(
-        _are_sizes(sizes, x.tiles[0]) for sizes in x.tiles_on.values()
-    ),
+    **{
+        rule: lambda x, holds=holds: holds(x.choice)  # type: ignore[misc]
+        for rule, holds in TILE_RULES.items()
+    },
     "candidates are some whole numbers for each constant of the tiles": lambda x: (
         not x.candidates
         or (
-            set(x.candidates) == set(x.tiles[0])
-            and all(values and all(map(_is_size, values)) for values in x.candidates.values())
+            set(x.candidates) == set(x.choice.names)
+            and all(values and all(map(is_size, values)) for values in x.candidates.values())
         )
     ),
     "rules are {in words: c -> bool}": lambda x: all(map(callable, x.rules.values())),
@@ -395,12 +330,11 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
         and set(x.dtype_arch.values()) <= set(ARCHES)
         and not (x.dtype_arch and x.target)
     ),
-    "resident is a whole number from 1": lambda x: _is_size(x.resident),
     "largest_d is None or a whole number from 1": lambda x: (
-        x.largest_d is None or _is_size(x.largest_d)
+        x.largest_d is None or is_size(x.largest_d)
     ),
-    f"rounding is None or one of {', '.join(reference.PRECISIONS)}": lambda x: (
-        x.rounding is None or x.rounding in reference.PRECISIONS
+    f"rounding is None or one of {', '.join(ROUNDINGS)}": lambda x: (
+        x.rounding is None or x.rounding in ROUNDINGS
     ),
     f"precisions are {', '.join(PRECISIONS)}": lambda x: (
         not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)
@@ -408,35 +342,6 @@ _KERNEL_RULES: dict[str, Callable[[Any], bool]] = {
     "made_for is None or a formula, lambda p, c: …": lambda x: (
         x.made_for is None or callable(x.made_for)
     ),
-    "predicts are {counter: value in words}": lambda x: all(
-        isinstance(words, str) for words in x.predicts.values()
-    ),
     "unordered are names of outputs, in a tuple": lambda x: not isinstance(x.unordered, str),
     "folder is None or a path": lambda x: isinstance(x.folder, str | Path | None),
 }
-
-
-def _check(record: Any, rules: Mapping[str, Callable[[Any], bool]]) -> None:
-    """Raises ValueError, with the rule and the value, if a record does not keep its rules."""
-    for rule, holds in rules.items():
-        try:
-            kept = holds(record)
-        except (AttributeError, TypeError, ValueError):  # not even of the kind that it is about
-            kept = False
-        if not kept:
-            first, field = next(iter(vars(record).values())), rule.split()[0]
-            value = reprlib.repr(getattr(record, field))
-            raise ValueError(f"{type(record).__name__} {first!r}: {rule}, but here {value}")
-
-
-def _are_sizes(tiles_up_to: Any, names: Any) -> bool:
-    return all(
-        _is_size(most) and set(tile) == set(names) and all(map(_is_size, tile.values()))
-        for most, tiles in tiles_up_to.items()
-        for tile in tiles
-    )
-
-
-def _is_size(value: Any) -> bool:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and 1 <= value < 2**31

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 from cupyfa.ladder.kernel import Formula, Launch, cdiv
 from cupyfa.ladder.softmax import WARP
+from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import Problem
 
-TILES = tuple(
-    dict(zip(("Br", "Bc", "Wr", "Wc", "Bd", "stages", "room"), sizes))
-    for sizes in (
-        (128, 256, 64, 64, 32, 4, 2048),
-        (128, 128, 64, 32, 32, 4, 4096),
-        (128, 128, 64, 32, 32, 2, 4096),
-        (64, 128, 32, 32, 32, 2, 8192),
-        (32, 64, 16, 32, 16, 2, 16384),
-    )
-)
 ANY_D = 2**31 - 1
+_TILES = named(
+    "Br Bc Wr Wc Bd stages room",
+    (128, 256, 64, 64, 32, 4, 2048),
+    (128, 128, 64, 32, 32, 4, 4096),
+    (128, 128, 64, 32, 32, 2, 4096),
+    (64, 128, 32, 32, 32, 2, 8192),
+    (32, 64, 16, 32, 16, 2, 16384),
+)
 # Where ptxas lacks registers for the first one; and where no tile would be half full.
-TILES_ON = {"100": {ANY_D: TILES[1:2]}}
-TILES_FEW_ROWS = {32: {ANY_D: TILES[-1:]}}
+TILES = TileChoice(_TILES, on={"100": {ANY_D: _TILES[1:2]}}, few_rows={32: {ANY_D: _TILES[-1:]}})
 CANDIDATES = {
     "Br": (64, 128),
     "Bc": (128, 256),
@@ -117,14 +114,8 @@ def _keys_now(p: Problem, c: SimpleNamespace) -> int:
     return min(round_keys(p, c), p.N - _first_key(p, c))
 
 
-def launch(
-    entry: str, args: str, tiles: Formula, shared: Formula, moves: Mapping[str, Formula]
-) -> Launch:
-    """So many blocks for each head of K and V in a round. Its moves are those of all rounds."""
-
-    def in_the_first(times: Formula) -> Formula:
-        return lambda p, c: 0 if c.round else times(p, c)
-
+def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
+    """`tiles` blocks for each head of K and V in a round."""
     return Launch(
         f"mma_slices_backward_{entry}",
         args=f"{args} M N heads group first_head first_key stride diagonal lower scale",
@@ -137,8 +128,6 @@ def launch(
             "first_key": _first_key,
             "stride": round_keys,
         },
-        keeps="nothing",
-        moves={name: in_the_first(times) for name, times in moves.items()},
         in_rounds=True,
     )
 
@@ -159,40 +148,6 @@ def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
     return p.group * cdiv(p.M, c.Br) * tiles_of(p.d, c)
 
 
-WEIGHTS = launch(
-    "weights",
-    "Q K V dO lse delta P.data dS.data",
-    _score_tiles,
-    weights_shared,
-    {
-        **dict.fromkeys(("Q", "dO", "lse", "delta"), lambda p, c: cdiv(p.N, c.Bc)),
-        **dict.fromkeys("KV", lambda p, c: p.group * cdiv(p.M, c.Br)),
-        **dict.fromkeys(("P", "dS"), count),
-    },
-)
-COLUMNS = launch(
-    "columns",
-    "Q dO lse P.data dS.data dK dV",
-    _key_tiles,
-    slices_shared,
-    {
-        **dict.fromkeys(("Q", "dO"), lambda p, c: cdiv(p.N, c.Br)),
-        "lse": lambda p, c: cdiv(p.N, c.Br) * (tiles_of(p.d, c) + tiles_of(p.dv, c)),
-        "P": lambda p, c: count(p, c) * tiles_of(p.dv, c),
-        "dS": lambda p, c: count(p, c) * tiles_of(p.d, c),
-        **dict.fromkeys(("dK", "dV"), lambda p, c: 1),
-    },
-)
-ROWS = launch(
-    "rows",
-    "K lse dS.data dQ_sum.data dQ",
-    _query_tiles,
-    slices_shared,
-    {
-        "K": lambda p, c: p.group * cdiv(p.M, c.Br),
-        "lse": lambda p, c: tiles_of(p.d, c),
-        "dS": lambda p, c: count(p, c) * tiles_of(p.d, c),
-        "dQ_sum": lambda p, c: 2 * (rounds_of_keys(p, c) - 1) * p.batch * p.kv_heads,
-        "dQ": lambda p, c: 1,
-    },
-)
+WEIGHTS = launch("weights", "Q K V dO lse delta P.data dS.data", _score_tiles, weights_shared)
+COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)
+ROWS = launch("rows", "K lse dS.data dQ_sum.data dQ", _query_tiles, slices_shared)

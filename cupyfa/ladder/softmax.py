@@ -7,9 +7,6 @@ from cupyfa.ladder.kernel import Kernel, Launch
 WARP = 32
 
 
-READS = {"softmax_safe": 3, "softmax_online": 2}  # of each score
-
-
 def softmax_launch(name: str) -> Launch:
     """One block of 256 threads per row; every warp leaves one sum in shared memory."""
     return Launch(
@@ -19,7 +16,6 @@ def softmax_launch(name: str) -> Launch:
         threads=lambda p, c: 256,
         shared=lambda p, c: p.bytes(reals=256 // WARP),
         file=f"softmax/{name}.cu",
-        moves={"S": lambda p, c: READS[name]},
     )
 
 
@@ -35,18 +31,6 @@ KERNELS = (
             "float32": {0: 1.34},
             "float64": {0: 0.779},
         },
-        predicts={
-            "bound by": "DRAM",
-            "duration": "0.20 to 0.25",
-            "tensor cores": "below 2",
-            "issue slots": "50 to 60",
-            "occupancy": "above 85",
-            "limited by": "warps, 8 blocks",
-            "load conflicts": "below 0.1",
-            "load sectors": "4",
-            "store sectors": "4",
-            "DRAM": "64 to 80",
-        },
         features=("strides", "lse"),
     ),
     Kernel(
@@ -59,18 +43,6 @@ KERNELS = (
             "bfloat16": {0: 2.23},
             "float32": {0: 1.6},
             "float64": {0: 0.577},
-        },
-        predicts={
-            "bound by": "DRAM",
-            "duration": "0.21",
-            "tensor cores": "below 2",
-            "issue slots": "55 to 65",
-            "occupancy": "above 85",
-            "limited by": "warps, 8 blocks",
-            "load conflicts": "below 0.1",
-            "load sectors": "4",
-            "store sectors": "4",
-            "DRAM": "76",
         },
         features=("strides", "lse"),
     ),

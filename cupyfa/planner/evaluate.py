@@ -146,10 +146,6 @@ def _planned(
         boxes=_boxes(kernel, launch, problem, c),
         arguments=_arguments(kernel, launch, problem, of_grid),
         target=kernel.target,
-        moves={
-            name: int(evaluated(kernel, f"moves of {name}", formula, problem, of_grid))
-            for name, formula in launch.moves.items()
-        },
     )
 
 

@@ -74,8 +74,7 @@ class PlannedLaunch:
 
     ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
     are the rows of a box by array, ``arguments`` are those of the kernel, in order. ``target`` is
-    the architecture to compile for, as "90a", if that is not just the device's. ``moves`` are how
-    many times arrays are read or written, where the record says so.
+    the architecture to compile for, as "90a", if that is not just the device's.
     """
 
     launch: Launch
@@ -89,7 +88,6 @@ class PlannedLaunch:
     boxes: Mapping[str, int] = field(default_factory=dict)
     arguments: tuple[Argument, ...] = ()
     target: str | None = None
-    moves: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def entry(self) -> str:

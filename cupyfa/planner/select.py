@@ -275,7 +275,7 @@ def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[dic
     for tuned in limits.tuned:
         if tuned.kernel == kernel.name and _is_for(tuned, problem):
             constants = dict(tuned.constants)
-            if constants.keys() == kernel.tiles[0].keys() and tuned.folder == folder_of(kernel):
+            if constants.keys() == set(kernel.choice.names) and tuned.folder == folder_of(kernel):
                 yield constants
 
 
@@ -338,7 +338,7 @@ def _check_arrays(kernel: Kernel) -> None:
 
 
 def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
-    known = tuple(kernel.tiles[0])
+    known = kernel.choice.names
     for name, value in given.items():
         if name not in known:
             raise ValueError(

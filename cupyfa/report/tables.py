@@ -64,7 +64,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "kernel": kernel.name,
         "adds": kernel.adds,
         "dtypes": list(kernel.dtypes),
-        "tile": dict(next(iter(kernel.tiles_up_to.values()), kernel.tiles)[0]),
+        "tile": dict(kernel.choice.first),
         "float32_as": list(rounded) if rounded else None,
         "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
     }

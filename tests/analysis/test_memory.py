@@ -127,13 +127,13 @@ class Measuring(Simulator):
 def test_what_is_measured_stands_beside(monkeypatch):
     counters = [
         profiling.Counter(launch, name, value, unit)
-        for launch in ("mma_split_k", "merge_parts")
+        for launch in ("mma_split_kv", "merge_splits")
         for name, value, unit in (("duration", 2.0, "ms"), ("DRAM traffic", 1500.0, "GB/s"))
     ]
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(footprint, "profile", lambda kernel, case: counters)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8, "dtype": "float16"}
-    rows = cupyfa.memory(["mma_split_k", "baseline"], backend=Measuring(), **sizes)
+    rows = cupyfa.memory(["mma_split_kv", "baseline"], backend=Measuring(), **sizes)
     assert [row.peak for row in rows] == [None, None, 12_345_678, 12_345_678]
     assert [row.dram for row in rows] == [None, None, 2 * 3e9, None]  # of cuBLAS nothing is seen
     row = rows[2].row()

@@ -334,7 +334,7 @@ def test_candidates_keep_the_rules_and_fit():
         assert own.constants == plan(kernel.name, d=128, dtype=dtype).constants
         seen = [tuple(sorted(x.constants.items())) for x in (own, *others)]
         assert len(set(seen)) == len(seen)
-        assert bool(others) == bool(kernel.tiles[0])
+        assert bool(others) == bool(kernel.choice.names)
         for one in (own, *others):
             assert all(x.shared_bytes <= H100.shared_bytes for x in one.launches)
     launch = Launch("plain", args="Q.data", grid=lambda p, c: 1, threads=lambda p, c: c.t)

@@ -80,7 +80,7 @@ MMA_TILES = {
     [
         (k, x)
         for k in BACKWARD.values()
-        if k in MMA or (k.tiles[0] and not k.rules)
+        if k in MMA or (k.choice.names and not k.rules)
         for x in MMA_TILES.get(k.name, SCALAR_TILES)
     ],
     ids=name,
@@ -127,7 +127,7 @@ def test_any_size_may_be_zero(backend, kernel, empty):
 def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
     """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
-    usual = {"Br": 8, "Bc": 16} if kernel.tiles[0] and not kernel.rules else {}
+    usual = {"Br": 8, "Bc": 16} if kernel.choice.names and not kernel.rules else {}
     plan = planned(kernel, backend, sizes, **(tiles_of(kernel) or usual))
     clean = inputs_of(plan)
     bad = {name: array.copy() for name, array in clean.items() if name not in ("O", "lse")}

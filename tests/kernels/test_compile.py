@@ -98,7 +98,7 @@ FIRST = [("90", d, mask) for d in (64, 128, 256) for mask in MASKS] + [
 @pytest.mark.parametrize("arch, d, mask", FIRST)
 def test_the_first_tiles_do_not_spill(arch, d, mask):
     """sm_86 and sm_89 have the instructions of sm_80."""
-    halves = ("mma_split_q", "mma_swizzled", "mma_async", "mma_split_k")
+    halves = ("mma_split_q", "mma_swizzled", "mma_async", "mma_split_kv")
     for name, dtype in (*((name, "float16") for name in halves), ("mma_tf32", "float32")):
         kernel = LADDER["forward"][name]
         # So many rows that the tiles for few blocks are not for them.
@@ -147,7 +147,7 @@ def test_every_tile_that_hopper_is_given(kernel, mask, d):
     dtype = (
         "bfloat16" if (d, mask) in ((64, "causal"), (128, "full"), (256, "window")) else "float16"
     )
-    for heads in (1, 64) if kernel.tiles_short else (64,):
+    for heads in (1, 64) if kernel.choice.short else (64,):
         problem = Problem.of_sizes(M=2048, heads=heads, d=d, dtype=dtype, **MASKS[mask])
         *_, launch = planning.plan(kernel, problem, limits_of("90")).launches
         made = compile_launch(launch, "90a")
@@ -161,7 +161,7 @@ def test_every_tile_that_hopper_is_given(kernel, mask, d):
 def test_tiles_of_few_rows_do_not_spill(arch, d):
     for M, mask in ((1, {}), (64, {"window": (100, 0)})):
         problem = Problem.of_sizes(M=M, N=4096, d=d, dtype="float16", **mask)
-        plan = planning.plan(LADDER["forward"]["mma_split_k"], problem, limits_of(arch))
+        plan = planning.plan(LADDER["forward"]["mma_split_kv"], problem, limits_of(arch))
         assert plan.constants["Br"] == max(M, 16)
         assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
 

@@ -84,7 +84,7 @@ def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
 
 def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
     barrier = f"__syncthreads();  // {WHERE_NO_KEYS_ARE}"
-    without = broken(tmp_path, "mma_split_k", barrier, ";")
+    without = broken(tmp_path, "mma_split_kv", barrier, ";")
     plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40})
     with pytest.raises(SimulatorFault, match="race"):
         for schedule in (None, 1, 2):
@@ -92,9 +92,9 @@ def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
 
 
 def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
-    file = sources.KERNELS / "forward/merge_parts.cu"
+    file = sources.KERNELS / "forward/merge_splits.cu"
     (barrier,) = BARRIER.finditer(file.read_text())
-    split = FORWARD["mma_split_k"]
+    split = FORWARD["mma_split_kv"]
     for launch in split.launches:
         path = sources.KERNELS / f"forward/{launch.entry}.cu"
         (tmp_path / path.name).write_text(path.read_text().replace(barrier[0], ";"))

@@ -51,7 +51,7 @@ def test_large_head_dimensions(backend, kernel, d):
     [
         (kernel, tile)
         for kernel in FORWARD.values()
-        for tile in (*kernel.tiles[1:], *sum(kernel.tiles_short.values(), ()))
+        for tile in (*kernel.choice.usual[1:], *sum(kernel.choice.short.values(), ()))
         if kernel.name != "fa2"  # the same as fa2_coalesced's
     ]
     + [

@@ -73,7 +73,7 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
     with pytest.raises(Unsupported, match=message):
         plan("fa2", "tf32")
     with pytest.raises(
-        Unsupported, match="kernels that can: v3, mma_async, mma_split_k, mma_slices$"
+        Unsupported, match="kernels that can: v3, mma_async, mma_split_kv, mma_slices$"
     ):
         plan("fa2", "float16")
     with pytest.raises(Unsupported, match="no other kernel can either"):

@@ -13,7 +13,7 @@ from cupyfa.runtime.backend import allocated, execute
 
 LAUNCHES = 1000
 # For most kernels more blocks than a GPU holds at a time, which therefore begin and end in ever
-# other orders; and few rows and many keys, which blocks of mma_split_k share out.
+# other orders; and few rows and many keys, which blocks of mma_split_kv share out.
 CROWDED = (
     {"batch": 8, "heads": 8, "kv_heads": 2, "M": 1500, "N": 1700, "d": 64, "causal": True},
     {"batch": 8, "heads": 8, "kv_heads": 4, "M": 700, "N": 900, "d": 128, "window": (400, 10)},

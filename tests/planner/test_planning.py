@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa import Kernel, Launch, Limits, Problem, TileChoice, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
@@ -92,13 +92,17 @@ def test_missing_matrix_products_are_refused_with_the_remedy():
 
 def test_tiles_go_by_the_head_dimension():
     kernel = replace(
-        FORWARD["fa2"], tiles_up_to={64: ({"Br": 16, "Bc": 8},), 96: ({"Br": 8, "Bc": 8},)}
+        FORWARD["fa2"],
+        tiles=TileChoice(
+            FORWARD["fa2"].choice.usual,
+            up_to={64: ({"Br": 16, "Bc": 8},), 96: ({"Br": 8, "Bc": 8},)},
+        ),
     )
     for d, dv, Br in ((64, 64, 16), (65, 64, 8), (64, 96, 8), (97, 8, 128)):
         problem = Problem.of_sizes(M=9, d=d, dv=dv)
         assert planning.plan(kernel, problem, H100).constants["Br"] == Br
-    with pytest.raises(ValueError, match="tiles_up_to are .*but here"):
-        replace(kernel, tiles_up_to={64: ({"Br": 16},)})
+    with pytest.raises(ValueError, match="tiles up_to are .*but here"):
+        replace(kernel, tiles=TileChoice(kernel.choice.usual, up_to={64: ({"Br": 16},)}))
 
 
 @pytest.mark.parametrize(

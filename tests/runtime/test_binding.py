@@ -413,8 +413,8 @@ def test_calls_of_attention_share_memory_for_temporaries(near):
 def test_temporaries_that_share_memory_lie_apart(near):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
-    got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_k")
-    there = cupyfa.compile(q, k, v, backend=near, kernel="mma_split_k")(q, k, v)
+    got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_kv")
+    there = cupyfa.compile(q, k, v, backend=near, kernel="mma_split_kv")(q, k, v)
     np.testing.assert_array_equal(got, there)
     assert len(near.spaces) == 1
 
@@ -436,7 +436,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
     monkeypatch.setattr(near, "launcher", launcher)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
-    for kernel in ("mma_split_k", "fa2", "mma_async", "mma_split_k"):
+    for kernel in ("mma_split_kv", "fa2", "mma_async", "mma_split_kv"):
         cupyfa.attention(q, k, v, backend=near, kernel=kernel)
     (_, several), *single, (_, again) = places
     assert several == again and len(several) == 4
@@ -564,7 +564,7 @@ def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, mo
 
     engine = Driven()
     sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
-    plan = planned(FORWARD["mma_split_k"], Simulator(), sizes, "float16")
+    plan = planned(FORWARD["mma_split_kv"], Simulator(), sizes, "float16")
     assert len(plan.launches) > 1
     p = plan.problem
     arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}

@@ -128,7 +128,7 @@ def test_a_bound_call_in_a_graph():
     cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, causal=True))
 
 
-@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_k", "fa2", "wgmma", "auto"])
+@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_kv", "fa2", "wgmma", "auto"])
 def test_eight_threads_with_streams_of_their_own(kernel):
     import cupy
 
@@ -228,7 +228,7 @@ def test_tensors_that_another_stream_still_writes_are_waited_for():
     assert (out == 1).all()
 
 
-@pytest.mark.parametrize("kernel", ["mma_split_k", "fa2", "auto"])
+@pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2", "auto"])
 def test_calls_in_several_streams_have_temporaries_of_their_own(kernel):
     import cupy
 

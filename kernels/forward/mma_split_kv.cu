@@ -1,13 +1,15 @@
-// mma_split_k: `mma_async`, with the keys of a row tile shared out to several blocks.
+// mma_split_kv: `mma_async`, with the keys of a row tile split among several blocks.
 //
 // Few queries make few row tiles, and their blocks leave most of the device idle while K and V, all
-// that there is to read, come one tile after another. Here each of `parts` blocks takes a part of
-// the keys, and merge_parts adds up what they found. K and V pass by in a ring of `stages` tiles,
-// so that enough bytes are on the way to keep memory busy. One part writes O and lse by itself.
+// that there is to read, come one tile after another. Here each of `num_splits` blocks takes a
+// split of the keys, and merge_splits adds up their results. K and V pass by in a ring of `stages`
+// tiles, so that enough bytes are in flight to keep memory busy. A single split writes O and lse by
+// itself.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_parts [batch, heads, M, parts, width]    max_parts, sum_parts [batch, heads, M, parts]
-//   grid (cdiv(M * pack_gqa, Br) * parts * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   O_splits [batch, heads, M, num_splits, width]
+//   max_splits, sum_splits [batch, heads, M, num_splits]
+//   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <forward/parts/mma_products.cuh>
@@ -34,14 +36,15 @@ static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(stages >= 2, "the next tile is loaded while this one is multiplied");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// The tiles of a part of the keys from `start` to `end`: as many as of every other, or one more.
-struct Part {
+// The tiles of a split of the keys from `start` to `end`: as many as of every other, or one more.
+struct Split {
   int first_key, end;
 
-  __device__ Part(int start, int end, int part, int parts) {
-    const int tiles = cdiv(max(0, end - start), Bc), less = tiles / parts, rest = tiles % parts;
-    first_key = start + (part * less + min(part, rest)) * Bc;
-    this->end = min(end, first_key + (less + (part < rest)) * Bc);
+  __device__ Split(int start, int end, int split, int num_splits) {
+    const int tiles = cdiv(max(0, end - start), Bc), less = tiles / num_splits,
+              rest = tiles % num_splits;
+    first_key = start + (split * less + min(split, rest)) * Bc;
+    this->end = min(end, first_key + (less + (split < rest)) * Bc);
   }
 };
 
@@ -50,10 +53,10 @@ struct Task {
   Shared& shared;
   Head keys, values;
   int own_row, lane;
-  int end;  // of the part's keys
+  int end;  // of the split's keys
 };
 
-// Begins to copy a tile of K and V, if the part has one there.
+// Begins to copy a tile of K and V, if the split has one there.
 __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int buffer) {
   if (first_key < task.end) {
     copy_rows<d>(task.shared.K[buffer], task.keys, first_key);
@@ -85,11 +88,11 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     multiply_output(shared.V[buffer], S, O, rows, task.lane);
 }
 
-// Writes what merge_parts needs of the warp's rows: the sums of O, undivided, what weights are
+// Writes what merge_splits needs of the warp's rows: the sums of O, undivided, what weights are
 // relative to, and the sums of weights.
-__device__ void store_part(const Fragments<width>& O, const Rows& rows, float* O_parts,
-                           float* max_parts, float* sum_parts, int part, int parts, int batch,
-                           int head, int heads, int M, int lane) {
+__device__ void store_split(const Fragments<width>& O, const Rows& rows, float* O_splits,
+                            float* max_splits, float* sum_splits, int split, int num_splits,
+                            int batch, int head, int heads, int M, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
@@ -98,12 +101,12 @@ __device__ void store_part(const Fragments<width>& O, const Rows& rows, float* O
     sum += __shfl_xor_sync(full_warp, sum, 2);
     if (row >= M * pack_gqa) continue;
     const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * M;
-    const long long place = (first + row / pack_gqa) * parts + part;
+    const long long place = (first + row / pack_gqa) * num_splits + split;
     if (lane % 4 == 0) {
-      max_parts[place] = rows.maximum[i / 2][i % 2];
-      sum_parts[place] = sum;
+      max_splits[place] = rows.maximum[i / 2][i % 2];
+      sum_splits[place] = sum;
     }
-    float* to = O_parts + place * width + 2 * (lane % 4);
+    float* to = O_splits + place * width + 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < width / 8; ++n) {
       *reinterpret_cast<float2*>(to + n * 8) = {O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]};
@@ -111,13 +114,13 @@ __device__ void store_part(const Fragments<width>& O, const Rows& rows, float* O
   }
 }
 
-extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, float* O_parts, float* max_parts, float* sum_parts, int parts, int M, int N,
-    int heads, int group, int causal_offset, int window_offset, real scale) {
+    Tensor<real> lse, float* O_splits, float* max_splits, float* sum_splits, int num_splits, int M,
+    int N, int heads, int group, int causal_offset, int window_offset, real scale) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(M * pack_gqa, Br);
-  const auto [index, head, batch] = place(blockIdx.x, tiles * parts, heads / pack_gqa);
+  const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
@@ -128,14 +131,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
   const int hidden_from_some = kv_begin(last_row, N, window_offset);
   const int start =
       kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
-  const Part part(start, kv_end(last_row, N, causal_offset), index / tiles, parts);
+  const Split split(start, kv_end(last_row, N, causal_offset), index / tiles, num_splits);
 
   copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
   cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
-  const Task task = {shared, keys, values, own_row, lane, part.end};
+  const Task task = {shared, keys, values, own_row, lane, split.end};
 #pragma unroll 1
-  for (int i = 0; i < stages - 1; ++i) copy_keys(task, part.first_key + i * Bc, i);
+  for (int i = 0; i < stages - 1; ++i) copy_keys(task, split.first_key + i * Bc, i);
   if (scale <= 0) {
     cp_async_wait_group<stages - 1>();
     __syncthreads();  // Q is there
@@ -145,7 +148,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
   Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
             scale == 0 ? 1.0f : fabs(scale));
   int buffer = 0;
-  for (int first_key = part.first_key; first_key < part.end; first_key += Bc) {
+  for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
       attend<false>(task, first_key, buffer, sums, rows);
     else
@@ -156,11 +159,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_k(
   __syncthreads();  // Q is no longer read, nor written
   // Registers do not keep the place through the loop: it is found once more.
   const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
-  const Place same = place(opaque(int(blockIdx.x)), same_tiles * parts, heads / pack_gqa);
+  const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
-  if (parts > 1) {
-    store_part(sums, rows, O_parts, max_parts, sum_parts, same.tile / same_tiles, parts, same.batch,
-               same.head, heads, M, lane);
+  if (num_splits > 1) {
+    store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles, num_splits,
+                same.batch, same.head, heads, M, lane);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, M, lane);

@@ -1,13 +1,14 @@
-// merge_parts: rows of O from what several blocks found, each in a part of the keys.
+// merge_splits: rows of O from the results of several blocks, one for each split of the keys.
 //
-// A part's sums are relative to its own maximum. Relative to the largest of all they are added up,
-// always in the same order, and divided once: the online softmax of parts instead of tiles. A part
-// without a visible key has sums 0 and the lowest maximum, and adds nothing.
+// A split's sums are relative to its own maximum. Relative to the largest of all they are added up,
+// always in the same order, and divided once: the online softmax of splits instead of tiles. A
+// split without a visible key has sums 0 and the lowest maximum, and adds nothing.
 //
-//   O_parts [batch, heads, M, parts, width]    max_parts, sum_parts [batch, heads, M, parts]
+//   O_splits [batch, heads, M, num_splits, width]
+//   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
-//   grid (M * heads * batch; 1 if there is one part)    block (threads): a warp takes every fourth
-//   part, a lane four columns of each 128
+//   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
+//   split, a lane four columns of each 128
 //   the host sets: scalar, real, dv, threads, shared_bytes
 #include <tile/block.cuh>
 #include <tile/math.cuh>
@@ -24,28 +25,28 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-extern "C" __global__ __launch_bounds__(threads) void merge_parts(
-    const float* O_parts, const float* max_parts, const float* sum_parts, Tensor<scalar> O,
-    Tensor<real> lse, int parts, int M, int heads) {
-  if (parts == 1) return;  // its block has written the rows
+extern "C" __global__ __launch_bounds__(threads) void merge_splits(
+    const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<scalar> O,
+    Tensor<real> lse, int num_splits, int M, int heads) {
+  if (num_splits == 1) return;  // its block has written the rows
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, M, heads);
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-  const long long first = (long long)blockIdx.x * parts;
+  const long long first = (long long)blockIdx.x * num_splits;
 
-  float maximum = max_parts[first];
-  for (int part = lane; part < parts; part += warp_size) {
-    maximum = fmax(maximum, max_parts[first + part]);
+  float maximum = max_splits[first];
+  for (int split = lane; split < num_splits; split += warp_size) {
+    maximum = fmax(maximum, max_splits[first + split]);
   }
   maximum = warp_max(maximum);
 
   float sum = 0;
   float4 o[turns] = {};
 #pragma unroll 4
-  for (int part = warp; part < parts; part += warps) {
-    const float factor = exp2f(max_parts[first + part] - maximum);
-    sum += factor * sum_parts[first + part];
-    const float* from = O_parts + (first + part) * width;
+  for (int split = warp; split < num_splits; split += warps) {
+    const float factor = exp2f(max_splits[first + split] - maximum);
+    sum += factor * sum_splits[first + split];
+    const float* from = O_splits + (first + split) * width;
 #pragma unroll
     for (int i = 0; i < turns; ++i) {
       const int col = 4 * (lane + i * warp_size);

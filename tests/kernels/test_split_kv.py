@@ -1,4 +1,4 @@
-"""The rung mma_split_k: keys shared out to blocks, and the launch that merges what they found."""
+"""The rung mma_split_kv: keys split among blocks, and the launch that merges their results."""
 
 from dataclasses import replace
 
@@ -12,10 +12,11 @@ from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
-SPLIT = FORWARD["mma_split_k"]
+SPLIT = FORWARD["mma_split_kv"]
 H100 = limits_of("90")
 SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
-# Some with more parts than a row's visible keys have tiles; one part of each, if fill is 1.
+# Some with more splits than a row's visible keys have tiles;
+# one split of each, if blocks_per_sm is 1.
 SIZES = (
     {"heads": 16, "M": 1, "N": 70, "d": 24},
     {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},
@@ -30,18 +31,18 @@ SIZES = (
 )
 
 
-def parts(plan):
-    """The number of parts, which all launches of a plan are told."""
-    (found,) = {launch.numbers["parts"] for launch in plan.launches if launch.numbers}
+def splits(plan):
+    """num_splits, which all launches of a plan take."""
+    (found,) = {launch.numbers["num_splits"] for launch in plan.launches if launch.numbers}
     return found
 
 
-FILLS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
+BLOCKS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
-@pytest.mark.parametrize("sizes, fill", FILLS, ids=name)
-def test_parts_are_merged(backend, sizes, fill):
-    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=fill)
+@pytest.mark.parametrize("sizes, blocks", BLOCKS, ids=name)
+def test_splits_are_merged(backend, sizes, blocks):
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=blocks)
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
@@ -49,23 +50,23 @@ def test_parts_are_merged(backend, sizes, fill):
 def test_the_tiles_of_few_rows_are_right(backend, M):
     sizes = {"heads": 4, "kv_heads": 1, "M": M // 4 or 1, "N": 700, "d": 65, "causal": True}
     plan = planned(SPLIT, backend, sizes, "bfloat16")
-    assert plan.constants["Br"] >= max(M, 4) and parts(plan) > 1
+    assert plan.constants["Br"] >= max(M, 4) and splits(plan) > 1
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_float32_inputs_are_rounded_first(backend):
     sizes = {"heads": 4, "kv_heads": 2, "M": 2, "N": 150, "d": 33}
     plan = planned(SPLIT, backend, sizes, "float32")
-    assert [x.entry for x in plan.launches] == ["round_operands", "mma_split_k", "merge_parts"]
-    assert parts(plan) > 1
+    assert [x.entry for x in plan.launches] == ["round_operands", "mma_split_kv", "merge_splits"]
+    assert splits(plan) > 1
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_strange_numbers_stay_in_their_rows(backend):
-    """In parts before others and after them, some hidden from some of the rows."""
+    """In splits before others and after them, some hidden from some of the rows."""
     sizes = {"heads": 2, "M": 20, "N": 300, "d": 24, "causal": True}
-    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=5)
-    assert parts(plan) > 3
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=5)
+    assert splits(plan) > 3
     inputs = inputs_of(plan)
     inputs["Q"][:, 0, 3] = np.nan
     inputs["K"][:, 1, 290, 2] = np.nan
@@ -79,10 +80,10 @@ def test_strange_numbers_stay_in_their_rows(backend):
     assert np.isfinite(np.delete(hidden, [1, 4], axis=-1)).all()
 
 
-def test_maxima_of_parts_may_lie_far_apart(backend):
-    """Of all parts but one nothing is left, wherever that one is; sums must not overflow."""
+def test_maxima_of_splits_may_lie_far_apart(backend):
+    """Of all splits but one nothing is left, wherever that one is; sums must not overflow."""
     sizes = {"heads": 1, "M": 2, "N": 200, "d": 16, "scale": 1.0}
-    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, fill=3)
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=3)
     for key in (0, 100, 199):
         inputs = inputs_of(plan)
         inputs["Q"][...] = 60
@@ -95,7 +96,7 @@ def test_results_are_the_same_bits_in_any_order_of_blocks():
     engine = Simulator()
     plan = planned(SPLIT, engine, {"heads": 2, "M": 5, "N": 300, "d": 24}, "float16")
     inputs = inputs_of(plan)
-    assert parts(plan) > 1
+    assert splits(plan) > 1
     first = guard.checked(engine, plan, inputs, {})
     for seed in (1, 2):
         again = guard.checked(engine.reordered(seed), plan, inputs, {})
@@ -112,31 +113,31 @@ DECODE = {"heads": 32, "kv_heads": 8, "M": 1}
 
 
 @pytest.mark.parametrize("batch, N", [(1, 8192), (1, 131072), (4, 32768), (16, 8192), (128, 4096)])
-def test_parts_fill_the_device(batch, N):
+def test_splits_fill_the_device(batch, N):
     plan = h100(batch=batch, N=N, **DECODE)
-    blocks, at_a_time = plan.launches[0].grid[0], 132 * plan.constants["fill"]
-    assert blocks == 8 * batch * parts(plan)
+    blocks, at_a_time = plan.launches[0].grid[0], 132 * plan.constants["blocks_per_sm"]
+    assert blocks == 8 * batch * splits(plan)
     assert blocks / (-(-blocks // at_a_time) * at_a_time) >= 0.9
     fewer = blocks - 8 * batch
-    assert parts(plan) == 1 or fewer / (-(-fewer // at_a_time) * at_a_time) < 0.9
+    assert splits(plan) == 1 or fewer / (-(-fewer // at_a_time) * at_a_time) < 0.9
 
 
-def test_a_part_has_at_least_a_tile_of_keys_that_are_seen():
+def test_a_split_has_at_least_a_tile_of_keys_that_are_seen():
     Bc = h100(N=100, **DECODE).constants["Bc"]
-    assert parts(h100(N=100, **DECODE)) == -(-100 // Bc)
-    assert parts(h100(N=1, **DECODE)) == parts(h100(N=0, **DECODE)) == 1
+    assert splits(h100(N=100, **DECODE)) == -(-100 // Bc)
+    assert splits(h100(N=1, **DECODE)) == splits(h100(N=0, **DECODE)) == 1
     window = h100(N=131072, window=(256, 0), **DECODE)
-    assert parts(window) == -(-(1 + 256) // Bc)
-    assert parts(h100(N=131072, window=(256, None), **DECODE)) > 20
+    assert splits(window) == -(-(1 + 256) // Bc)
+    assert splits(h100(N=131072, window=(256, None), **DECODE)) > 20
 
 
-def test_one_part_needs_no_scratch_and_merges_nothing():
+def test_one_split_needs_no_scratch_and_merges_nothing():
     plan = h100(batch=64, heads=64, M=300, N=300)
-    assert parts(plan) == 1 and plan.scratch_bytes == 0
+    assert splits(plan) == 1 and plan.scratch_bytes == 0
     assert plan.launches[1].grid == (1, 1, 1)
     several = h100(batch=1, N=8192, **DECODE)
     assert several.launches[1].grid == (32, 1, 1)
-    assert several.scratch_bytes == 4 * 32 * parts(several) * (128 + 2)
+    assert several.scratch_bytes == 4 * 32 * splits(several) * (128 + 2)
 
 
 @pytest.fixture

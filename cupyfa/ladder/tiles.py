@@ -1,0 +1,163 @@
+"""Which tile sizes a kernel tries for a problem on a device, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupyfa.ladder.rules import Rules, is_size
+from cupyfa.problem import Problem
+
+Tile = Mapping[str, int]
+Tiles = Sequence[Tile]
+TilesByD = Mapping[int, Tiles]  # for head dimensions up to a number
+
+# Names that the text above every kernel's file declares, or that formulas have.
+RESERVED = (
+    *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
+    *("scalar", "operand", "real"),
+    *("multiprocessors", "round"),
+)
+_MOSTLY_EMPTY = 0.05  # share of the keys in a problem's tiles that do not exist
+_MORE, _FAR_MORE = 1.15, 1.5  # times the scores that other tiles compute
+_FEW = 4  # tiles of keys in a row; a mask hides a large part of one
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many tiles of ``size`` cover ``count``."""
+    return -(-count // size)
+
+
+def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
+    """Tiles of these sizes, as ``named("Br Bc", (64, 32), (32, 32))``."""
+    return tuple(dict(zip(names.split(), each, strict=True)) for each in sizes)
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """The tile sizes of a kernel by head dimension, architecture and number of rows.
+
+    A tile gives every constant of the kernel that may be chosen, as ``{"Br": 64, "Bc": 32}``.
+    A plan takes the first one that fits the device and what the caller fixed, in this order:
+
+    short: if the device has too few blocks for its multiprocessors: where the busiest of them
+        computes 1.5 times the scores that it would compute with these smaller tiles.
+    few_rows: where the query heads of a group have together at most a number of rows, as
+        ``{16: {64: tiles}}``.
+    on: those measured on an architecture, as ``{"90": {64: tiles}}``.
+    up_to: those for head dimensions up to a number, as ``{64: tiles}``.
+    usual: all others, in order of preference.
+
+    ``short``, ``few_rows`` and ``on`` go by the head dimension as ``up_to`` does. Tiles of ``on``
+    and ``up_to`` whose last keys would be mostly empty come after the others, and so do those that
+    compute far more scores. ``blocks_per_sm`` is how many blocks of the usual tiles one
+    multiprocessor runs at a time.
+    """
+
+    usual: Tiles = ({},)
+    up_to: TilesByD = field(default_factory=dict)
+    on: Mapping[str, TilesByD] = field(default_factory=dict)
+    few_rows: Mapping[int, TilesByD] = field(default_factory=dict)
+    short: TilesByD = field(default_factory=dict)
+    blocks_per_sm: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The constants that a tile gives."""
+        return tuple(self.usual[0])
+
+    @property
+    def first(self) -> Tile:
+        """The tile of small head dimensions, on any architecture."""
+        return next(iter(self.up_to.values()), self.usual)[0]
+
+    @property
+    def every(self) -> tuple[Tile, ...]:
+        """All tiles, wherever they are taken."""
+        by_d = (self.up_to, self.short, *self.on.values(), *self.few_rows.values())
+        return (
+            *self.usual,
+            *(tile for sizes in by_d for tiles in sizes.values() for tile in tiles),
+        )
+
+    def ordered(
+        self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
+    ) -> tuple[Tile, ...]:
+        """The tiles to try, best first; ``pack_gqa`` counts the query heads that share a tile."""
+
+        def scores(tile: Tile) -> float:
+            return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)
+
+        def mostly_empty(tile: Tile) -> bool:
+            return _empty_share(p.N, tile.get("Bc", 1)) > _MOSTLY_EMPTY
+
+        def few_keys(tile: Tile) -> int:
+            return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
+
+        measured = [*_of_d(p, self.on.get(arch or "", {})), *_of_d(p, self.up_to)]
+        least = min(map(scores, measured), default=0)
+        measured.sort(key=lambda x: (mostly_empty(x), scores(x) > _MORE * least))
+        rows = min((x for x in self.few_rows if p.M * p.group <= x), default=0)
+        tiles = (*_of_d(p, self.few_rows.get(rows, {})), *measured, *self.usual)
+        short = _of_d(p, self.short)
+        if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
+            return tiles
+        return (*sorted(short, key=lambda x: (mostly_empty(x), few_keys(x))), *tiles)
+
+
+# What tiles must be: rules of a Kernel's field `tiles`.
+RULES: Rules = {
+    "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.usual),
+    "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
+        set(tile) == set(x.names) and all(map(is_size, tile.values())) for tile in x.usual
+    ),
+    f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
+        name.isidentifier() and name not in RESERVED for name in x.names
+    ),
+    "tiles up_to are {head dimension: tiles}, which name what the usual ones do": lambda x: (
+        _are_by_d(x, x.up_to)
+    ),
+    "tiles on are {architecture: {head dimension: tiles}}, named as the usual ones": lambda x: all(
+        _are_by_d(x, sizes) for sizes in x.on.values()
+    ),
+    "tiles few_rows are {rows: {head dimension: tiles}}, named as the usual ones": lambda x: all(
+        is_size(rows) and _are_by_d(x, sizes) for rows, sizes in x.few_rows.items()
+    ),
+    "tiles short are {head dimension: tiles}, which name what the usual ones do": lambda x: (
+        _are_by_d(x, x.short)
+    ),
+    "tiles have a whole number of blocks_per_sm, from 1": lambda x: is_size(x.blocks_per_sm),
+}
+
+
+def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
+    """The tiles for a problem's head dimension."""
+    d = max(p.d, p.dv)
+    return sizes.get(min((most for most in sizes if d <= most), default=0), ())
+
+
+def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
+    """How many scores are computed one after the other, with so many blocks at a time.
+
+    Under a mask these are about half of all, and those at its edge; rows with few keys make up for
+    others there, but a row tile is one block's.
+    """
+    Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
+    blocks = cdiv(p.M * pack_gqa, Br) * p.heads // pack_gqa * p.batch
+    if p.is_masked:
+        return max(blocks / at_a_time * Br * (p.N + Br + Bc) / 2, Br * p.N)
+    return cdiv(blocks, at_a_time) * Br * cdiv(p.N, Bc) * Bc
+
+
+def _empty_share(N: int, Bc: int) -> float:
+    """The share of keys in tiles of Bc that do not exist."""
+    return 1 - N / (cdiv(N, Bc) * Bc) if N else 0
+
+
+def _are_by_d(choice: TileChoice, sizes: Any) -> bool:
+    return all(
+        is_size(most) and set(tile) == set(choice.names) and all(map(is_size, tile.values()))
+        for most, tiles in sizes.items()
+        for tile in tiles
+    )
