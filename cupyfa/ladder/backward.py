@@ -215,6 +215,7 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of K and V; N may be 0."""
     return replace(
         columns_launch(name, outputs),
+        args=f"{INPUTS} {outputs} M N kv_heads group causal_offset window_offset scale",
         threads=lambda p, c: WARP * c.warps,
         shared=mma_columns_shared,
         constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
