@@ -113,6 +113,15 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
     return ramp + (p.M - full) * p.N
 
 
+def score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
+    """The arguments of `reference.attention` that describe scores, from row `shift` of Q on."""
+    return {
+        "scale": p.scale,
+        "causal_offset": None if p.right is None else p.causal_offset + shift,
+        "window_offset": None if p.left is None else p.window_offset + shift,
+    }
+
+
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
 ) -> dict[str | None, dict[str, Expected]]:
@@ -126,9 +135,7 @@ def _expected_attention(
         q,
         k,
         v,
-        scale=p.scale,
-        diagonal=None if p.right is None else p.causal_offset + first,
-        lower=None if p.left is None else p.window_offset + first,
+        **score_arguments(p, first),
         dtype=p.dtype.name,
         roundings=roundings,
     )
@@ -142,9 +149,7 @@ def _expected_gradients(
     def expected(cut: Callable[[str, np.ndarray], np.ndarray], shift: int) -> Any:
         return tolerance.expected_gradients_of_each(
             *(cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO")),
-            scale=p.scale,
-            diagonal=None if p.right is None else p.causal_offset + shift,
-            lower=None if p.left is None else p.window_offset + shift,
+            **score_arguments(p, shift),
             dtype=p.dtype.name,
             roundings=roundings,
         )

@@ -50,9 +50,9 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
 
 
-def expected(q, k, v, scale=None, diagonal=None):
+def expected(q, k, v, scale=None, causal_offset=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return reference.attention(q, k, v, scale=scale, diagonal=diagonal)
+    return reference.attention(q, k, v, scale=scale, causal_offset=causal_offset)
 
 
 # Shapes

@@ -12,6 +12,7 @@ from cupyfa.bench import sweeps
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import reference
+from cupyfa.operations import score_arguments
 from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
@@ -64,10 +65,7 @@ def accuracy(
         case = Case("forward", problem, seed, kind)
         inputs = case.inputs()
         exact, _ = reference.attention(
-            *(inputs[name] for name in "QKV"),
-            scale=problem.scale,
-            diagonal=None if problem.right is None else problem.causal_offset,
-            lower=None if problem.left is None else problem.window_offset,
+            *(inputs[name] for name in "QKV"), **score_arguments(problem)
         )
         for record in chosen:
             plan = planning.plan(record, problem, engine.limits)

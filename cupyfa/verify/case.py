@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.numerics import reference
-from cupyfa.operations import OPERATIONS
+from cupyfa.operations import OPERATIONS, score_arguments
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.arrays import fill
@@ -153,12 +153,7 @@ def _left_by_forward(
     if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
             return _left_by_a_kernel(p, arrays, engine)
-    out, lse = reference.attention(
-        *(arrays[name] for name in "QKV"),
-        scale=p.scale,
-        diagonal=None if p.right is None else p.causal_offset,
-        lower=None if p.left is None else p.window_offset,
-    )
+    out, lse = reference.attention(*(arrays[name] for name in "QKV"), **score_arguments(p))
     with np.errstate(all="ignore"):
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 

@@ -133,7 +133,7 @@ def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
     bad = {name: array.copy() for name, array in clean.items() if name not in ("O", "lse")}
     bad["dO"][0, 0, 2], bad["K"][0, 0, 30], bad["V"][0, 0, 35, 1] = np.nan, np.nan, np.inf
     out, lse = reference.attention(
-        bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, diagonal=0
+        bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, causal_offset=0
     )
     bad["O"], bad["lse"] = out.astype(bad["Q"].dtype), lse.astype(np.float32)
     results = guard.checked(backend, plan, bad, {})
@@ -210,7 +210,7 @@ def problem(**sizes):
 
 def expected(p, q, k, v, dout):
     return reference.attention_backward(
-        dout, q, k, v, scale=p.scale, diagonal=p.causal_offset if p.causal else None
+        dout, q, k, v, scale=p.scale, causal_offset=p.causal_offset if p.causal else None
     )
 
 
@@ -242,7 +242,7 @@ def test_the_pullback_of_a_call(backend, dtype):
     for grad, x, once in zip(pullback(dout), (q, k, v), again, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype
         np.testing.assert_array_equal(grad, once)
-    right = reference.attention_backward(dout, q, k, v, scale=0.3, diagonal=p.causal_offset)
+    right = reference.attention_backward(dout, q, k, v, scale=0.3, causal_offset=p.causal_offset)
     loose = {"float16": 5e-3, "bfloat16": 4e-2}.get(dtype, 1e-4)
     for grad, other in zip(again, right):
         np.testing.assert_allclose(grad.astype(float), other, atol=loose * 2, rtol=loose)

@@ -181,7 +181,7 @@ def test_results_are_within_the_bounds_of_the_precision(backend, kernel, precisi
     exact, _ = reference.attention(
         *inputs.values(),
         scale=made.problem.scale,
-        diagonal=made.problem.causal_offset if made.problem.causal else None,
+        causal_offset=made.problem.causal_offset if made.problem.causal else None,
     )
     assert np.abs(results["O"] - exact).max() > 1e-5, "something was rounded"
 

@@ -63,8 +63,8 @@ def dense(inputs, p):
 
 def mask_of(p):
     return {
-        "diagonal": None if p.right is None else p.causal_offset,
-        "lower": None if p.left is None else p.window_offset,
+        "causal_offset": None if p.right is None else p.causal_offset,
+        "window_offset": None if p.left is None else p.window_offset,
     }
 
 

@@ -15,12 +15,12 @@ def inputs(shape_q, shape_k, dv, seed=0):
     return tuple(rng.normal(size=shape) for shape in (shape_q, shape_k, shape_v))
 
 
-def naive(q, k, v, scale, diagonal=None):
+def naive(q, k, v, scale, causal_offset=None):
     """Attention as one would write it first: every row sees a key, and nothing overflows."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     weights = np.exp(scale * q @ k.mT)
-    if diagonal is not None:
-        weights = np.tril(weights, diagonal)
+    if causal_offset is not None:
+        weights = np.tril(weights, causal_offset)
     total = weights.sum(-1, keepdims=True)
     return weights @ v / total, np.log(total)[..., 0]
 
@@ -31,13 +31,13 @@ def warnings_are_errors():
         yield
 
 
-@pytest.mark.parametrize("diagonal", [None, 0, 3, 100])
+@pytest.mark.parametrize("causal_offset", [None, 0, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("scale", [0.25, 0.0, -1.0])
-def test_attention_is_what_one_would_write_first(diagonal, kv_heads, scale):
+def test_attention_is_what_one_would_write_first(causal_offset, kv_heads, scale):
     q, k, v = inputs((2, 6, 7, 4), (2, kv_heads, 10, 4), dv=5)
-    out, lse = reference.attention(q, k, v, scale=scale, diagonal=diagonal)
-    expected_out, expected_lse = naive(q, k, v, scale, diagonal)
+    out, lse = reference.attention(q, k, v, scale=scale, causal_offset=causal_offset)
+    expected_out, expected_lse = naive(q, k, v, scale, causal_offset)
     np.testing.assert_allclose(out, expected_out, rtol=1e-13, atol=1e-14)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=1e-14)
     assert out.dtype == lse.dtype == np.float64
@@ -49,7 +49,7 @@ def test_tiles_change_nothing(monkeypatch, tile):
     whole = naive(q, k, v, 0.5, 0)
     monkeypatch.setattr(reference, "_TILE_SCORES", tile)
     monkeypatch.setattr(reference, "_TILE_ROWS", 5)
-    for actual, expected in zip(reference.attention(q, k, v, scale=0.5, diagonal=0), whole):
+    for actual, expected in zip(reference.attention(q, k, v, scale=0.5, causal_offset=0), whole):
         np.testing.assert_allclose(actual, expected, rtol=1e-13, atol=1e-14)
 
 
@@ -65,7 +65,7 @@ def test_narrow_inputs_are_taken_as_they_are(dtype):
 
 def test_rows_without_a_key_are_empty():
     q, k, v = inputs((1, 1, 6, 4), (1, 1, 4, 4), dv=3)
-    out, lse = reference.attention(q, k, v, scale=0.5, diagonal=-2)
+    out, lse = reference.attention(q, k, v, scale=0.5, causal_offset=-2)
     assert np.all(out[0, 0, :2] == 0) and np.all(lse[0, 0, :2] == -INF)
     assert np.all(out[0, 0, 2:] != 0) and np.all(np.isfinite(lse[0, 0, 2:]))
     np.testing.assert_allclose(out[0, 0, 2], v[0, 0, 0])  # row 2 sees key 0 alone
@@ -81,9 +81,9 @@ def test_scores_of_minus_infinity_only_make_a_row_empty():
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_hidden_keys_never_matter(poison):
     q, k, v = inputs((1, 2, 5, 4), (1, 1, 5, 4), dv=3)
-    expected = reference.attention(q, k, v, scale=0.5, diagonal=0)
+    expected = reference.attention(q, k, v, scale=0.5, causal_offset=0)
     k[:, :, 3:], v[:, :, 2:] = poison, poison
-    actual = reference.attention(q, k, v, scale=0.5, diagonal=0)
+    actual = reference.attention(q, k, v, scale=0.5, causal_offset=0)
     for one, other in zip(actual, expected):
         np.testing.assert_array_equal(one[:, :, :2], other[:, :, :2])
     np.testing.assert_array_equal(actual[1][:, :, 2], expected[1][:, :, 2])  # lse ignores V
@@ -94,13 +94,13 @@ def test_hidden_keys_never_matter(poison):
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])
-@pytest.mark.parametrize("diagonal", [None, 1])
-def test_a_bad_query_spoils_its_own_row_only(poison, diagonal):
+@pytest.mark.parametrize("causal_offset", [None, 1])
+def test_a_bad_query_spoils_its_own_row_only(poison, causal_offset):
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
-    expected = reference.attention(q, k, v, scale=0.5, diagonal=diagonal)
+    expected = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     q[0, 1, 3] = poison
     k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # q of inf has scores of +inf
-    actual = reference.attention(q, k, v, scale=0.5, diagonal=diagonal)
+    actual = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     spoilt = np.zeros((2, 2, 5), bool)
     spoilt[0, 1, 3] = True
     elsewhere = np.ones((2, 2), bool)
@@ -127,18 +127,20 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.parametrize("axis", ["batch", "heads", "M", "N", "d", "dv"])
-@pytest.mark.parametrize("diagonal", [None, 0])
-def test_any_size_may_be_zero(axis, diagonal):
+@pytest.mark.parametrize("causal_offset", [None, 0])
+def test_any_size_may_be_zero(axis, causal_offset):
     size = {"batch": 2, "heads": 2, "M": 3, "N": 4, "d": 5, "dv": 6, axis: 0}
     batch, heads, M, N, d, dv = size.values()
     q, k, v = inputs((batch, heads, M, d), (batch, heads, N, d), dv)
     for precision in reference.PRECISIONS:
-        out, lse = reference.attention(q, k, v, scale=1.0, diagonal=diagonal, precision=precision)
+        out, lse = reference.attention(
+            q, k, v, scale=1.0, causal_offset=causal_offset, precision=precision
+        )
         assert out.shape == (batch, heads, M, dv) and lse.shape == (batch, heads, M)
     if axis == "N":
         assert np.all(out == 0) and np.all(lse == -INF)
     grads = reference.attention_backward(
-        np.ones((batch, heads, M, dv)), q, k, v, scale=1.0, diagonal=diagonal
+        np.ones((batch, heads, M, dv)), q, k, v, scale=1.0, causal_offset=causal_offset
     )
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
@@ -221,16 +223,16 @@ def test_softmax_of_infinite_and_empty_rows():
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
-    "M, N, diagonal, lower, scale",
+    "M, N, causal_offset, window_offset, scale",
     [
         *((3, 5, None, None, 0.7), (3, 5, 2, None, 0.7), (5, 3, -2, None, -0.7)),
         *((5, 3, 0, None, 0.0), (1, 1, 0, None, 0.7), (5, 4, 1, -1, 0.7), (4, 5, None, 2, -1.3)),
     ],
 )
-def test_gradients_are_finite_differences(M, N, diagonal, lower, scale, kv_heads):
+def test_gradients_are_finite_differences(M, N, causal_offset, window_offset, scale, kv_heads):
     arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
     dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
-    options = {"scale": scale, "diagonal": diagonal, "lower": lower}
+    options = {"scale": scale, "causal_offset": causal_offset, "window_offset": window_offset}
     grads = reference.attention_backward(dout, *arrays, **options)
     out, lse = reference.attention(*arrays, **options)
     given = reference.attention_backward(dout, *arrays, **options, out=out, lse=lse)
@@ -256,9 +258,9 @@ def test_gradients_are_finite_differences(M, N, diagonal, lower, scale, kv_heads
 def test_gradients_of_empty_rows_and_hidden_keys_are_zero():
     q, k, v = inputs((1, 2, 6, 4), (1, 1, 5, 4), dv=3)
     dout = np.ones((1, 2, 6, 3))
-    clean = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=-3)
+    clean = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=-3)
     q[:, :, :3], k[:, :, 3:], v[:, :, 3:], dout[:, :, :3] = NAN, NAN, INF, NAN
-    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=-3)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=-3)
     assert np.all(dq[:, :, :3] == 0) and np.all(dk[:, :, 3:] == 0) and np.all(dv[:, :, 3:] == 0)
     for actual, expected in zip((dq, dk, dv), clean):
         np.testing.assert_allclose(actual, expected, rtol=1e-14)
@@ -268,7 +270,7 @@ def test_a_bad_gradient_stays_with_the_keys_of_its_row():
     q, k, v = inputs((1, 1, 4, 4), (1, 1, 4, 4), dv=3)
     dout = np.ones((1, 1, 4, 3))
     dout[0, 0, 1] = NAN
-    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, diagonal=0)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=0)
     np.testing.assert_array_equal(np.isnan(dq[0, 0]).any(-1), [False, True, False, False])
     np.testing.assert_array_equal(np.isnan(dk[0, 0]).any(-1), [True, True, False, False])
     np.testing.assert_array_equal(np.isnan(dv[0, 0]).any(-1), [True, True, False, False])

@@ -38,7 +38,7 @@ class Case:
     v: np.ndarray
     dtype: str
     scale: float
-    diagonal: int | None = None
+    causal_offset: int | None = None
     name: str = ""
 
     def verdicts(self, results, rounding=None):
@@ -48,7 +48,7 @@ class Case:
             self.k,
             self.v,
             scale=self.scale,
-            diagonal=self.diagonal,
+            causal_offset=self.causal_offset,
             dtype=self.dtype,
             rounding=rounding,
         )
@@ -57,7 +57,7 @@ class Case:
         return max(verdict.ratio for verdict in self.verdicts(results, rounding))
 
 
-def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, diagonal=None, seed=0):
+def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
     """Random inputs; "peaky" makes scores so large that few keys have all the weight."""
     rng = np.random.default_rng([seed, M, N, d])
     draw = rng.random if distribution == "uniform" else rng.standard_normal
@@ -65,16 +65,18 @@ def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, diagonal
     if distribution == "peaky":
         q, k = q * 5, k * 3
     q, k, v = (reference.rounded(x, dtype) for x in (q, k, v))
-    name = f"{dtype} {distribution} M={M} N={N} d={d} diagonal={diagonal} seed={seed}"
-    return Case(q, k, v, dtype, d**-0.5, diagonal, name)
+    name = f"{dtype} {distribution} M={M} N={N} d={d} causal_offset={causal_offset} seed={seed}"
+    return Case(q, k, v, dtype, d**-0.5, causal_offset, name)
 
 
-def kernel(c, *, rounding=None, scale=None, diagonal=None, keys=None, base2=False, tile=32, seed=0):
+def kernel(
+    c, *, rounding=None, scale=None, causal_offset=None, keys=None, base2=False, tile=32, seed=0
+):
     """The online softmax as one GPU thread per row computes it: every sum term after term.
 
     It works in float32 (float64 for float64), without fused multiply-adds, and its exponentials
     are wrong by up to 2 units in the last place. P is rounded to a narrow dtype before it
-    multiplies V. `scale`, `diagonal` and the number of `keys` may differ from the case's.
+    multiplies V. `scale`, `causal_offset` and the number of `keys` may differ from the case's.
     """
     real = np.float64 if c.dtype == "float64" and rounding is None else np.float32
     narrow = rounding or (c.dtype if c.dtype in ("float16", "bfloat16") else None)
@@ -97,10 +99,10 @@ def kernel(c, *, rounding=None, scale=None, diagonal=None, keys=None, base2=Fals
         for i in range(d):
             S += q[..., i, None] * k[..., None, :, i]
         S *= real(real(c.scale if scale is None else scale) * real(unit))
-        diagonal = c.diagonal if diagonal is None else diagonal
+        causal_offset = c.causal_offset if causal_offset is None else causal_offset
         hidden = np.zeros((M, N), bool)
-        if diagonal is not None:
-            hidden = np.arange(N) > np.arange(M)[:, None] + diagonal
+        if causal_offset is not None:
+            hidden = np.arange(N) > np.arange(M)[:, None] + causal_offset
             S[..., hidden] = -np.inf
 
         top = np.full(q.shape[:3], -np.inf, real)
@@ -139,8 +141,8 @@ def baseline(c):
 def test_a_correct_kernel_is_accepted(dtype, d):
     for number, (M, N) in enumerate(LENGTHS):
         for distribution in DISTRIBUTIONS:
-            diagonal = N - M if number % 2 else None
-            c = case(dtype, distribution, M, N, d, min(d, 64), diagonal=diagonal)
+            causal_offset = N - M if number % 2 else None
+            c = case(dtype, distribution, M, N, d, min(d, 64), causal_offset=causal_offset)
             require(c.verdicts(kernel(c, base2=bool(number % 3))), c.name)
 
 
@@ -163,18 +165,18 @@ def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
     dv=st.integers(1, 4),
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
     scale=st.floats(-2, 2, allow_subnormal=False),
-    diagonal=st.none() | st.integers(-7, 9),
+    causal_offset=st.none() | st.integers(-7, 9),
     rounding=st.sampled_from([None, "float16", "tf32"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_small_problems_leave_nothing_to_luck(
-    dtype, distribution, M, N, d, dv, heads, scale, diagonal, rounding, seed
+    dtype, distribution, M, N, d, dv, heads, scale, causal_offset, rounding, seed
 ):
     """With few outputs the error of the plain computation may be zero by chance."""
     c = case(dtype, distribution, M, N, d, dv, heads=heads[0], kv_heads=heads[1], seed=seed)
-    c.scale, c.diagonal = scale, diagonal
+    c.scale, c.causal_offset = scale, causal_offset
     require(c.verdicts(kernel(c, rounding=rounding, base2=seed % 2), rounding), c.name)
-    c.diagonal = None
+    c.causal_offset = None
     require(c.verdicts(baseline(c)), f"baseline, {c.name}")
 
 
@@ -182,8 +184,8 @@ FAULTS = {
     "last key dropped": lambda c: kernel(c, keys=c.k.shape[2] - 1),
     "lse in base 2": lambda c: {"lse": kernel(c)["lse"] / np.log(2)},
     "lse off by 1e-3": lambda c: {"lse": kernel(c)["lse"] + 1e-3},
-    "mask one key short": lambda c: kernel(c, diagonal=c.diagonal - 1),
-    "mask one key long": lambda c: kernel(c, diagonal=c.diagonal + 1),
+    "mask one key short": lambda c: kernel(c, causal_offset=c.causal_offset - 1),
+    "mask one key long": lambda c: kernel(c, causal_offset=c.causal_offset + 1),
     "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
 }
 
@@ -191,8 +193,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_faults_among_1024_keys_are_rejected(dtype, fault):
-    diagonal = 1024 - 16 if "mask" in fault else None
-    c = case(dtype, "uniform", 16, 1024, 64, diagonal=diagonal)
+    causal_offset = 1024 - 16 if "mask" in fault else None
+    c = case(dtype, "uniform", 16, 1024, 64, causal_offset=causal_offset)
     assert c.worst(kernel(c)) < 0.7
     assert c.worst(FAULTS[fault](c)) > 1
 
@@ -200,7 +202,7 @@ def test_faults_among_1024_keys_are_rejected(dtype, fault):
 @pytest.mark.parametrize("fault", ["last key dropped", "mask one key short", "mask one key long"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_key_missing_of_45_is_seen_in_the_output_alone(dtype, fault):
-    c = case(dtype, "normal", 7, 45, 16, diagonal=38 if "mask" in fault else None)
+    c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if "mask" in fault else None)
     assert c.worst({"O": FAULTS[fault](c)["O"]}) > 1
 
 
@@ -244,7 +246,7 @@ def test_one_wrong_or_unwritten_element_is_found(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_a_key_are_exact(dtype):
-    c = case(dtype, "normal", 9, 5, 16, diagonal=-4)
+    c = case(dtype, "normal", 9, 5, 16, causal_offset=-4)
     good = kernel(c)
     require(c.verdicts(good), c.name)
     for name, value in (("O", 1e-30), ("O", NAN), ("lse", -1e30), ("lse", INF)):
@@ -256,7 +258,7 @@ def test_rows_without_a_key_are_exact(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", [None, "float16"])
 def test_nan_and_infinity_stand_where_the_reference_has_them(dtype, rounding):
-    c = case(dtype, "normal", 6, 6, 16, diagonal=0)
+    c = case(dtype, "normal", 6, 6, 16, causal_offset=0)
     c.q[0, 0, 2], c.k[0, 0, 4, 0], c.v[0, 0, 5, 3] = NAN, NAN, INF
     good = kernel(c, rounding=rounding)
     assert np.isnan(good["lse"][0]).sum() == 5  # row 2 of one head, rows 4 and 5 of both
@@ -344,7 +346,7 @@ def test_require_names_the_case_and_every_failure():
 )
 def test_what_cannot_be_compared_is_said(results, options, message):
     c = case("float32", "normal", 3, 4, 16)
-    options = {"scale": 1.0, "diagonal": None, "dtype": "float32", **options}
+    options = {"scale": 1.0, "causal_offset": None, "dtype": "float32", **options}
     with pytest.raises(ValueError, match=message):
         attention_verdicts(results, c.q, c.k, c.v, **options)
 
@@ -356,7 +358,13 @@ def test_any_size_may_be_zero(dtype, axis):
     q, k, v = (np.zeros((1, 2, *shape)) for shape in ((M, d), (N, d), (N, dv)))
     lse = np.full((1, 2, M), -INF if N == 0 else np.log(3))
     verdicts = attention_verdicts(
-        {"O": np.zeros((1, 2, M, dv)), "lse": lse}, q, k, v, scale=1.0, diagonal=None, dtype=dtype
+        {"O": np.zeros((1, 2, M, dv)), "lse": lse},
+        q,
+        k,
+        v,
+        scale=1.0,
+        causal_offset=None,
+        dtype=dtype,
     )
     require(verdicts, "zeros")
     require(
@@ -429,7 +437,7 @@ def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():
     """exp(-200) is a number in float64 and 0 in float32, where 0 * infinity is NaN."""
     q, k = np.ones((1, 1, 1, 1), "f4"), np.array([0, -200], "f4").reshape(1, 1, 2, 1)
     v = np.array([[1, 1], [np.inf, 1]], "f4").reshape(1, 1, 2, 2)
-    kwargs = {"scale": 1.0, "diagonal": None, "dtype": "float32"}
+    kwargs = {"scale": 1.0, "causal_offset": None, "dtype": "float32"}
     for value in (np.nan, np.inf):
         out = np.array([value, 1], "f4").reshape(1, 1, 1, 2)
         assert attention_verdicts({"O": out}, q, k, v, **kwargs)[0].passed
