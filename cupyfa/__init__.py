@@ -12,7 +12,6 @@ from cupyfa.api import (
     empty_pinned,
     free_buffers,
     held_buffers,
-    kernels,
     plan,
     softmax,
 )
@@ -26,6 +25,7 @@ from cupyfa.errors import (
     WrongResult,
 )
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
+from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.tiles import TileChoice, cdiv
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
@@ -82,6 +82,7 @@ __all__ = [
     "empty_pinned",
     "free_buffers",
     "held_buffers",
+    "kernel",
     "kernels",
     "memory",
     "padded",

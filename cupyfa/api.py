@@ -13,7 +13,6 @@ import numpy as np
 
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import Unsupported
-from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
@@ -254,15 +253,6 @@ def softmax(
         lse = calls.new(engine, x, x.shape[:-1], problem.dtype.sums)
         outputs = {"P": view(p), "lse": lse.reshape(problem.shape("batch heads M"))}
         return _answer(engine, plan, inputs, outputs, (p, lse), out, return_lse, check)
-
-
-def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
-    """The records of every kernel, or of one operation's, in teaching order."""
-    if operation not in (None, *LADDER):
-        raise ValueError(f"operation {operation!r} is unknown; there are {', '.join(LADDER)}")
-    return tuple(
-        kernel for name in LADDER if operation in (None, name) for kernel in LADDER[name].values()
-    )
 
 
 def plan(

@@ -20,6 +20,7 @@ from cupyfa.ladder.tiles import Tile, TileChoice, Tiles, cdiv
 from cupyfa.problem import FLOAT8, PRECISIONS, Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
+Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
@@ -68,7 +69,8 @@ class Launch:
 
     ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
     ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,
-    as ``{"name": lambda p, c: …}``. ``when`` says which problems need this launch at all. A grid of
+    as ``{"name": lambda p, c: …}``: bools, whole numbers, or floats, which are declared as float.
+    ``when`` says which problems need this launch at all. A grid of
     blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
     device has, as numbers do; the simulator has few, so that a block has several tiles there too.
 
@@ -86,7 +88,7 @@ class Launch:
     grid: Grid
     threads: Formula
     shared: Formula = lambda p, c: 0
-    constants: Mapping[str, Formula] = field(default_factory=dict)
+    constants: Mapping[str, Constant] = field(default_factory=dict)
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
@@ -256,7 +258,7 @@ class Kernel:
         formulas = (x.constants.get("pack_gqa") for x in self.launches if isinstance(x, Launch))
         pack_gqa = next(filter(None, formulas), lambda p, c: 1)
         return self.choice.ordered(
-            p, arch, multiprocessors, lambda tile: pack_gqa(p, SimpleNamespace(**tile))
+            p, arch, multiprocessors, lambda tile: int(pack_gqa(p, SimpleNamespace(**tile)))
         )
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:

@@ -1,16 +1,49 @@
-"""Kernels by name: those of the ladder, and those that a user's script makes."""
+"""Kernels by name: those of the ladder, and those that a user's script makes.
+
+Records hold functions, which cannot be pickled: a record is pickled as its name, and unpickled by
+looking that name up.
+"""
 
 from __future__ import annotations
 
+import copyreg
 import runpy
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import redirect_stdout
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 from cupyfa.ladder import LADDER
-from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.kernel import Kernel, Launch
+
+RENAMED = {"mma_split_k": "mma_split_kv"}
+
+_loaded: list[tuple[Kernel, str]] = []  # records of scripts, and the names that find them again
+
+
+def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
+    """The records of every kernel, or of one operation's, in teaching order."""
+    if operation not in (None, *LADDER):
+        raise ValueError(f"operation {operation!r} is unknown; there are {', '.join(LADDER)}")
+    return tuple(
+        kernel for name in LADDER if operation in (None, name) for kernel in LADDER[name].values()
+    )
+
+
+def kernel(name: str) -> Kernel:
+    """The record of one kernel: of the ladder by its name, or of a script by ``script.py:name``.
+
+    A script is run for that, each time. Raises ValueError, with the nearest name, if there is no
+    such kernel.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
+    return record_named(name)
 
 
 def record_named(name: str) -> Kernel:
@@ -20,11 +53,22 @@ def record_named(name: str) -> Kernel:
     """
     if ".py" in name:
         return _from_script(name)
-    for kernels in LADDER.values():
-        if name in kernels:
-            return kernels[name]
-    known = ", ".join(kernel for kernels in LADDER.values() for kernel in kernels)
-    raise ValueError(f"kernel {name!r} is unknown; there are {known}, and script.py:name")
+    for records in LADDER.values():
+        if name in records:
+            return records[name]
+    known = [record.name for record in kernels()]
+    raise ValueError(
+        f"kernel {name!r} is unknown{nearest(name, known)}; there are {', '.join(known)}, and "
+        "script.py:name"
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an unknown name may have meant, for an error; empty if nothing is near."""
+    if name in RENAMED:
+        return f" (it is now called {RENAMED[name]!r})"
+    close = get_close_matches(name, list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def operation_of(name: str) -> str:
@@ -43,7 +87,9 @@ def _from_script(name: str) -> Kernel:
     if variable not in records:
         known = ", ".join(records) or "none"
         raise ValueError(f"{script} has no Kernel named {variable!r}; its Kernels: {known}")
-    return records[variable]
+    record = records[variable]
+    _loaded.append((record, f"{Path(script).resolve()}:{variable}"))
+    return record
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
@@ -65,3 +111,46 @@ def _variables_of(script: Path) -> dict[str, Any]:
         raise ValueError(f"{place}: {type(error).__name__}: {what}; mend the script") from error
     finally:
         sys.path[:] = path
+
+
+@lru_cache
+def unpickled(name: str) -> Kernel:
+    """The record of a name, the same one each time in a process."""
+    return record_named(name)
+
+
+def unpickled_launch(name: str, index: int) -> Any:
+    """A launch of that record."""
+    return unpickled(name).launches[index]
+
+
+def _findable() -> Iterable[tuple[Kernel, str]]:
+    """Records, and the names that another process finds them by."""
+    yield from ((record, record.name) for record in kernels())
+    yield from _loaded
+
+
+def _reduced(kernel: Kernel) -> tuple[Any, ...]:
+    for record, name in _findable():
+        if record is kernel:
+            return unpickled, (name,)
+    raise PicklingError(
+        f"kernel {kernel.name!r} was made in this process, and its functions cannot be pickled; "
+        "put it into a script and take it from there, as cupyfa.kernel('script.py:name')"
+    )
+
+
+def _reduced_launch(launch: Launch) -> tuple[Any, ...]:
+    for record, name in _findable():
+        for index, step in enumerate(record.launches):
+            if step is launch:
+                return unpickled_launch, (name, index)
+    raise PicklingError(
+        f"launch {launch.entry!r} is of a kernel made in this process, and its functions cannot be "
+        "pickled; put the Kernel into a script and take it from there, as "
+        "cupyfa.kernel('script.py:name')"
+    )
+
+
+copyreg.pickle(Kernel, _reduced)
+copyreg.pickle(Launch, _reduced_launch)

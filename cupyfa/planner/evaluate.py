@@ -6,7 +6,7 @@ Pure integers: nothing here needs a GPU or a compiler.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES, DType
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.kernel import MOST_BOX_ROWS, Kernel, Launch, Matmul
+from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Allocations, Argument, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.problem import MOST_ELEMENTS, Problem
@@ -130,7 +130,7 @@ def _planned(
         constants={
             **constants,
             **{
-                name: evaluated(kernel, f"{name} of {launch.entry}", formula, problem, c)
+                name: _constant(kernel, f"{name} of {launch.entry}", formula, problem, c)
                 for name, formula in launch.constants.items()
             },
             "d": problem.d,
@@ -290,6 +290,26 @@ def _whole(
             f"must give a whole number from {least}{'' if most is None else f' to {most}'}"
         )
     return int(number)
+
+
+def _constant(
+    kernel: Kernel, what: str, formula: Constant, problem: Problem, c: SimpleNamespace
+) -> int | float:
+    """A constant for a launch's text: a bool, a whole number, or a float in single precision."""
+    value = evaluated(kernel, what, formula, problem, c)
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:
+        return int(value)
+    if isinstance(value, float | np.floating):
+        with np.errstate(over="ignore"):
+            single = float(np.float32(value))
+        if isfinite(single):
+            return single
+    raise ValueError(
+        f"{kernel.name}: the record's constant {what} is {value!r} for {problem}; give a bool, a "
+        "whole number of 32 bits or a finite float"
+    )
 
 
 def _check_formulas(

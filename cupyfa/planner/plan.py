@@ -81,7 +81,7 @@ class PlannedLaunch:
     path: Path
     dtype: DType
     operand: DType
-    constants: Mapping[str, int | bool]
+    constants: Mapping[str, int | float]
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int

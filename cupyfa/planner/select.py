@@ -19,6 +19,7 @@ import numpy as np
 from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.ladder.lookup import nearest
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.evaluate import evaluated, plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned
@@ -53,8 +54,9 @@ def select(
         return _fastest(operation, problem, limits)
     if kernel not in LADDER[operation]:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
+        unknown = f"is unknown{nearest(kernel, LADDER[operation])}"
         raise ValueError(
-            f"kernel {kernel!r} {f'computes {other}' if other else 'is unknown'}; "
+            f"kernel {kernel!r} {f'computes {other}' if other else unknown}; "
             f"the {operation} kernels are "
             f"{', '.join(LADDER[operation])}, or 'auto'"
         )

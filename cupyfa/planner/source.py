@@ -86,9 +86,11 @@ def _words(code: str) -> frozenset[str] | None:
     return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 
 
-def _constant(name: str, value: int | bool) -> str:
+def _constant(name: str, value: int | float) -> str:
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, float):  # in hexadecimal, which is exact
+        return f"constexpr float {name} = {value.hex()}f;"
     return f"constexpr int {name} = {value};"
 
 

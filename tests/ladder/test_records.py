@@ -1,0 +1,151 @@
+"""Records of kernels: by name, as text, pickled, and what their constants and fields may be."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from helpers import own_kernel
+
+import cupyfa
+from cupyfa import Kernel, Launch, Limits, Problem
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import ROUNDINGS
+from cupyfa.numerics import reference
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+
+H100 = Limits("an H100", shared_bytes=232448, arch="90")
+RUNGS = cupyfa.kernels()
+FA2 = LADDER["forward"]["fa2"]
+
+
+@pytest.mark.parametrize("kernel", RUNGS, ids=lambda kernel: kernel.name)
+def test_a_rung_is_found_by_name_and_shown_in_one_line(kernel):
+    assert cupyfa.kernel(kernel.name) is kernel
+    assert "\n" not in repr(kernel) and len(repr(kernel)) <= 100
+    for fact in (kernel.name, kernel.operation, kernel.arch, *kernel.dtypes):
+        assert fact in repr(kernel)
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"'fa2_colesced' is unknown \(did you mean 'fa2_coalesc"):
+        cupyfa.kernel("fa2_colesced")
+    with pytest.raises(
+        ValueError, match=r"mma_split_k' is unknown \(it is now called 'mma_split_k"
+    ):
+        cupyfa.kernel("mma_split_k")
+    with pytest.raises(
+        ValueError, match=r"mma_split_k' is unknown \(it is now called 'mma_split_k"
+    ):
+        planning.select("mma_split_k", "forward", Problem.of_sizes(M=1, d=1), H100)
+    with pytest.raises(TypeError, match="is a string, and this is 3"):
+        cupyfa.kernel(3)
+
+
+# Pickling
+
+
+@pytest.mark.parametrize("kernel", RUNGS, ids=lambda kernel: kernel.name)
+def test_rungs_and_their_launches_are_pickled_by_name(kernel):
+    assert pickle.loads(pickle.dumps(kernel)) is kernel
+    for one in kernel.launches:
+        again = pickle.loads(pickle.dumps(one))
+        assert again is one or again == one  # a product of matrices is pickled as it is
+
+
+def test_a_plan_is_pickled():
+    plan = cupyfa.plan(kernel="mma_split_kv", M=1, N=4096, d=64, dtype="float16", limits=H100)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.kernel is plan.kernel
+    assert [x.launch for x in again.launches] == [x.launch for x in plan.launches]
+    assert [x.grid for x in again.launches] == [x.grid for x in plan.launches]
+
+
+def test_a_record_of_a_script_is_found_by_another_process(tmp_path):
+    script = own_kernel.write(tmp_path)
+    mine = cupyfa.kernel(f"{script}:mine")
+    pickled = pickle.dumps([mine, mine.launches[0]])
+    here, launch = pickle.loads(pickled)
+    assert here.name == mine.name and here.launches[0] is launch
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer)[0])"
+    done = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True)
+    assert done.stdout.decode().strip() == repr(mine), done.stderr.decode()
+
+
+def test_a_record_that_no_name_finds_says_what_to_do():
+    for one in (replace(FA2, name="mine"), replace(FA2.launches[0], entry="mine")):
+        with pytest.raises(pickle.PicklingError, match=r"mine.*cupyfa.kernel\('script.py:name'\)"):
+            pickle.dumps(one)
+
+
+def test_records_are_copied_as_they_are():
+    mine = replace(FA2, name="mine")
+    assert copy.copy(mine) is copy.deepcopy(mine) is mine
+    assert copy.copy(mine.launches[0]) is copy.deepcopy(mine.launches[0])
+
+
+# Fields
+
+
+def own(value):
+    launch = Launch(
+        "own",
+        args="Q",
+        grid=lambda p, c: 1,
+        threads=lambda p, c: 32,
+        constants={"factor": lambda p, c: value},
+    )
+    return Kernel(name="own", adds="", launches=(launch,))
+
+
+def declared(value, tmp_path):
+    """The line of the text that declares a constant."""
+    (tmp_path / "own.cu").write_text('extern "C" __global__ void own() { factor; }')
+    kernel = replace(own(value), folder=tmp_path)
+    (launch,) = planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100).launches
+    (line,) = (x for x in sources.text(launch).splitlines() if " factor = " in x)
+    return line
+
+
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        (3, "constexpr int factor = 3;"),
+        (np.int64(-(2**31)), "constexpr int factor = -2147483648;"),
+        (np.bool_(True), "constexpr bool factor = true;"),
+        (0.5, "constexpr float factor = 0x1.0000000000000p-1f;"),
+        (np.float64(-3), "constexpr float factor = -0x1.8000000000000p+1f;"),
+        (0.1, "constexpr float factor = 0x1.99999a0000000p-4f;"),
+    ],
+)
+def test_a_constant_is_declared_as_what_it_is(tmp_path, value, line):
+    assert declared(value, tmp_path) == line
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e39, 2**31, Fraction(1, 2), "1"])
+def test_other_constants_are_refused(value):
+    with pytest.raises(ValueError, match=r"own: the record's constant factor of own is .*; give a"):
+        planning.plan(own(value), Problem.of_sizes(M=1, d=1), H100)
+
+
+@pytest.mark.parametrize(
+    "make, field, remedy",
+    [
+        (lambda **x: replace(FA2, **x), "tiles_up_to", r"give tiles=TileChoice\(…, up_to=…\)"),
+        (lambda **x: replace(FA2, **x), "resident", "blocks_per_sm=…"),
+        (lambda **x: replace(FA2, **x), "predicts", "leave it out"),
+        (lambda **x: replace(FA2.launches[0], **x), "moves", "leave it out"),
+    ],
+)
+def test_former_fields_are_refused_with_what_takes_their_place(make, field, remedy):
+    with pytest.raises(TypeError, match=f"has no {field}; .*{remedy}"):
+        make(**{field: {}})
+
+
+def test_a_record_may_round_to_what_the_reference_knows():
+    assert set(ROUNDINGS) == set(reference.PRECISIONS)
