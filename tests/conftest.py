@@ -15,6 +15,24 @@ os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def called(value):
+    """What a value of a parameter is known by: records and launches by their names."""
+    return getattr(value, "name", None) or getattr(value, "entry", None) or repr(value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked ``each_choice``, runs that bring no new value of a parameter are slow."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("each_choice") and not item.get_closest_marker("gpu"):
+            values = item.callspec.params.items()
+            choices = {(item.function, name, called(value)) for name, value in values}
+            if choices <= seen:
+                item.add_marker("slow")
+            seen |= choices
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_tuned():
     """Plans in tests do not go by what was tuned on this machine."""

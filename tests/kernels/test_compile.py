@@ -11,6 +11,7 @@ import re
 import runpy
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from cupyfa.analysis import resources as compiling
 from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ARCHES
+from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 
@@ -61,6 +63,7 @@ def cases():
     return chosen
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("arch, launch", cases())
 def test_every_kernel_for_every_architecture(record_property, arch, launch):
     made = compile_launch(launch, arch)
@@ -73,118 +76,76 @@ def test_every_kernel_for_every_architecture(record_property, arch, launch):
         assert made.spilled_bytes == 0
 
 
-@pytest.mark.parametrize("d, causal", [(512, True), (1024, False)])
-@pytest.mark.parametrize("arch", ARCHES)
-def test_large_head_dimensions_do_not_spill(arch, d, causal):
-    problem = Problem.of_sizes(M=64, d=d, dtype="float16", causal=causal)
-    plan = planning.plan(LADDER["forward"]["mma_slices"], problem, limits_of(arch))
-    assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
-
-
-# Bytes that are known to be spilled, for want of which tiles are measured fastest. On sm_90 "auto"
-# takes wgmma instead.
+# Bytes that are known to be spilled: the measured fastest tiles need more registers than there are.
+# On sm_90 "auto" takes wgmma instead.
 SPILLED = {("mma_async", "90", 128, "causal"): 4, ("mma_async", "90", 128, "window"): 40}
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (32, None)}}
+HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 
-# All masks where all is measured, elsewhere one for each d.
-FIRST = [("90", d, mask) for d in (64, 128, 256) for mask in MASKS] + [
-    (arch, d, list(MASKS)[(i + j) % 3])
-    for i, arch in enumerate(("75", "80", "100", "120"))
-    for j, d in enumerate((64, 128, 256))
-]
+def without_spills():
+    """(kernel, architecture, d, mask, other sizes) of plans whose launches must not spill.
+
+    sm_86 and sm_89 have the instructions of sm_80. Of M = 3840 no launch has few blocks.
+    """
+    masks = list(MASKS)
+    for i, arch in enumerate(("75", "80", "100", "120", "90")):
+        for j, d in enumerate((64, 128, 256)):
+            for mask in masks if arch == "90" else [masks[(i + j) % 3]]:
+                for name in ("mma_split_q", "mma_swizzled", "mma_async", "mma_split_kv"):
+                    yield name, arch, d, mask, {"M": 3840, "heads": 16}
+                yield "mma_tf32", arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
+    for arch, d in product(("75", "80", "90", "120"), (64, 128, 256)):
+        yield "mma_split_kv", arch, d, "full", {"M": 1, "N": 4096, "Br": 16}
+        yield "mma_split_kv", arch, d, "window", {"M": 64, "N": 4096, "Br": 64}
+    for arch, d, M in product(("80", "90", "120"), (64, 128), (128, 512)):
+        yield "mma_async", arch, d, "causal", {"M": M, "Br": 64, "multiprocessors": 100}
+    for arch, (d, mask) in product(ARCHES, ((512, "causal"), (1024, "full"))):
+        yield "mma_slices", arch, d, mask, {"M": 64}
+    for arch, name in product(("80", "86", "90", "100"), ("mma_columns", "mma_two_pass")):
+        for d, mask in ((64, "causal"), (128, "window"), (256, "causal")):
+            yield name, arch, d, mask, {"M": 3840}
+    odd = ((40, "full"), (96, "causal"), (192, "window"))
+    for name, (d, mask) in product(HOPPER, (*product((64, 128, 256), masks), *odd)):
+        turn = (d, mask) in ((64, "causal"), (128, "full"), (256, "window"))
+        for heads in (1, 64):
+            sizes = {"M": 2048, "heads": heads, "dtype": "bfloat16" if turn else "float16"}
+            yield name, "90", d, mask, sizes
+    # Launches for d above 128, and for sequences that no block finishes alone.
+    yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64}
+    yield "wgmma_columns", "90", 256, "full", {"M": 5000, "N": 64, "dtype": "bfloat16"}
+    yield "wgmma_two_pass", "90", 192, "causal", {"M": 64, "dv": 128, "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("arch, d, mask", FIRST)
-def test_the_first_tiles_do_not_spill(arch, d, mask):
-    """sm_86 and sm_89 have the instructions of sm_80."""
-    halves = ("mma_split_q", "mma_swizzled", "mma_async", "mma_split_kv")
-    for name, dtype in (*((name, "float16") for name in halves), ("mma_tf32", "float32")):
-        kernel = LADDER["forward"][name]
-        # So many rows that the tiles for few blocks are not for them.
-        problem = Problem.of_sizes(M=3840, heads=16, d=d, dtype=dtype, **MASKS[mask])
-        if planning.can(kernel, problem, limits_of(arch)):
-            launch = planning.plan(kernel, problem, limits_of(arch)).launches[0]
-            allowed = SPILLED.get((name, arch, d, mask), 0)
-            assert compile_launch(launch, arch).spilled_bytes <= allowed, launch.constants
-
-
-@pytest.mark.parametrize("d, mask", [(64, "causal"), (128, "window"), (256, "causal")])
-@pytest.mark.parametrize("arch", ["80", "86", "90", "100"])
-def test_gradients_do_not_spill(arch, d, mask):
-    for name in ("mma_columns", "mma_two_pass"):
-        problem = Problem.of_sizes(M=3840, d=d, dtype="float16", **MASKS[mask])
-        plan = planning.plan(LADDER["backward"][name], problem, limits_of(arch))
-        for launch in plan.launches:
-            allowed = SPILLED.get((launch.entry, arch, d, mask), 0)
-            assert compile_launch(launch, arch).spilled_bytes <= allowed, launch.constants
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("arch", ["80", "90", "120"])
-def test_tiles_of_few_blocks_do_not_spill(arch, d):
-    limits = replace(limits_of(arch), multiprocessors=100)
-    for M in (128, 512):
-        problem = Problem.of_sizes(M=M, d=d, dtype="float16", causal=True)
-        plan = planning.plan(LADDER["forward"]["mma_async"], problem, limits)
-        assert plan.constants["Br"] == 64
-        assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
-
-
-HOPPER = [kernel for name, kernel in LADDER["forward"].items() if name.startswith("wgmma")]
-
-
-@pytest.mark.parametrize(
-    "d, mask",
-    [
-        *((d, mask) for d in (64, 128, 256) for mask in MASKS),
-        *((40, "full"), (96, "causal"), (192, "window")),
-    ],
-)
-@pytest.mark.parametrize("kernel", HOPPER, ids=lambda kernel: kernel.name)
-def test_every_tile_that_hopper_is_given(kernel, mask, d):
-    """Without spills, and without products that wait for each other."""
-    dtype = (
-        "bfloat16" if (d, mask) in ((64, "causal"), (128, "full"), (256, "window")) else "float16"
-    )
-    for heads in (1, 64) if kernel.choice.short else (64,):
-        problem = Problem.of_sizes(M=2048, heads=heads, d=d, dtype=dtype, **MASKS[mask])
-        *_, launch = planning.plan(kernel, problem, limits_of("90")).launches
-        made = compile_launch(launch, "90a")
+@pytest.mark.each_choice
+@pytest.mark.parametrize("name, arch, d, mask, sizes", without_spills())
+def test_nothing_spills_and_no_product_waits_for_another(name, arch, d, mask, sizes):
+    launches = planned(name, arch, d, mask, **sizes)
+    for launch in launches:
+        made = compile_launch(launch, launch.target or arch)
         assert made.warnings == ()
-        assert made.spilled_bytes == 0
-        assert made.registers * launch.threads <= 65536, "one block fills a multiprocessor"
+        assert made.spilled_bytes <= SPILLED.get((name, arch, d, mask), 0), launch.constants
+        if name in HOPPER:
+            assert made.registers * launch.threads <= 65536, "one block fills a multiprocessor"
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
-def test_tiles_of_few_rows_do_not_spill(arch, d):
-    for M, mask in ((1, {}), (64, {"window": (100, 0)})):
-        problem = Problem.of_sizes(M=M, N=4096, d=d, dtype="float16", **mask)
-        plan = planning.plan(LADDER["forward"]["mma_split_kv"], problem, limits_of(arch))
-        assert plan.constants["Br"] == max(M, 16)
-        assert compile_launch(plan.launches[0], arch).spilled_bytes == 0
-
-
-def wide_launches():
-    """Of gradients, those that only d or dv above 128, or a long sequence, needs."""
-    for kernel, M, d, dv, dtype, mask in (
-        ("wgmma_columns", 64, 256, 256, "float16", {"window": (100, 20)}),
-        ("wgmma_columns", 5000, 256, 256, "bfloat16", {}),
-        ("wgmma_two_pass", 64, 192, 128, "bfloat16", {"causal": True}),
-    ):
-        problem = Problem.of_sizes(M=M, N=64, d=d, dv=dv, dtype=dtype, **mask)
-        yield from planning.plan(LADDER["backward"][kernel], problem, limits_of("90")).launches[1:]
-
-
-@pytest.mark.parametrize("launch", list(wide_launches()), ids=lambda launch: launch.entry)
-def test_wide_launches_neither_spill_nor_serialize(launch):
-    made = compile_launch(launch, "90a")
-    assert (made.warnings, made.spilled_bytes) == ((), 0)
+def planned(name, arch, d, mask, Br=None, multiprocessors=None, **sizes):
+    """The launches of a kernel on an architecture; none where it cannot do it."""
+    kernel, limits = record_named(name), limits_of(arch)
+    if multiprocessors is not None:
+        limits = replace(limits, multiprocessors=multiprocessors)
+    problem = Problem.of_sizes(d=d, **{"dtype": "float16", **sizes}, **MASKS[mask])
+    if not planning.can(kernel, problem, limits):
+        return ()
+    plan = planning.plan(kernel, problem, limits)
+    assert Br is None or plan.constants["Br"] == Br
+    return plan.launches
 
 
 def test_every_launch_of_every_record_is_compiled():
-    names = {param.values[1].entry for param in cases()} | {x.entry for x in wide_launches()}
+    names = {param.values[1].entry for param in cases()}
+    for name, *sizes, others in without_spills():
+        names |= {launch.entry for launch in planned(name, *sizes, **others)}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
     launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}
