@@ -1,4 +1,4 @@
-"""Benchmarks: kernels are checked, then timed in turn with others on the same problem."""
+"""Benchmarks: kernels are checked, then timed in alternation with others on the same problem."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from cupyfa.bench.peers import Peer
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
 from cupyfa.errors import DeviceError, DeviceLost, SimulatorFault, Unsupported, WrongResult
 from cupyfa.ladder import LADDER
-from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Plan
+from cupyfa.planner.select import plan as plan_of
+from cupyfa.planner.select import select
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, execute
@@ -32,7 +33,7 @@ from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Sample
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
-_AT_ONCE = 1 << 16  # elements that are compared at once: few enough for a core's cache
+_AT_ONCE = 1 << 16  # elements that are compared at once: they fit in a core's cache
 
 
 def bench(
@@ -53,31 +54,31 @@ def bench(
     so_far: Callable[[list[Measurement]], None] | None = None,
     **sizes: Any,
 ) -> list[Measurement]:
-    """Checks kernels and times them in turn, on one problem or on many.
+    """Checks kernels and times them in alternation, on one problem or on many.
 
-    ``kernels`` are names, ``script.py:name``, "auto" or records; rows call them by their names, or
-    as they were given where two have the same name. A single one is joined by the operation's
-    baseline and by the rung before it, unless ``alone``. ``sizes`` are those of
+    ``kernels`` are names, ``script.py:name``, "auto" or records. Rows have their names, or where
+    two kernels have the same name, the names they were given by. A single kernel is compared with
+    the operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
     ``sweeps.problems`` (small ones in the simulator): each of them, and each of the kernels'
-    ``constants``, may be a list, and every combination is measured. ``against`` are peers, out of
+    ``constants``, may be a list, and every combination is measured. ``against`` are peers of
     ``peers.NAMES``.
 
-    Every kernel is first compared with the float64 reference on these very inputs (``values``,
-    ``layout`` and ``seed`` as in ``Case``), among canaries; where that would take long, a sample of
-    rows is. A wrong kernel is not timed. Kernels and peers then alternate in rounds, each for
-    ``budget`` seconds or until its median is known to half a percent. The caches are overwritten
-    before each launch if ``cold``; with ``graph`` the launches of a call are replayed as a CUDA
-    graph. A kernel that would take longer than ``patience`` seconds, as a problem before it lets
-    expect, is left out. ``so_far`` is called after each problem, with all rows until then.
+    Every kernel is first compared with the float64 reference on the same inputs (``values``,
+    ``layout`` and ``seed`` as in ``Case``) between guard zones; if that would take long, on a
+    sample of rows. A wrong kernel is not timed. Kernels and peers then alternate in rounds, each
+    for ``budget`` seconds or until its median is known to half a percent. ``cold`` overwrites the
+    caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel is
+    left out if an earlier problem shows that it would take longer than ``patience`` seconds.
+    ``so_far`` is called after each problem with all rows so far.
 
-    Returns a row for each kernel, peer and problem; those that the device cannot do say why.
-    Peers that cannot take part are named in warnings. Raises ValueError or TypeError for
-    arguments, and what the first kernel met if none that was named could be run at all.
+    Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Peers
+    that cannot take part are named in warnings. Raises ValueError or TypeError for arguments, and
+    the first kernel's error if no named kernel can run at all.
     """
     engine = backend_named(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    named = cache(records.record_named)  # the same script makes another record each time
+    named = cache(record_named)  # a script makes another record each time
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     given = {
         name: value if isinstance(value, Sequence) else [value]
@@ -98,9 +99,9 @@ def bench(
     refusals: list[Exception | None] = []
     for done, case in enumerate(cases):
         progress(done, len(cases), str(case.problem))
-        mine = [kernel for kernel in chosen if _operation(kernel) == case.operation]
+        of_case = [kernel for kernel in chosen if _operation(kernel) == case.operation]
         try:
-            contenders = _contenders(engine, mine, case, given, alone)
+            contenders = _contenders(engine, of_case, case, given, alone)
         except Unsupported as error:  # no kernel for "auto" to choose
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
@@ -109,7 +110,7 @@ def bench(
         rows += [entry.row for entry in entries]
         asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
         refusals += [entry.refusal for entry in asked]
-        if so_far and not all(refusals):  # something is measured that was asked for
+        if so_far and not all(refusals):  # a named kernel was measured
             so_far(_with_all_factors(rows))
     if refusals and all(refusals):
         raise next(error for error in refusals if error)
@@ -117,7 +118,7 @@ def bench(
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
-    """The rows with the same factors each, None where one has none: columns of a table."""
+    """The rows with the same keys in ``factors``, which are columns of a table."""
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
@@ -125,7 +126,7 @@ def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class _How:
-    """How everything is measured: the arguments of ``bench`` by their names there."""
+    """The arguments of ``bench`` that are the same for every problem."""
 
     engine: Backend
     against: tuple[str, ...]
@@ -134,26 +135,26 @@ class _How:
     budget: float
     patience: float | None
     labels: Sequence[tuple[Kernel, str]]
-    told: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
 
     def label(self, kernel: Kernel) -> str:
-        """What rows call a kernel."""
+        """The name of a kernel in rows."""
         return next((label for x, label in self.labels if x == kernel), kernel.name)
 
     def note(self, text: str, problem: Problem) -> None:
-        """Warns of something, once whatever the problem."""
+        """Warns once, even if several problems give the same text."""
         what = text.replace(str(problem), "")
-        if what not in self.told:
-            self.told.add(what)
+        if what not in self.noted:
+            self.noted.add(what)
             warnings.warn(text, **AT_THE_CALLER)
 
 
 @dataclass
 class _Entry:
-    """A row as it comes into being: the call to time, what it computed, what that should be."""
+    """A row in progress: its kernel or peer, the call to time, and the results."""
 
     row: Measurement
-    kernel: Kernel | None = None  # of a peer there is none
+    kernel: Kernel | None = None  # None for a peer
     call: timing.Call | None = None
     capture: timing.Call | None = None
     plan: Plan | None = None
@@ -161,11 +162,11 @@ class _Entry:
     refusal: Exception | None = None
 
     def reject(self, why: str) -> None:
-        """Makes it the row of a wrong kernel, which is not timed."""
+        """Marks the kernel as wrong; it is not timed."""
         self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
 
     def refuse(self, error: Exception) -> None:
-        """Makes it a row that says why it has no time; without a device there is no going on."""
+        """Notes why it is not timed; raises if the device is lost."""
         if isinstance(error, DeviceLost):
             raise error
         name = self.kernel.name if self.kernel else self.row.kernel
@@ -173,12 +174,12 @@ class _Entry:
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None
         self.refusal = error.with_traceback(None)
-        error.__context__ = None  # its frames hold on to memory
+        error.__context__ = None  # its frames hold references to arrays
 
 
 @dataclass
 class _Shared:
-    """What the kernels of one problem share: inputs, memory, and what the reference says."""
+    """What the kernels of one problem share: inputs, memory, and reference results."""
 
     case: Case
     engine: Backend
@@ -190,7 +191,7 @@ class _Shared:
         return self.case.inputs(self.engine)
 
     def expected(self, plan: Plan, rounding: str | None) -> Sample:
-        """What to compare a kernel with that rounds so."""
+        """The reference results for kernels with this rounding."""
         if rounding not in self.samples:
             inputs = readable_inputs(plan, self.inputs)
             excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
@@ -205,7 +206,7 @@ def _operation(kernel: str | Kernel) -> str:
 def _with_dtype(
     sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
 ) -> Mapping[str, Any]:
-    """The sizes, and a dtype that all kernels of an operation can do if none is given."""
+    """The sizes; without a dtype, with one that all kernels of the operation can do."""
     able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
     usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
     return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
@@ -218,12 +219,10 @@ def _check(
     sizes: Mapping[str, Any],
     against: Sequence[str],
 ) -> None:
-    """Refuses names that no kernel, no operation or no peer has."""
+    """Raises ValueError for unknown names of sizes, constants and peers."""
     if not kernels:
-        raise ValueError("there is nothing to measure; name kernels")
-    for name in against:
-        if name not in peers.NAMES:
-            raise ValueError(f"peer {name!r} is unknown; there are {', '.join(peers.NAMES)}")
+        raise ValueError("there is no kernel to measure; name kernels")
+    peers.check_names(against)
     foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
     if unused := ", ".join(sorted(set.intersection(*foreign))):
         raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
@@ -239,9 +238,9 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """What rows call each kernel whose name another one or a rung has, too: what it was given as.
+    """Labels of the kernels whose name another kernel or a rung also has: the names given.
 
-    Raises ValueError for records that were given themselves, which have no other name.
+    Raises ValueError for records with equal names.
     """
     known = [(kernel, kernel.name) for kernel in _joining(chosen, alone)]
     for name, kernel in zip(names, chosen):
@@ -262,11 +261,11 @@ def _labels(
 
 
 def _joining(chosen: Sequence[str | Kernel], alone: bool) -> Iterator[Kernel]:
-    """The ladder's kernels that may be measured beside those that are named."""
+    """The ladder's kernels that are measured for comparison."""
     for operation in LADDER:
         mine = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
         if len(mine) == 1 and not alone:
-            yield from _beside(mine[0])
+            yield from _compared_with(mine[0])
 
 
 def _contenders(
@@ -276,11 +275,11 @@ def _contenders(
     constants: Mapping[str, Sequence[int]],
     alone: bool,
 ) -> list[tuple[Kernel, dict[str, int]]]:
-    """The kernels of one problem, each with every combination of the constants that it has."""
-    chosen = [planning.select(x, case.operation, case.problem, engine.limits) for x in kernels]
+    """The kernels of one problem, each with every combination of its constants."""
+    chosen = [select(x, case.operation, case.problem, engine.limits) for x in kernels]
     contenders: list[tuple[Kernel, dict[str, int]]] = []
     if len(chosen) == 1 and not alone:
-        contenders = [(x, {}) for x in _beside(chosen[0])]
+        contenders = [(x, {}) for x in _compared_with(chosen[0])]
     for kernel in chosen:
         own = [name for name in constants if name in kernel.choice.names]
         combined = product(*(constants[name] for name in own))
@@ -289,19 +288,19 @@ def _contenders(
 
 
 def baseline(operation: str) -> Kernel:
-    """The kernel that others of an operation are compared with: its first."""
+    """The first kernel of an operation, which others are compared with."""
     return next(iter(LADDER[operation].values()))
 
 
 def before(kernel: Kernel) -> Kernel | None:
-    """The rung before a kernel of the ladder, of those that have a dtype with it in common."""
+    """The rung before a kernel that shares a dtype with it; None for kernels of users."""
     rungs = list(LADDER[kernel.operation].values())
     earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
     return next((x for x in reversed(earlier) if set(x.dtypes) & set(kernel.dtypes)), None)
 
 
-def _beside(kernel: Kernel) -> list[Kernel]:
-    """What a kernel is measured beside: its baseline and the rung before it."""
+def _compared_with(kernel: Kernel) -> list[Kernel]:
+    """The kernels that a single kernel is compared with: its baseline and the rung before it."""
     first, previous = baseline(kernel.operation), before(kernel)
     both = [first] if previous in (None, first) else [first, previous]
     return [x for x in both if x is not None and x is not kernel]
@@ -333,11 +332,11 @@ def _measured(
 def _check_kernel(
     how: _How, shared: _Shared, entry: _Entry, earlier: Sequence[Measurement]
 ) -> None:
-    """Runs the kernel of an entry; one that is right gets a call to time."""
+    """Checks the kernel of an entry; a correct one gets a call to time."""
     engine, case, kernel = how.engine, shared.case, entry.kernel
     assert kernel is not None
     try:
-        plan = planning.plan(kernel, case.problem, engine.limits, **entry.row.constants)
+        plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
         problem = replace(case.problem, precision=plan.problem.precision)
         entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
         _check_patience(how, entry.row, earlier)
@@ -372,7 +371,7 @@ def _check_kernel(
 
 
 def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement]) -> None:
-    """Refuses what would take too long, by the last problem that this kernel was timed on."""
+    """Raises Unsupported if the kernel's time on the last problem predicts too long a launch."""
     like = (row.kernel, row.constants, row.problem.arithmetic)
     alike = [x for x in earlier if (x.kernel, x.constants, x.problem.arithmetic) == like and x.time]
     if how.patience is None or not alike:
@@ -383,14 +382,14 @@ def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement])
 
 
 def _peak(engine: Backend, plan: Plan) -> float | None:
-    """What the device can do at the most of what bounds the kernel."""
+    """The device's peak rate for the operation: products, for a softmax copies."""
     if plan.kernel.operation == "softmax":
         return peaks.copy_rate(engine)
     return peaks.product_rate(engine, plan.rounding or plan.problem.dtype.name)
 
 
 def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
-    """The peers that can do the problem, after each had its say on our results."""
+    """The peers that can do the problem, after comparing their results with the kernels'."""
     case, found = shared.case, []
     if case.operation == "softmax" or not entries:
         return []
@@ -403,17 +402,17 @@ def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry
             how.note(str(error), case.problem)
             continue
         for entry in entries:
-            _ask(how, other, shared, entry)
+            _compare_results(how, other, shared, entry)
         row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
         found.append(_Entry(row, call=other.call, capture=other.capture))
     return found
 
 
-def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
+def _compare_results(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
     """Compares every element with the peer's; where they differ too much, the reference decides.
 
-    They may differ by what both may err, for elements outside the sample by as much as within it.
-    A peer may round float32 to tf32.
+    The allowed difference is the sum of both error bounds, the largest of the sample; a peer may
+    round float32 to tf32.
     """
     plan, p = entry.plan, shared.case.problem
     assert plan is not None and entry.kernel is not None
@@ -445,7 +444,7 @@ def _ask(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
 
 
 def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """The largest |a - b| and where it is; NaN beside a number is infinitely far from it."""
+    """The largest |a - b| and its index; a NaN differs infinitely from a number."""
     largest, place = 0.0, 0
     wide = np.float64 if a.dtype == np.float64 else np.float32
     a_flat, b_flat = a.ravel(), b.ravel()
@@ -470,7 +469,7 @@ def _captured(
     arrays: Mapping[str, Any],
     results: Mapping[str, np.ndarray],
 ) -> timing.Call:
-    """A call as a CUDA graph, after one replay has shown that the graph writes all outputs."""
+    """A call as a CUDA graph; one replay checks that it writes all outputs."""
     replay = engine.capture(call)
     for name in plan.outputs:
         arrays[name][...] = engine.upload(np.full_like(results[name], np.nan))
@@ -482,7 +481,7 @@ def _captured(
 
 
 def _capture(how: _How, entries: Sequence[_Entry]) -> None:
-    """Replaces calls by their CUDA graphs; what has none is not timed."""
+    """Replaces calls by CUDA graphs; calls without one are not timed."""
     for entry in entries:
         try:
             if entry.call and entry.capture is None:
@@ -497,7 +496,7 @@ def _capture(how: _How, entries: Sequence[_Entry]) -> None:
 
 
 def _time(how: _How, entries: Sequence[_Entry]) -> None:
-    """Times the calls in turn."""
+    """Times the calls in alternation."""
     pending = [entry.call for entry in entries if entry.call]
     try:
         with how.engine.working_on(None):
@@ -511,7 +510,7 @@ def _time(how: _How, entries: Sequence[_Entry]) -> None:
 
 
 def _compare(operation: str, entries: Sequence[_Entry]) -> None:
-    """Adds to each row how much faster it was than the baseline, the rung before and the peers."""
+    """Adds the speedups over the baseline, the rung before and the peers."""
     times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
     others = [entry.row.kernel for entry in entries if entry.kernel is None]
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Two files of measurements: what became faster, what slower, and what is only noise."""
+"""Comparison of two benchmarks: faster, slower, or the same within the noise."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from cupyfa.bench import timing
 from cupyfa.bench.results import Measurement, Results
 
-FLOOR = 0.01  # by which two runs of the same differ, whatever each says of its own noise
+FLOOR = 0.01  # the difference between two runs of the same code that is always possible
 _CERTAIN = 2  # standard errors
-_UNKNOWN = 0.05  # the standard error of a median of one
-_FEW = 5  # launches, whose spread says too little of their noise
-_PASSING = ("time", "command", "python", "system")  # what two results may differ in without a note
+_UNKNOWN = 0.05  # the standard error of a single time
+_FEW = 5  # times: their spread underestimates the noise
+_IRRELEVANT = ("time", "command", "python", "system")  # differences that are not reported
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One kernel on one problem, measured before and after.
 
-    ``factor`` is how many times faster it has become, ``uncertainty`` the standard error of that.
-    ``verdict`` is SAME, FASTER or SLOWER, or says why there is none.
+    ``factor`` is the speedup, ``uncertainty`` its standard error. ``verdict`` is SAME, FASTER,
+    SLOWER, or the reason that there is none.
     """
 
     before: Measurement | None
@@ -37,7 +37,7 @@ class Comparison:
     def measurement(self) -> Measurement:
         """The later of the two, or the only one."""
         found = self.after or self.before
-        assert found is not None, "a comparison has one side at least"
+        assert found is not None, "a comparison has at least one side"
         return found
 
     @property
@@ -53,14 +53,14 @@ class Comparison:
 
     @property
     def certain_slowdown(self) -> float:
-        """The fraction by which it is slower at the least, beyond the noise; 0 if it may not be."""
+        """The fraction by which it is slower beyond the noise; 0 if it may not be slower."""
         if self.factor is None or self.uncertainty is None:
             return 0.0
         noise = self.uncertainty / self.factor
         return max(0.0, exp(-log(self.factor) - _CERTAIN * noise) - 1)
 
     def row(self) -> dict[str, Any]:
-        """The comparison as one row of a table."""
+        """One row of a table."""
         sizes = self.measurement.row()
         columns = list(sizes)[: list(sizes).index("ms")]
         return {
@@ -78,11 +78,11 @@ def compare(
     before: str | Path | Results | Sequence[Measurement],
     after: str | Path | Results | Sequence[Measurement],
 ) -> list[Comparison]:
-    """Compares what ``bench`` measured twice: files of ``bench --save``, their content, or rows.
+    """Compares two benchmarks: files of ``bench --save``, their content, or rows.
 
     Rows of the same kernel, problem and constants are compared by their medians, in order if there
-    are several. They are the SAME if they differ by less than two standard errors, which come from
-    the spread of the rounds and are one percent at the least. Rows of one side alone come last.
+    are several. They are the SAME if they differ by less than two standard errors, which follow
+    from the spread of the rounds and are at least one percent. Rows of only one side come last.
 
     Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
@@ -94,23 +94,23 @@ def compare(
 
 
 def differences(before: Results, after: Results) -> list[str]:
-    """What the two were measured with, where it is not the same and may matter."""
+    """Relevant differences between the environments of two benchmarks."""
     a, b = before.environment, after.environment
     return [
         f"{name}: {a.get(name, 'none')} before, {b.get(name, 'none')} after"
         for name in dict.fromkeys([*a, *b])
-        if name not in _PASSING and a.get(name) != b.get(name)
+        if name not in _IRRELEVANT and a.get(name) != b.get(name)
     ]
 
 
 def _rows(source: str | Path | Results | Sequence[Measurement]) -> Sequence[Measurement]:
-    """Rows, read from a file if they are given by its name."""
+    """The rows of a source."""
     found = Results.load(source) if isinstance(source, str | Path) else source
     return found.rows if isinstance(found, Results) else found
 
 
 def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
-    """The rows by what they are of, and by their place among others of the same."""
+    """The rows by kernel, operation, problem and constants, and by their number among equals."""
     found: dict[tuple[Any, ...], Measurement] = {}
     places: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
@@ -135,7 +135,7 @@ def _compared(old: Measurement, new: Measurement) -> Comparison:
 
 
 def _error(row: Measurement) -> float:
-    """The standard error of the median, as a fraction of it."""
+    """The relative standard error of the median."""
     count = len(row.milliseconds)
     error = timing.standard_error(row.milliseconds)
     return max(error, _UNKNOWN / count) if count < _FEW else error

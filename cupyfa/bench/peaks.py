@@ -1,4 +1,4 @@
-"""What a device can do at the most, measured once: matrix products and copies."""
+"""The peak rates of a device, measured once: matrix products and copies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cupyfa.runtime.backend import Backend
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 _BYTES = tuple(2**n for n in (22, 24, 26, 28, 30))
-_LONGEST = 100.0  # milliseconds; what is expected to take longer is not tried
+_LONGEST = 100.0  # milliseconds; longer sizes are not tried
 _BUDGET = 0.2  # seconds for each size
 
 
 def product_rate(engine: Backend, precision: str) -> float | None:
-    """TFLOP/s of a large product of random matrices, inputs in a precision: a dtype, or "tf32".
+    """TFLOP/s of a large product of random matrices in a precision: a dtype, or "tf32".
 
-    None where there is no library for it.
+    None without a library for it.
     """
     if engine.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
@@ -33,12 +33,12 @@ def product_rate(engine: Backend, precision: str) -> float | None:
 
 
 def copy_rate(engine: Backend) -> float | None:
-    """GB/s of a large copy within the device's memory, bytes read and bytes written."""
+    """GB/s of a large copy in the device's memory, counting bytes read and bytes written."""
     return _known(engine, "copy", partial(_copies, engine))
 
 
 def _known(engine: Backend, what: str, rate: Callable[[], float | None]) -> float | None:
-    """What is remembered of this device, or else measured and remembered."""
+    """The stored rate of this device, or else the measured one, which is then stored."""
     file = store.facts_file("peaks", engine.limits.device)
     fact = store.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
@@ -76,7 +76,7 @@ def _best(
     call: Callable[[int], Callable[[], Any]],
     work: Callable[[int], float],
 ) -> float | None:
-    """The best rate, work per millisecond, of sizes that grow as long as memory and time last."""
+    """The best rate (work per millisecond) of growing sizes, as far as memory and time allow."""
     best = took = 0.0
     for i, size in enumerate(sizes):
         if i and took * work(size) / work(sizes[i - 1]) > _LONGEST:
@@ -92,6 +92,6 @@ def _best(
 
 
 def _random(engine: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
-    """Random numbers, which cost more power than zeros; a million of them, repeated."""
+    """A million random numbers, repeated; zeros would need less power."""
     numbers = np.random.default_rng(seed).standard_normal(2**20, np.float32)
     return engine.upload(np.resize(numbers.astype(dtype), shape))

@@ -1,7 +1,7 @@
-"""Other libraries' attention, to be timed beside ours and asked for a second opinion.
+"""Attention of other libraries, for comparison of times and results.
 
-None of them is needed: one that is not installed, or cannot do a problem, is refused with the
-reason. Arrays go over through DLPack without a copy, and masks mean what they mean here.
+All of them are optional: Unsupported says why one cannot be used. Arrays are shared through DLPack
+without a copy; masks mean the same as here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cupyfa.problem import NO_WINDOW, Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
 
-# What torch calls the kernels behind scaled_dot_product_attention.
+# torch's names of the kernels of scaled_dot_product_attention.
 _TORCH = {
     "fa2": "FLASH_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
@@ -39,11 +39,11 @@ NAMES = tuple(PACKAGES)
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention, or its gradients, on some arrays.
+    """Another library's attention or gradients on given arrays.
 
-    ``call`` computes it again on the engine's stream; ``outputs`` are what came of the first time,
-    by their names in operations.py; ``capture`` makes a CUDA graph of it and returns what replays
-    that. Of gradients the forward pass is no part of a call.
+    ``call`` computes them again on the backend's stream, gradients without their forward pass;
+    ``outputs`` are the results of the first time, by their names in operations.py; ``capture``
+    makes a CUDA graph and returns the function that replays it.
     """
 
     label: str
@@ -59,12 +59,11 @@ def peer(
     arrays: Mapping[str, Any],
     operation: str = "forward",
 ) -> Peer:
-    """The peer of a name on the arrays Q, K and V, and dO for gradients, which lie with the engine.
+    """The peer of a name on arrays of the backend: Q, K, V, and dO for gradients.
 
     Raises Unsupported if it is not installed or cannot do the problem.
     """
-    if name not in NAMES:
-        raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
+    check_names([name])
     prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
     with _reasons(label(name), p):
         if p.window != NO_WINDOW:
@@ -82,19 +81,26 @@ def peer(
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that is not in NAMES."""
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
+
+
 def label(name: str) -> str:
-    """What a peer is called among kernels, some of which bear the same name."""
+    """The name of a peer in tables, different from those of kernels."""
     return f"torch {name}" if name in _TORCH else name
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages behind these peers, as far as they are installed."""
+    """The versions of the installed packages of these peers."""
     found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
     return {package: version for package, version in found.items() if version}
 
 
 def trim() -> None:
-    """Gives back the device memory that other libraries keep for later."""
+    """Frees the device memory that other libraries hold in reserve."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -102,7 +108,7 @@ def trim() -> None:
 
 @contextmanager
 def _reasons(label: str, p: Problem) -> Iterator[None]:
-    """Turns whatever a library raises into Unsupported, with the reasons that it warned of."""
+    """Turns errors of a library into Unsupported, with the reasons from its warnings."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -121,11 +127,10 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
 def _torch(
     name: str, engine: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
 ) -> Peer:
-    """torch's attention, or its gradients: those of a forward pass that was made before.
+    """torch's attention, or its gradients after a forward pass.
 
-    Automatic differentiation runs a step on the stream that its forward step ran on, and hands
-    inputs their gradients on the stream that they came into use on. So a graph of gradients is
-    captured on a stream on which the forward pass was made once more, of tensors of its own.
+    Autograd runs a backward step on the stream of its forward step. So a graph of gradients is
+    captured on a stream on which the forward pass ran once more, with tensors of its own.
     """
     torch = import_module("torch")
     attention = import_module("torch.nn.attention")
@@ -142,7 +147,7 @@ def _torch(
             return function()
 
     def differentiable() -> Callable[[], Any]:
-        """Makes the forward pass, and returns what takes the gradients of it."""
+        """Runs the forward pass and returns the function that computes its gradients."""
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attend(*inputs)
         return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -174,7 +179,7 @@ def _torch(
 
 
 def _torch_options(name: str, p: Problem) -> dict[str, Any]:
-    """The mask, heads and scale as scaled_dot_product_attention takes them."""
+    """The mask, heads and scale as arguments of scaled_dot_product_attention."""
     options: dict[str, Any] = {"scale": p.scale}
     if p.heads != p.kv_heads:
         options["enable_gqa"] = True
@@ -191,7 +196,7 @@ def _torch_options(name: str, p: Problem) -> dict[str, Any]:
 
 
 def _tensor(torch: Any, array: Any) -> Any:
-    """The array as a torch tensor; NumPy has no word for bfloat16 in DLPack, so bits go over."""
+    """The array as a torch tensor; bfloat16 as its bits, since NumPy's DLPack does not have it."""
     if str(array.dtype) == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
@@ -211,14 +216,14 @@ def _torch_stream(torch: Any, engine: Backend) -> Any:
 
 
 def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """JAX takes [batch, rows, heads, columns], and copies of arrays that lie otherwise.
+    """JAX's attention, which takes contiguous arrays [batch, rows, heads, columns].
 
-    It has a stream of its own, so its calls are waited for, and their time includes the host's.
+    It has a stream of its own, so each call waits for the result; its time includes the host's.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # it would take most memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most memory
     jax = import_module("jax")
     if p.dtype.name == "float64":
-        raise Unsupported("its arrays have no float64 unless a program asks for it from the start")
+        raise Unsupported("its arrays have no float64 by default")
     if p.causal and p.causal_offset != 0:
         raise Unsupported("its causal mask is aligned to the top left")
     inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
@@ -254,7 +259,7 @@ def _jax_array(jax: Any, array: Any) -> Any:
 
 
 def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """cuDNN's attention graph, built from its Python interface and run on plain pointers."""
+    """cuDNN's attention graph, built by its Python interface and run on pointers."""
     cudnn = import_module("cudnn")
     if engine.stream is None:
         raise Unsupported("it needs a GPU")

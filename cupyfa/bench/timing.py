@@ -1,7 +1,7 @@
-"""Timing: calls are measured in turn, round after round, until their medians are known.
+"""Timing: calls alternate in rounds until the median of each is known.
 
-A device's speed drifts by several percent within seconds, so calls alternate (A B C, A B C, …):
-what is compared was measured in the same rounds.
+The speed of a device drifts by several percent within seconds. So calls alternate (A B C, A B C,
+…), and ratios compare times of the same round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyfa.runtime.backend import Backend, allocated, extent
 
 Call = Callable[[], Any]
 
-_ACCURACY = 0.005  # of a median, as the ratio of its standard error to it
+_ACCURACY = 0.005  # the standard error of a median, relative
 _FEWEST = 20  # rounds before a standard error means anything
 _WARM_UP = 0.05  # of the budget
 _SEVERAL = 3  # budgets; a call that takes longer is made once
@@ -27,7 +27,7 @@ _NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard devia
 
 
 def checked_budget(budget: float) -> float:
-    """The seconds that may be spent, if they are a number that makes sense."""
+    """The budget. Raises ValueError unless it is a number from 0."""
     if not budget >= 0:  # NaN is not
         raise ValueError(f"budget is {budget}; give seconds, a number from 0")
     return budget
@@ -36,12 +36,11 @@ def checked_budget(budget: float) -> float:
 def measure(
     engine: Backend, calls: Sequence[Call], *, budget: float, cold: bool, most: float = inf
 ) -> list[list[float]]:
-    """Milliseconds of each call in each round that it took part in.
+    """Milliseconds of each call in each of its rounds.
 
-    The first rounds are everyone's; a call leaves when its ``budget`` of seconds is used up, or
-    after ``most`` rounds, and all end as soon as every median is known to half a percent. A call
-    is measured at least twice, and once only if it takes longer than three budgets. With ``cold``
-    the device's caches are overwritten before each.
+    A call leaves the rounds when its ``budget`` of seconds is spent or after ``most`` rounds; all
+    end when every median is known to half a percent. A call is measured at least twice, or once if
+    it takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
     """
     lanes = [_Lane(engine, call, budget, cold, most) for call in calls]
     while not all(lane.ended or lane.known for lane in lanes):
@@ -52,7 +51,7 @@ def measure(
 
 
 class _Lane:
-    """One call, its times so far, and the seconds that they took."""
+    """One call, its times so far, and the seconds spent on it."""
 
     def __init__(self, engine: Backend, call: Call, budget: float, cold: bool, most: float) -> None:
         self.engine, self.call, self.cold = engine, call, cold
@@ -69,13 +68,13 @@ class _Lane:
 
     @property
     def ended(self) -> bool:
-        """Whether the budget is used up."""
+        """Whether the budget is spent."""
         rounds = len(self.milliseconds)
         return rounds >= self.most or (self.spent >= self.budget and rounds >= self.fewest)
 
     @property
     def known(self) -> bool:
-        """Whether more rounds would not tell more."""
+        """Whether the median is known accurately enough."""
         enough = len(self.milliseconds) >= _FEWEST
         return enough and standard_error(self.milliseconds) < _ACCURACY
 
@@ -96,22 +95,22 @@ def spread(milliseconds: Sequence[float]) -> float:
 
 
 def standard_error(milliseconds: Sequence[float]) -> float:
-    """Of the median, as a fraction of it; from the spread, so that outliers do not matter."""
+    """The relative standard error of the median, from the spread: outliers do not matter."""
     deviation = spread(milliseconds) / _NORMAL_WIDTH
     return 1.253 * deviation / sqrt(len(milliseconds))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """How many times longer a took than b: the median over the rounds that both took part in."""
+    """How many times longer a takes than b: the median over their common rounds."""
     return median(x / y if y else inf for x, y in zip(a, b))
 
 
 def arrays_of(
     engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Every array of a plan with the engine, inputs laid out as they are on the host.
+    """Every array of a plan on the backend, inputs with the strides they have on the host.
 
-    ``memory`` keeps them for the next plan on the same inputs: calls in turn share all they can.
+    ``memory`` keeps them for other plans on the same inputs, which share what they can.
     """
     arrays = placed(engine, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
@@ -125,7 +124,7 @@ def arrays_of(
 def placed(
     engine: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """The inputs with the engine, as far as ``memory`` does not have them already."""
+    """The inputs on the backend, from ``memory`` if they are there."""
     arrays = {}
     for name, array in inputs.items():
         key = (name, array.shape, array.strides)
@@ -136,7 +135,7 @@ def placed(
 
 
 def _placed(engine: Backend, array: np.ndarray) -> Any:
-    """The array in the engine's memory, with the strides and the alignment that it has here."""
+    """The array in the backend's memory, with the same strides and alignment."""
     if engine.owns(array):
         return array
     low, high = extent(array)

@@ -1,4 +1,4 @@
-"""One kernel on one random problem: whether it is right, and how long it takes."""
+"""Checks and times one kernel on one problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 20
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of running a plan: verdicts on its outputs, and milliseconds of each timed run."""
+    """The result of running a plan: verdicts on its outputs, milliseconds of each timed run."""
 
     plan: Plan
     verdicts: list[Verdict]
