@@ -49,7 +49,7 @@ struct Source {
   }
 };
 
-using Sums = Fragments<Wc>;
+using Sums = Fragments<Wr, Wc>;
 
 __device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, Sums& sums) {
 #pragma unroll 1

@@ -34,8 +34,9 @@ struct OwnRows {
 };
 
 // dQ += dS K, of dS in registers.
-__device__ __forceinline__ void multiply_keys(const Fragments<Bc>& dS, operand (&K)[Bc][depth],
-                                              Fragments<depth>& dQ, const OwnRows& own, int lane) {
+__device__ __forceinline__ void multiply_keys(const Fragments<Wr, Bc>& dS, operand (&K)[Bc][depth],
+                                              Fragments<Wr, depth>& dQ, const OwnRows& own,
+                                              int lane) {
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];
@@ -56,10 +57,10 @@ __device__ __forceinline__ void multiply_keys(const Fragments<Bc>& dS, operand (
 }
 
 // The same where K holds infinities or NaN, by the keys that each row sees alone.
-__device__ __forceinline__ void multiply_visible_keys(const Fragments<Bc>& dS,
-                                                      operand (&K)[Bc][depth], Fragments<depth>& dQ,
-                                                      const OwnRows& own, const Pairs& pairs,
-                                                      int lane) {
+__device__ __forceinline__ void multiply_visible_keys(const Fragments<Wr, Bc>& dS,
+                                                      operand (&K)[Bc][depth],
+                                                      Fragments<Wr, depth>& dQ, const OwnRows& own,
+                                                      const Pairs& pairs, int lane) {
 #pragma unroll 1
   for (int key = 0; key < Bc; ++key) {
 #pragma unroll
@@ -95,8 +96,8 @@ struct Keys {
 // One tile of keys. K and V are there when it begins, and the next are when it ends.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, const Pairs& pairs,
-                                           int end, int buffer, Fragments<depth>& dQ, float scale2,
-                                           const OwnRows& own, int lane) {
+                                           int end, int buffer, Fragments<Wr, depth>& dQ,
+                                           float scale2, const OwnRows& own, int lane) {
   const bool more = pairs.first_key + Bc < end;
   if (stages == 2 && more) {
     keys.begin_copies(shared, pairs.first_key + Bc, 1 - buffer);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, con
   cp_async_commit_group();
   bool nonfinite = false;
   if constexpr (has_mask && masked) nonfinite = __syncthreads_or(has_nonfinite(shared.K[buffer]));
-  Fragments<Bc> P = {}, dS = {};
+  Fragments<Wr, Bc> P = {}, dS = {};
   multiply_transposed(P, shared.Q, shared.K[buffer], own, lane);
   weigh<masked>(P, shared.lse, own, pairs, scale2, lane);
   multiply_transposed(dS, shared.dO, shared.V[buffer], own, lane);
@@ -153,7 +154,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     __syncthreads();  // the zeros are there
   }
   const bool whole = first_row + Br <= M && !dead;
-  Fragments<depth> rows = {};
+  Fragments<Wr, depth> rows = {};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {
     const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};

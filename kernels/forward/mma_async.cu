@@ -21,7 +21,9 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
   operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
@@ -45,12 +47,12 @@ struct Task {
 // of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
-                                       Fragments<width>& O, Rows& rows) {
+                                       Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end;
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
   const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
-                                                  rows.N, rows.causal_offset);
+                                                  rows.extent.N, rows.extent.causal_offset);
   if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
     copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
@@ -59,7 +61,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   cp_async_commit_group();
   bool nonfinite =
       stages == 2 && has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
-  Fragments<Bc> S = {};
+  Fragments<Wr, Bc> S = {};
   if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
@@ -100,12 +102,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   cp_async_wait_group<0>();
   __syncthreads();
   if (scale <= 0) {
-    apply_sign(shared.Q, scale);
+    apply_sign<depth>(shared.Q, scale);
     __syncthreads();
   }
-  Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+               log2e * (scale == 0 ? 1.0f : fabs(scale)));
   const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
   const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
   const int end = kv_end(last_row, N, causal_offset);
@@ -124,9 +126,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile) * Br;
-  finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
+  finish_rows(sums, rows, lse, same.batch, same.head, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
+    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
   else
-    store_rows(sums, rows, O, same.batch, same.head, M, lane);
+    store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
 }

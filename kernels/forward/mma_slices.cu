@@ -23,7 +23,8 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
-constexpr int col_warps = Bc / Wc;   // that share a row
+constexpr int col_warps = Bc / Wc;  // that share a row
+using OwnRows = Rows<Wr>;
 constexpr int slices = cdiv(d, Bd);  // of Q and K
 // A warp owns Wr x Wv of a tile of O. As many such tiles as Bc columns would make are equally wide.
 constexpr int Wv = cdiv(dv, cdiv(dv, Bc) * col_warps * step) * step;
@@ -120,7 +121,8 @@ struct Part {
 };
 
 // S += Q K^T over a slice of d.
-__device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wc>& S, const Part& own) {
+__device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>& S,
+                                                const Part& own) {
   const int first_key = own.col_warp * Wc, lane = own.lane;
 #pragma unroll
   for (int k = 0; k < Bd / step; ++k) {
@@ -144,7 +146,7 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wc>& S, 
 }
 
 // O += P V over a slice of keys, of which `key` is the first one's place in P.
-__device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wv>& O,
+__device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
                                                 int key, const Part& own) {
   const int first_chunk = own.col_warp * Wv / in_chunk, lane = own.lane;
 #pragma unroll
@@ -171,14 +173,14 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
 
 // The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
 // 0 * NaN is NaN, so each row takes the keys that it sees alone.
-__device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O, const Rows& rows,
-                                 int first_key, int key, const Part& part) {
+__device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
+                                 const OwnRows& rows, int first_key, int key, const Part& part) {
   const Part own = part.again();
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int tile_row = own.tile_row(i / 2, i % 2), row = opaque(rows.first) + i * 8;
-    const int hidden = kv_begin(row, rows.N, rows.window_offset) - first_key - key;
-    const int visible = kv_end(row, rows.N, rows.causal_offset) - first_key - key;
+    const int hidden = kv_begin(row, rows.extent.N, rows.extent.window_offset) - first_key - key;
+    const int visible = kv_end(row, rows.extent.N, rows.extent.causal_offset) - first_key - key;
 #pragma unroll 1
     for (int k = max(0, hidden); k < min(Bv, visible); ++k) {
       const float weight =
@@ -195,8 +197,8 @@ __device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wv>& O,
 // S * sign becomes P = 2^(S * scale2 - maximum), in 16 bits and in shared memory from `key` on; the
 // sums are rescaled to the new maximum, and O will be by `factors`.
 template <bool masked>
-__device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& rows, int first_key,
-                                        int key, float sign, const Part& part) {
+__device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
+                                        int first_key, int key, float sign, const Part& part) {
   const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
@@ -248,7 +250,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wc>& S, Rows& 
 }
 
 // Every thread's part of a row's sum becomes all of it.
-__device__ __forceinline__ void add_up_sums(Shared& shared, Rows& rows, const Part& own) {
+__device__ __forceinline__ void add_up_sums(Shared& shared, OwnRows& rows, const Part& own) {
   __syncthreads();  // before the sums overwrite the largest scores
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -268,7 +270,7 @@ __device__ __forceinline__ void add_up_sums(Shared& shared, Rows& rows, const Pa
 }
 
 // Rescales O to the maximum of a tile of keys.
-__device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)[Br],
+__device__ __forceinline__ void rescale(Fragments<Wr, Wv>& O, const float (&factors)[Br],
                                         const Part& own) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -279,7 +281,7 @@ __device__ __forceinline__ void rescale(Fragments<Wv>& O, const float (&factors)
 }
 
 // The warp's part of a tile of O, as it lies in registers, to and from memory.
-__device__ __forceinline__ void save_sums(const Fragments<Wv>& O, float4* to) {
+__device__ __forceinline__ void save_sums(const Fragments<Wr, Wv>& O, float4* to) {
 #pragma unroll
   for (int i = 0; i < fragments; ++i) {
     const float (&x)[4] = O[i / (Wv / 8)][i % (Wv / 8)];
@@ -287,7 +289,7 @@ __device__ __forceinline__ void save_sums(const Fragments<Wv>& O, float4* to) {
   }
 }
 
-__device__ __forceinline__ void load_sums(Fragments<Wv>& O, const float4* from) {
+__device__ __forceinline__ void load_sums(Fragments<Wr, Wv>& O, const float4* from) {
 #pragma unroll
   for (int i = 0; i < fragments; ++i) {
     const float4 x = from[i * threads];
@@ -297,9 +299,9 @@ __device__ __forceinline__ void load_sums(Fragments<Wv>& O, const float4* from) 
 }
 
 // Writes the warp's part of a tile of O / sum, of which `to` is the first of the thread's rows.
-__device__ __forceinline__ void store_output(const Fragments<Wv>& O, const Rows& rows, scalar* to,
-                                             long long stride, bool aligned, int first_col, int M,
-                                             const Part& own) {
+__device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const OwnRows& rows,
+                                             scalar* to, long long stride, bool aligned,
+                                             int first_col, int M, const Part& own) {
   stride = opaque(stride);
   const int first_row = opaque(rows.first);
   first_col += own.col_warp * Wv;
@@ -355,15 +357,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
-  Rows rows(first_row + own.row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
+  OwnRows rows(first_row + own.row + lane / 4, Extent{M, N, causal_offset, window_offset},
+               log2e * (scale == 0 ? 1.0f : fabs(scale)));
 
 #pragma unroll 1
   for (int first_key = start; first_key == start || first_key < seen_by_some; first_key += span) {
     const int keys = min(span, seen_by_some - first_key);
 #pragma unroll 1
     for (int key = 0; key < keys; key += Bc) {
-      Fragments<Wc> S = {};
+      Fragments<Wr, Wc> S = {};
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) {
         Slice& current = stream.next(shared);
@@ -384,7 +386,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
                     threadIdx.x;
 #pragma unroll 1
     for (int col = 0; col < dv; col += Bo, saved += fragments * threads) {
-      Fragments<Wv> sums = {};
+      Fragments<Wr, Wv> sums = {};
       if (first_key > start) load_sums(sums, saved);
 #pragma unroll 1
       for (int key = 0; key < keys; key += Bv) {

@@ -24,7 +24,9 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
   operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
@@ -69,17 +71,17 @@ __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int b
 // its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
-                                       Fragments<width>& O, Rows& rows) {
+                                       Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
   const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
-                                                  rows.N, rows.causal_offset);
+                                                  rows.extent.N, rows.extent.causal_offset);
   cp_async_wait_group<stages - 2>();
   __syncthreads();  // the tile is there, and the one before it is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
   const bool nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   if (!seen) return;
-  Fragments<Bc> S = {};
+  Fragments<Wr, Bc> S = {};
   multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   rescale<masked>(S, O, rows, first_key, task.lane);
   if (nonfinite)
@@ -90,7 +92,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 
 // Writes what merge_splits needs of the warp's rows: the sums of O, undivided, what weights are
 // relative to, and the sums of weights.
-__device__ void store_split(const Fragments<width>& O, const Rows& rows, float* O_splits,
+__device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
                             int batch, int head, int heads, int M, int lane) {
 #pragma unroll
@@ -142,11 +144,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   if (scale <= 0) {
     cp_async_wait_group<stages - 1>();
     __syncthreads();  // Q is there
-    apply_sign(shared.Q, scale);
+    apply_sign<depth>(shared.Q, scale);
   }
-  Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+               log2e * (scale == 0 ? 1.0f : fabs(scale)));
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
     if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
@@ -166,9 +168,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
                 same.batch, same.head, heads, M, lane);
     return;
   }
-  finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
+  finish_rows(sums, rows, lse, same.batch, same.head, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
+    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
   else
-    store_rows(sums, rows, O, same.batch, same.head, M, lane);
+    store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
 }

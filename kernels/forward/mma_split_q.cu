@@ -17,8 +17,10 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
-constexpr int in_chunk = 8;                  // elements in 16 bytes
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = Rows<Wr>;
+constexpr int in_chunk = 8;  // elements in 16 bytes
 
 struct Shared {
   scalar Q[Br][depth];
@@ -77,7 +79,7 @@ __device__ bool has_nonfinite(Shared& shared) {
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
-__device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S, int first_row,
+__device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Wr, Bc>& S, int first_row,
                                                 int lane) {
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -100,8 +102,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, Fragments<Bc>& S
 }
 
 // O += P V: two products of S side by side are an operand of this one.
-__device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<Bc>& P,
-                                                Fragments<width>& O, int lane) {
+__device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<Wr, Bc>& P,
+                                                Fragments<Wr, width>& O, int lane) {
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];
@@ -128,8 +130,9 @@ __device__ __forceinline__ void multiply_output(Shared& shared, const Fragments<
 
 // The same where V holds infinities or NaN: a masked key has weight 0, but 0 * NaN is NaN, so each
 // row takes the keys that it sees alone.
-__device__ void multiply_visible(Shared& shared, const Fragments<Bc>& P, Fragments<width>& O,
-                                 const Rows& rows, int first_key, int lane) {
+__device__ void multiply_visible(Shared& shared, const Fragments<Wr, Bc>& P,
+                                 Fragments<Wr, width>& O, const OwnRows& rows, int first_key,
+                                 int lane) {
 #pragma unroll
   for (int n = 0; n < Bc / 8; ++n) {
 #pragma unroll 1
@@ -172,8 +175,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     __syncthreads();  // Q is there
     apply_sign(shared, scale);
   }
-  Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset, size);
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+               log2e * size);
 
   const int seen_by_all = kv_end(first_row, N, causal_offset);
   const int last_row = min(first_row + Br, M) - 1;
@@ -187,7 +191,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     const bool masked = first_key + Bc > seen_by_all || first_key < hidden_from_some;
     const bool nonfinite =
         __syncthreads_or(has_mask && masked && has_nonfinite(shared));  // they are there
-    Fragments<Bc> S = {};
+    Fragments<Wr, Bc> S = {};
     multiply_scores(shared, S, own_row, lane);
     if (masked)
       softmax<true>(S, sums, rows, first_key, lane);
@@ -198,6 +202,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     else
       multiply_output(shared, S, sums, lane);
   }
-  finish_rows(sums, rows, lse, batch, head, M, lane);
-  store_rows(sums, rows, O, batch, head, M, lane);
+  finish_rows(sums, rows, lse, batch, head, lane);
+  store_rows<dv>(sums, rows, O, batch, head, lane);
 }

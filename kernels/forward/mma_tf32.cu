@@ -20,8 +20,10 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
-constexpr int rank = 8;                      // of a product: its columns of A, its rows of B
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = Rows<Wr, pack_gqa>;
+constexpr int rank = 8;  // of a product: its columns of A, its rows of B
 
 struct Shared {
   operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
@@ -51,7 +53,7 @@ __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* ro
 
 // S = Q K^T for the warp's rows and the tile's keys.
 __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc][depth],
-                                                Fragments<Bc>& S, int first_row, int lane) {
+                                                Fragments<Wr, Bc>& S, int first_row, int lane) {
 #pragma unroll
   for (int k = 0; k < depth / rank; ++k) {
     unsigned a[Wr / step][4];
@@ -75,8 +77,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
 // P of 8 keys, a product of S, is an operand of O += P V, its columns 2c and 2c + 1 in the places
 // of c and c + 4. It is computed right before, so that exponentials of some keys and products of
 // others go on together.
-__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
-                                                Fragments<width>& O, Rows& rows, int lane) {
+__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
+                                                Fragments<Wr, width>& O, OwnRows& rows, int lane) {
   float sum[Wr / step][2] = {};
   lane = opaque(lane);
 #pragma unroll
@@ -114,7 +116,7 @@ struct Task {
 // of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
-                                       Fragments<width>& O, Rows& rows) {
+                                       Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
   if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
@@ -123,7 +125,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
   cp_async_commit_group();
-  Fragments<Bc> S = {};
+  Fragments<Wr, Bc> S = {};
   if (seen) multiply_scores(shared, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
@@ -144,7 +146,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 }
 
 // Writes the warp's rows of O, by way of shared memory, so that lanes store 16 bytes side by side.
-__device__ void store_output(Shared& shared, const Fragments<width>& O, Tensor<scalar> out,
+__device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tensor<scalar> out,
                              int batch, int head, int first_row, int M, int own_row, int lane) {
   constexpr int chunks = width / in_chunk;
 #pragma unroll
@@ -199,9 +201,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
     apply_sign(shared, scale);
     __syncthreads();
   }
-  Fragments<width> sums = {};
-  Rows rows(first_row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+               log2e * (scale == 0 ? 1.0f : fabs(scale)));
   const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
   const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
   const int end = kv_end(last_row, N, causal_offset);
@@ -216,6 +218,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
       attend<true>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  finish_rows(sums, rows, lse, batch, head, M, lane);
+  finish_rows(sums, rows, lse, batch, head, lane);
   store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
 }

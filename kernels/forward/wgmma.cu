@@ -52,16 +52,17 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 }
 
 // What a warpgroup of consumers does: for each tile S = Q K^T, P = softmax(S), O += P V.
-__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup, Rows& rows,
-                                        Fragments<width>& O, int M) {
+__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
+                                        Rows<step>& rows, Fragments<step, width>& O, int M) {
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
-  const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
+  const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
+  const int hidden_from_some =
+      kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
   PipelineState<stages> turn;
   for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
     const int i = turn.stage;
-    Fragments<Bc> S;
+    Fragments<step, Bc> S;
     Weights P;
     wait(shared.K_full[i], turn.phase);
     begin_scores(shared.Q, shared.K[i], S, warpgroup * warpgroup_rows);
@@ -97,13 +98,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
-  Fragments<width> sums = {};
+  Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+                  log2e * (scale == 0 ? 1.0f : fabs(scale)));
+  Fragments<step, width> sums = {};
   wait(shared.Q_full, 0);
   if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
   consume(shared, work, warpgroup, rows, sums, M);
-  finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
+  finish_rows(sums, rows, lse, work.batch, work.head, lane);
   if (has_mask && has_nonfinite(sums))
     recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
   else

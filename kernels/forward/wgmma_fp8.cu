@@ -64,8 +64,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 }
 
 // Begins S = Q K^T for the warpgroup's rows and a tile's keys.
-__device__ __forceinline__ void begin_scores(const Queries8& Q, const Keys8& K, Fragments<Bc>& S,
-                                             int warpgroup) {
+__device__ __forceinline__ void begin_scores(const Queries8& Q, const Keys8& K,
+                                             Fragments<step, Bc>& S, int warpgroup) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < cdiv(d, depth); ++k) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void begin_scores(const Queries8& Q, const Keys8& K, 
 
 // Begins O += P V.
 __device__ __forceinline__ void begin_output(const Values8& V, const Weights8& P,
-                                             Fragments<width>& O) {
+                                             Fragments<step, width>& O) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Bc / depth; ++k)
@@ -109,13 +109,14 @@ struct Scales {
 
 // S becomes P for a tile that some row does not see all of, if it is `masked`. Returns whether O
 // has to be multiplied by the factors.
-__device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, Scales& scales, Units units,
-                                      int first_key, int lane, bool masked, float (&factor)[1][2]) {
+__device__ __forceinline__ bool weigh(Fragments<step, Bc>& S, Rows<step>& rows, Scales& scales,
+                                      Units units, int first_key, int lane, bool masked,
+                                      float (&factor)[1][2]) {
   rows.scale2 = scales.of_scores(units.K);
   bool risen = masked ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
                       : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
   rows.scale(factor);
-  Rows higher = rows;
+  Rows<step> higher = rows;
   for (float& maximum : higher.maximum[0]) maximum -= offset;
   exponentiate(S, higher);
   for (int half = 0; half < 2; ++half) rows.sum[0][half] = higher.sum[0][half];
@@ -134,7 +135,7 @@ __device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, Scales& scal
   return risen;
 }
 
-__device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights8& P) {
+__device__ __forceinline__ void pack_weights(const Fragments<step, Bc>& S, Weights8& P) {
 #pragma unroll
   for (int i = 0; i < Bc / 8; ++i) {
     const float (&low)[4] = S[0][i / 2 * 2], (&high)[4] = S[0][i / 2 * 2 + 1];
@@ -145,17 +146,19 @@ __device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights8& P
 
 // What a warpgroup of consumers does. While it computes the weights of a tile, the tensor cores
 // work on O += P V of the tile before, and for other warpgroups.
-__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup, Rows& rows,
-                                        Scales& scales, Fragments<width>& O, int M) {
+__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
+                                        Rows<step>& rows, Scales& scales, Fragments<step, width>& O,
+                                        int M) {
   if (work.start >= work.end) return;
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
-  const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
+  const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
+  const int hidden_from_some =
+      kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
   const auto masked = [&](int first_key) {
     return first_key + Bc > seen_by_all || first_key < hidden_from_some;
   };
-  Fragments<Bc> S;
+  Fragments<step, Bc> S;
   Weights8 P;
   PipelineState<stages> keys, values;
   float factor[1][2];
@@ -191,8 +194,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Work& work, int wa
 }
 
 // Adds what is infinite or NaN in V, for which V8 has 0, to the warp's rows that see it.
-__device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O, const Rows& rows,
-                                   const Scales& scales, const Work& work, int kv_head, int M) {
+__device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O,
+                                   const Rows<step>& rows, const Scales& scales, const Work& work,
+                                   int kv_head, int M) {
   const int lane = threadIdx.x % warp_size, first = __shfl_sync(full_warp, rows.first, 0);
   __syncwarp();  // before a lane adds to what others have stored
   for (int key = work.start; key < work.end; ++key) {
@@ -201,7 +205,8 @@ __device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O, co
       const float value = float(V.row(work.batch, kv_head, key)[col]);
       if (fabs(value) < infinity) continue;
       for (int row = first; row < min(first + step, M); ++row) {
-        if (!sees_key(row, key, rows.N, rows.causal_offset, rows.window_offset)) continue;
+        if (!sees_key(row, key, rows.extent.N, rows.extent.causal_offset, rows.window_offset))
+          continue;
         scalar& o = O.row(work.batch, work.head, row)[col];
         o = scalar(float(o) + value);
       }
@@ -227,22 +232,22 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
+  Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+                  log2e * (scale == 0 ? 1.0f : fabs(scale)));
   const int head = work.batch * heads + work.head;
   const int first_tile = head / group * cdiv(N, Bc);
   Scales scales = {K_scale + first_tile, V_scale + first_tile,
                    rows.scale2 * Q_scale[head * cdiv(M, Br) + work.row / Br]};
-  Fragments<width> sums = {};
+  Fragments<step, width> sums = {};
   wait(shared.Q_full, 0);
   consume(shared, work, warpgroup, rows, scales, sums, M);
   for (float& maximum : rows.maximum[0]) maximum -= offset;
-  finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
+  finish_rows(sums, rows, lse, work.batch, work.head, lane);
   const float unit[1][2] = {{scales.of_O, scales.of_O}};
   scale_rows(sums, unit);
   if constexpr (sizeof(scalar) == 2)
     store_pieces(sums, rows, O, work.batch, work.head, M, lane);
   else
-    store_rows(sums, rows, O, work.batch, work.head, M, lane);
+    store_rows<dv>(sums, rows, O, work.batch, work.head, lane);
   if (scales.nonfinite) add_strange_values(V, O, rows, scales, work, kv_head, M);
 }

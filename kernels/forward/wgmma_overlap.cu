@@ -53,8 +53,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 
 // S becomes P for a tile that some row does not see all of, if it is `masked`. Returns whether O
 // has to be multiplied by the factors.
-__device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, int first_key, int lane,
-                                      bool masked, float (&factor)[1][2]) {
+__device__ __forceinline__ bool weigh(Fragments<step, Bc>& S, Rows<step>& rows, int first_key,
+                                      int lane, bool masked, float (&factor)[1][2]) {
   const bool risen = masked ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                             : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
   rows.scale(factor);
@@ -64,17 +64,18 @@ __device__ __forceinline__ bool weigh(Fragments<Bc>& S, Rows& rows, int first_ke
 
 // What a warpgroup of consumers does. While it computes the weights of a tile, the tensor cores
 // work on O += P V of the tile before, and for other warpgroups.
-__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup, Rows& rows,
-                                        Fragments<width>& O, int M) {
+__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
+                                        Rows<step>& rows, Fragments<step, width>& O, int M) {
   if (work.start >= work.end) return;
   const int lane = threadIdx.x % warp_size;
   const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
-  const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
+  const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
+  const int hidden_from_some =
+      kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
   const auto masked = [&](int first_key) {
     return first_key + Bc > seen_by_all || first_key < hidden_from_some;
   };
-  Fragments<Bc> S;
+  Fragments<step, Bc> S;
   Weights P;
   PipelineState<stages> keys, values;
   float factor[1][2];
@@ -125,13 +126,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
-            scale == 0 ? 1.0f : fabs(scale));
-  Fragments<width> sums = {};
+  Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+                  log2e * (scale == 0 ? 1.0f : fabs(scale)));
+  Fragments<step, width> sums = {};
   wait(shared.Q_full, 0);
   if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
   consume(shared, work, warpgroup, rows, sums, M);
-  finish_rows(sums, rows, lse, work.batch, work.head, M, lane);
+  finish_rows(sums, rows, lse, work.batch, work.head, lane);
   if (has_mask && has_nonfinite(sums))
     recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
   else

@@ -112,9 +112,9 @@ struct Consumer {
   Schedule schedule;
   int warpgroup, lane, own_row, M;
   float scale;
-  Rows rows;
-  Fragments<width> O;
-  Fragments<Bc> S;
+  Rows<step> rows;
+  Fragments<step, width> O;
+  Fragments<step, Bc> S;
   Weights P;
   PipelineState<Q_stages> own;
   PipelineState<stages> keys, values;
@@ -129,12 +129,13 @@ struct Consumer {
         own_row(threadIdx.x / warp_size * step - warpgroup_rows),
         M(M),
         scale(scale),
-        rows(0, 0, 0, 0, 0) {}
+        rows(0, {}, 0) {}
 
   __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
-  __device__ __forceinline__ Rows rows_of(const Task& task) const {
-    return Rows(task.row + own_row + lane / 4, schedule.N, schedule.causal_offset,
-                schedule.window_offset, scale == 0 ? 1.0f : fabs(scale));
+  __device__ __forceinline__ Rows<step> rows_of(const Task& task) const {
+    return Rows<step>(task.row + own_row + lane / 4,
+                      Extent{M, schedule.N, schedule.causal_offset, schedule.window_offset},
+                      log2e * (scale == 0 ? 1.0f : fabs(scale)));
   }
   // Whether some row of the task does not see all keys of a tile.
   __device__ __forceinline__ bool is_masked(const Task& task, int first_key) const {
@@ -292,8 +293,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   take_from_producer();
   const int lane = threadIdx.x % warp_size;
   Consumer consumer(shared, schedule, warpgroup, M, scale);
-  consumer.run([&](Fragments<width>& sums, const Rows& rows, const Task& task) {
-    finish_rows(sums, rows, lse, task.batch, task.head, M, lane);
+  consumer.run([&](Fragments<step, width>& sums, const Rows<step>& rows, const Task& task) {
+    finish_rows(sums, rows, lse, task.batch, task.head, lane);
     if (has_mask && has_nonfinite(sums))
       recompute_rows(Q, K, V, O, rows, task.batch, task.head, task.head / group, M, scale);
     else

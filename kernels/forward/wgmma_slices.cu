@@ -136,7 +136,8 @@ struct Stream {
 };
 
 // S += Q K^T, slice by slice.
-__device__ __forceinline__ void multiply_scores(Stream& stream, Fragments<Bc>& S, int warpgroup) {
+__device__ __forceinline__ void multiply_scores(Stream& stream, Fragments<step, Bc>& S,
+                                                int warpgroup) {
 #pragma unroll 1
   for (int slice = 0; slice < slices; ++slice) {
     const auto& [Q, K] = stream.next().scores;
@@ -150,8 +151,8 @@ __device__ __forceinline__ void multiply_scores(Stream& stream, Fragments<Bc>& S
 }
 
 // O += P V for a tile of keys.
-__device__ __forceinline__ void multiply_output(Stream& stream, const Weights& P, Fragments<Wv>& O,
-                                                int keys) {
+__device__ __forceinline__ void multiply_output(Stream& stream, const Weights& P,
+                                                Fragments<step, Wv>& O, int keys) {
 #pragma unroll
   for (int key = 0; key < Bc; key += Bv) {
     if (key >= keys) break;
@@ -176,7 +177,8 @@ __device__ __forceinline__ void park(Parked& parked, const Weights& P) {
 
 // O += P V for a tile of keys whose weights are parked: those of a product come while the product
 // before it goes on.
-__device__ __forceinline__ void multiply_parked(Stream& stream, Parked& parked, Fragments<Wv>& O) {
+__device__ __forceinline__ void multiply_parked(Stream& stream, Parked& parked,
+                                                Fragments<step, Wv>& O) {
   unsigned P[2][4];
 #pragma unroll 1
   for (int key = 0; key < Bc; key += Bv) {
@@ -213,7 +215,7 @@ __device__ void rescale(Parked& parked, const float (&factor)[1][2]) {
 }
 
 // The warpgroup's part of a tile of O, as it lies in registers, to and from memory.
-__device__ __forceinline__ void save_sums(const Fragments<Wv>& O, float4* to) {
+__device__ __forceinline__ void save_sums(const Fragments<step, Wv>& O, float4* to) {
 #pragma unroll
   for (int n = 0; n < Wv / 8; ++n) {
     const float (&x)[4] = O[0][n];
@@ -221,7 +223,7 @@ __device__ __forceinline__ void save_sums(const Fragments<Wv>& O, float4* to) {
   }
 }
 
-__device__ __forceinline__ void add_sums(Fragments<Wv>& O, const float4* from,
+__device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* from,
                                          const float (&factor)[2]) {
 #pragma unroll
   for (int n = 0; n < Wv / 8; ++n) {
@@ -239,13 +241,14 @@ struct Consumer {
   float scale;
 
   // The weights of a span: those of its last tile in registers, those of one before it parked.
-  __device__ __forceinline__ void weigh(const Span& keys, const Work& work, Rows& rows,
+  __device__ __forceinline__ void weigh(const Span& keys, const Work& work, Rows<step>& rows,
                                         Weights& P) {
-    const int seen_by_all = kv_end(work.row, rows.N, rows.causal_offset);
-    const int hidden_from_some = kv_begin(min(work.row + Br, M) - 1, rows.N, rows.window_offset);
+    const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
+    const int hidden_from_some =
+        kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
-      Fragments<Bc> S = {};
+      Fragments<step, Bc> S = {};
       float factor[1][2];
       multiply_scores(stream, S, warpgroup);
       if (scale <= 0) {
@@ -270,7 +273,8 @@ struct Consumer {
   }
 
   // A tile of O += P V, for all keys of a span.
-  __device__ __forceinline__ void multiply(const Span& keys, const Weights& P, Fragments<Wv>& O) {
+  __device__ __forceinline__ void multiply(const Span& keys, const Weights& P,
+                                           Fragments<step, Wv>& O) {
     if (span > Bc && keys.tiles() > 1) multiply_parked(stream, stream.shared.parked, O);
     multiply_output(stream, P, O, keys.keys_of(max(keys.tiles(), 1) - 1));
   }
@@ -304,8 +308,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
     const Work work = find_work<Br, Bc>(index, M, N, heads, causal_offset, window_offset);
-    Rows rows(work.row + own_row + lane / 4, N, causal_offset, window_offset,
-              scale == 0 ? 1.0f : fabs(scale));
+    Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
+                    log2e * (scale == 0 ? 1.0f : fabs(scale)));
     bool nonfinite = false;
 #pragma unroll 1
     for (int first_key = work.start; first_key == work.start || first_key < work.end;
@@ -319,7 +323,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
                                exp2f(before[1] - rows.maximum[0][1])};
 #pragma unroll 1
       for (int tile = 0; tile < output_tiles; ++tile) {
-        Fragments<Wv> sums = {};
+        Fragments<step, Wv> sums = {};
         consumer.multiply(keys, P, sums);
         // What is needed here alone takes no registers before.
         const Work same =
@@ -330,7 +334,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
                         (threadIdx.x - warpgroup_size);
         if (first_key > work.start) add_sums(sums, saved, factor);
         if (last) {
-          finish_rows(sums, rows, lse, same.batch, same.head, M, lane);
+          finish_rows(sums, rows, lse, same.batch, same.head, lane);
           nonfinite |= has_mask && has_nonfinite(sums);
           store_pieces(sums, rows, O, same.batch, same.head, M, lane, tile * Wv);
         } else {

@@ -12,7 +12,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and dO
 
 // The thread's lane, of which nothing was computed ahead.
 __device__ __forceinline__ int own_lane() {

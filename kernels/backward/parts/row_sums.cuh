@@ -7,7 +7,6 @@
 
 constexpr int consumers = 2;        // warpgroups that own 64 keys each, or share them
 constexpr int warpgroup_rows = 64;  // of one's products
-constexpr int step = 16;            // rows, keys and depth of a product
 
 // Columns of Q, K and of dO, V, filled up to whole products.
 constexpr int d_width = cdiv(d, step) * step;

@@ -10,6 +10,7 @@
 #include <ptx/wgmma.cuh>
 
 constexpr int warpgroup_rows = 64;
+constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more is the producer's
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "tiles are made of whole products");
@@ -44,7 +45,7 @@ __device__ void apply_sign(TmaTile<operand, rows, d>& Q, int row, float scale, i
 // Begins S = Q K^T for 64 rows, from a row of the tile on, and a tile's keys.
 template <int rows>
 __device__ __forceinline__ void begin_scores(const TmaTile<operand, rows, d>& Q, const Keys& K,
-                                             Fragments<Bc>& S, int row) {
+                                             Fragments<step, Bc>& S, int row) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < cdiv(d, step); ++k) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void begin_output(const Values& V, const Weights& P,
   wgmma_commit_group();
 }
 
-__device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P) {
+__device__ __forceinline__ void pack_weights(const Fragments<step, Bc>& S, Weights& P) {
 #pragma unroll
   for (int i = 0; i < Bc / 4; ++i) {
     const float (&p)[4] = S[0][i / 2];
@@ -75,7 +76,7 @@ __device__ __forceinline__ void pack_weights(const Fragments<Bc>& S, Weights& P)
 
 // Writes the warp's rows of O from a column on, 16 bytes at a time where rows lie so.
 template <int blocks>
-__device__ __forceinline__ void store_pieces(const float (&O)[1][blocks][4], const Rows& rows,
+__device__ __forceinline__ void store_pieces(const float (&O)[1][blocks][4], const Rows<step>& rows,
                                              Tensor<scalar> out, int batch, int head, int M,
                                              int lane, int first_col = 0) {
   const bool aligned = is_aligned(out);

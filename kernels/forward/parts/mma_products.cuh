@@ -1,15 +1,17 @@
 #pragma once
-// Products of 16-bit tiles that asynchronous copies have brought, and the way of O to memory.
+// The products of a warp's rows with 16-bit tiles in shared memory, and the store of O. Sizes are
+// those of the arguments: m and n count fragments of 16 rows and 8 columns.
 
-#include <tile/async_copy.cuh>
+#include <attention/row_state.cuh>
 #include <ptx/mma.cuh>
+#include <tile/async_copy.cuh>
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
 // S = Q K^T for the warp's rows and the tile's keys.
-template <int columns, int depth>
+template <int Br, int columns, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], operand (&K)[Bc][depth],
-                                                Fragments<Bc>& S, int first_row, int lane) {
+                                                float (&S)[m][n][4], int first_row, int lane) {
   const Spots queries(Q, first_row + lane % 16, lane / 16);
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
@@ -18,40 +20,43 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
-    unsigned a[Wr / step][4];
+    unsigned a[m][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
+    for (int i = 0; i < m; ++i) {
       ldmatrix(a[i], queries(i * step, 2 * k));
     }
 #pragma unroll
-    for (int n = 0; n < Bc / step; ++n) {
+    for (int j = 0; j < n / 2; ++j) {
       unsigned b[4];
-      ldmatrix(b, keys(n * step, 2 * k));
+      ldmatrix(b, keys(j * step, 2 * k));
 #pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      for (int i = 0; i < m; ++i) {
+        multiply_add<operand>(S[i][2 * j], a[i], b[0], b[1]);
+        multiply_add<operand>(S[i][2 * j + 1], a[i], b[2], b[3]);
       }
     }
   }
 }
 
-// P of 16 keys, two products of S side by side, is an operand of O += P V. It is computed right
-// before, so that exponentials of some keys and products of others go on together.
-__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Bc>& S,
-                                                Fragments<width>& O, Rows& rows, int lane) {
+// P = exp(S - maximum) and O += P V. Two fragments of P side by side, 16 keys, are an operand of
+// the product. They are computed right before it, so that the exponentials of some keys overlap
+// with the products of others.
+template <int Bc, int width, int m, int keys, int cols, int pack_gqa>
+__device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (&S)[m][keys][4],
+                                                float (&O)[m][cols][4],
+                                                Rows<m * step, pack_gqa>& rows, int lane) {
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return Spots(V, lane % 16, lane / 16)(row, chunk);
     return spot_of(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
   };
-  float sum[Wr / step][2] = {};
+  float sum[m][2] = {};
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     exponentiate(S, 2 * k, rows, sum);
     exponentiate(S, 2 * k + 1, rows, sum);
-    unsigned a[Wr / step][4];
+    unsigned a[m][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
+    for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float (&p)[4] = S[i][2 * k + j / 2];
@@ -63,7 +68,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
       unsigned b[4];
       ldmatrix_trans(b, values(k * step, 2 * n));
 #pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
+      for (int i = 0; i < m; ++i) {
         multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
         multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
       }
@@ -72,27 +77,26 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
   rows.add(sum);
 }
 
-// Writes the warp's rows of O, if it has the operands' type, by way of Q's tile, so that lanes
-// store 16 bytes side by side.
-template <int columns>
-__device__ void store_output(operand (&Q)[Br][columns], const Fragments<width>& O,
+// Writes the `cols` columns of the warp's rows of O, if O has the operands' type, through Q's tile:
+// lanes then store 16 bytes side by side.
+template <int cols, int pack_gqa, int Br, int columns, int m, int n>
+__device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4],
                              Tensor<scalar> out, int batch, int head, int first_row, int M,
                              int own_row, int lane) {
-  constexpr int chunks = width / in_chunk;
 #pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
+  for (int i = 0; i < 2 * m; ++i) {
 #pragma unroll
-    for (int n = 0; n < chunks; ++n) {
-      operand* to = at(Q, own_row + i * 8 + lane / 4, n) + 2 * (lane % 4);
+    for (int j = 0; j < n; ++j) {
+      operand* to = at(Q, own_row + i * 8 + lane / 4, j) + 2 * (lane % 4);
       *reinterpret_cast<unsigned*>(to) =
-          pack<operand>(O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]);
+          pack<operand>(O[i / 2][j][i % 2 * 2], O[i / 2][j][i % 2 * 2 + 1]);
     }
   }
   __syncwarp();
   const bool aligned = is_aligned(out);
 #pragma unroll 4
-  for (int i = lane; i < Wr * chunks; i += warp_size) {
-    const int row = i / chunks, chunk = i % chunks, count = min(in_chunk, dv - chunk * in_chunk);
+  for (int i = lane; i < m * step * n; i += warp_size) {
+    const int row = i / n, chunk = i % n, count = min(in_chunk, cols - chunk * in_chunk);
     const int packed_row = first_row + own_row + row;
     if (packed_row >= M * pack_gqa) continue;
     const operand* from = at(Q, own_row + row, chunk);

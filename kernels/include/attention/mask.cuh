@@ -2,9 +2,7 @@
 // Which keys a query sees: from the first that is not hidden on the left, which is the window's
 // rule, to the last of the first so many, which is the rule of causal masks and ragged ends.
 
-#include <tile/math.cuh>
-
-constexpr bool has_mask = causal || windowed;
+#include <attention/extent.cuh>
 
 // Query `row` sees keys 0 … kv_end - 1. Under a causal mask key j is seen if
 // j <= row + diagonal, where diagonal is N - M (bottom-right) or 0 (top-left), and larger by what a
@@ -37,10 +35,4 @@ __device__ __forceinline__ bool sees_key(int row, int key, int N, int causal_off
 __device__ __forceinline__ int hidden_in_tile(int hidden, int first_key) {
   if constexpr (windowed) return max(0, hidden - first_key);
   return 0;
-}
-
-// The last tile of `size` keys that a row with so many visible keys takes part in. Tile 0 always
-// counts, so that a row which sees nothing is still written once.
-__device__ __forceinline__ int last_tile(int visible, int size) {
-  return max(cdiv(visible, size), 1) - 1;
 }

@@ -15,6 +15,8 @@
 //   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 #include <cuda_fp16.h>
 
+constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
+
 template <class T>
 constexpr bool is_half = false;
 template <>

@@ -125,11 +125,10 @@ __device__ __forceinline__ bool has_nonfinite(operand (&V)[height][columns]) {
 }
 
 // Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
-template <int height, int columns>
+template <int depth, int height, int columns>
 __device__ void apply_sign(operand (&Q)[height][columns], float scale) {
-  constexpr int depth = cdiv(d, step) * step;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Br * depth; i += threads) {
+  for (int i = threadIdx.x; i < height * depth; i += threads) {
     operand& q = at(Q, i / depth, i % depth / in_chunk)[i % in_chunk];
     q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
   }
@@ -137,15 +136,17 @@ __device__ void apply_sign(operand (&Q)[height][columns], float scale) {
 
 // O += P V where V holds infinities or NaN, from scores: a masked key has weight 0, but 0 * NaN is
 // NaN, so each row takes the keys that it sees alone.
-__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragments<Bc>& P,
-                                                 Fragments<width>& O, Rows& rows, int first_key,
+template <int Bc, int width, int m, int n, int cols, int pack_gqa>
+__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], float (&P)[m][n][4],
+                                                 float (&O)[m][cols][4],
+                                                 Rows<m * step, pack_gqa>& rows, int first_key,
                                                  int lane) {
   exponentiate(P, rows);
 #pragma unroll 1
   for (int key = 0; key < Bc; ++key) {
-    float weights[2 * (Wr / step)];
+    float weights[2 * (m)];
 #pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
+    for (int i = 0; i < 2 * (m); ++i) {
       unsigned mine = 0;
 #pragma unroll
       for (int c = 0; c < Bc / 4; ++c) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], Fragme
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
 #pragma unroll
-      for (int i = 0; i < 2 * (Wr / step); ++i) {
+      for (int i = 0; i < 2 * (m); ++i) {
         float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
         if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
       }
