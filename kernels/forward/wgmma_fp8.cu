@@ -205,8 +205,7 @@ __device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O,
       const float value = float(V.row(work.batch, kv_head, key)[col]);
       if (fabs(value) < infinity) continue;
       for (int row = first; row < min(first + step, M); ++row) {
-        if (!sees_key(row, key, rows.extent.N, rows.extent.causal_offset, rows.window_offset))
-          continue;
+        if (!rows.extent.sees(row, key)) continue;
         scalar& o = O.row(work.batch, work.head, row)[col];
         o = scalar(float(o) + value);
       }

@@ -46,7 +46,6 @@ TODO = {
     "backward/wgmma_columns_wide": "its headers are too long",
     "backward/wgmma_two_pass_columns": "its headers are too long",
     "backward/wgmma_two_pass_columns_wide": "its headers are too long",
-    "backward/wgmma_two_pass_rows": "its headers are too long",
     "forward/mma_async": "its headers are too long",
     "forward/mma_slices": "its headers are too long",
     "forward/mma_split_kv": "its headers are too long",

@@ -3,6 +3,7 @@
 // of a tile is summed in memory by two warpgroups.
 
 #include <tile/math.cuh>
+#include <ptx/mma.cuh>
 #include <ptx/tma.cuh>
 
 constexpr int consumers = 2;        // warpgroups that own 64 keys each, or share them
