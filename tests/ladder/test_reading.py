@@ -57,7 +57,6 @@ TODO = {
     "forward/wgmma_overlap": "its headers are too long",
     "forward/wgmma_persistent": "its headers are too long",
     "forward/wgmma_slices": "its headers are too long",
-    ("forward/minimal", "forward/fa2"): "the step is too long",
     ("forward/mma_swizzled", "forward/mma_async"): "the step is too long",
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): "the step is too long",
     ("backward/columns", "backward/mma_columns"): "the step is too long",
