@@ -54,7 +54,7 @@ def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
         for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = A[threadIdx.x * 8 + i];
         __syncwarp();
         unsigned r[4];
-        ldmatrix{"_transposed" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
+        ldmatrix{"_trans" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
         for (int i = 0; i < 4; ++i) B[i * 32 + threadIdx.x] = r[i];
     """
     run(body, tile, got, head=MMA)

@@ -16,6 +16,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
+
 template <class T>
 constexpr bool is_half = false;
 template <>
