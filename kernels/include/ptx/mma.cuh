@@ -14,7 +14,6 @@
 //   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
 //   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 #include <cuda_fp16.h>
-
 constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
 
 template <class T>
