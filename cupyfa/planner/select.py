@@ -6,7 +6,7 @@ Nothing here needs a GPU or a compiler.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -147,55 +147,98 @@ def folder_of(kernel: Kernel) -> str | None:
 def _fastest(
     operation: str, problem: Problem, limits: Limits, ladder: Mapping[str, Kernel] | None = None
 ) -> Kernel:
-    """The kernel that was measured fastest among those that can do the problem on the device.
+    """The kernel for a problem that nobody chose one for.
 
-    Measured here, or else on an H100: such speeds are scaled by what this device made of those
-    that were measured on both. Of kernels that are alike it is the ladder's last. Of a precision
-    that was not measured it is the one that was measured fastest for inputs of that dtype, or else
-    the ladder's last. Of a dtype in which nothing was measured it is the last whose results are the
-    same in every run. Before all of these comes one that was made for such problems.
+    That is one that was made for such problems; else the one that was measured fastest; else, if
+    none of those measured can do the problem, one by what is known of it. The facts of the records
+    decide, and a plan is made only of what they leave: one or two for almost every problem.
     """
     problem = _accurate(problem)
-    arithmetic = problem.arithmetic
-    kernels = (LADDER[operation] if ladder is None else ladder).values()
-    if special := [k for k in kernels if _is_made_for(k, problem, limits)]:
-        return special[-1]
+    kernels = list((LADDER[operation] if ladder is None else ladder).values())
     general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
-    measured = [k for k in general if arithmetic in k.tflops]
-    able = [k for k in measured if can(k, problem, limits)]
-    if not able:
-        others = [k for k in general if can(k, problem, limits)]
-        if others and arithmetic != problem.dtype.name and any(k.tflops for k in general):
-            return max(reversed(others), key=lambda k: _speed_of_operands(k, problem))
-        if others and not measured:
-            return ([k for k in others if not k.unordered] or others)[-1]
-        names = ", ".join(k.name for k in others)
-        remedy = f"name one that can: {names}" if others else "no other kernel can"
-        if not others and arithmetic != problem.dtype.name:
-            another = ", or give another" if problem.dtype.name == "float32" else ""
-            remedy += f"; leave precision={problem.precision!r} out{another}"
-        raise Unsupported(
-            f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
-        )
-    recorded = {kernel.name: kernel.tflops[arithmetic] for kernel in measured}
-    here = {name: _measured_here(name, problem, limits) for name in recorded}
-    both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
-    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
-    scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
-    speeds = {k.name: _nearest(scaled[k.name] | here[k.name], problem.d) for k in able}
-    return [k for k in able if speeds[k.name] >= _ALIKE * max(speeds.values())][-1]
+    special = (k for k in reversed(kernels) if _is_made_for(k, problem, limits))
+    chosen = next(special, None)
+    chosen = chosen or _fastest_measured(general, problem, limits)
+    chosen = chosen or _best_unmeasured(general, problem, limits)
+    if chosen is None:
+        raise _no_measured_kernel(general, problem, limits)
+    return chosen
 
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """Whether the kernel was made for such problems, can do this one here, and was measured."""
     if kernel.made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
         return False
+    if _lack(kernel, problem, limits):
+        return False
+
+    def asked(p: Problem, constants: Mapping[str, int]) -> bool:
+        c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+        assert kernel.made_for is not None
+        return bool(evaluated(kernel, "made_for", kernel.made_for, p, c))
+
+    p = kernel.resolved(_with_columns(kernel, problem))
+    if not asked(p, next(_constants_to_try(kernel, p, limits))):
+        return False  # nor would it be with the smaller tiles that a plan may have to take
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
         return False
-    c = SimpleNamespace(**its.constants, multiprocessors=limits.multiprocessors)
-    return bool(evaluated(kernel, "made_for", kernel.made_for, its.problem, c))
+    return asked(its.problem, its.constants)
+
+
+def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
+    """The kernel that was measured fastest of those that can do the problem on the device.
+
+    Measured here, or else on an H100: such speeds are scaled by what this device made of those
+    that were measured on both. Of kernels that are equally fast it is the ladder's last.
+    """
+    measured = [k for k in general if problem.arithmetic in k.tflops]
+    recorded = {kernel.name: kernel.tflops[problem.arithmetic] for kernel in measured}
+    here = {name: _measured_here(name, problem, limits) for name in recorded}
+    both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
+    scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
+    speeds = {name: _nearest(scaled[name] | here[name], problem.d) for name in recorded}
+    left = [k for k in measured if not _lack(k, problem, limits)]
+    while left:
+        top = max(left, key=lambda k: speeds[k.name])
+        alike = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]]
+        tried = [top, alike[-1]] if alike[-1] is not top else [top]
+        refused = [k for k in tried if not can(k, problem, limits)]
+        if not refused:
+            return alike[-1]
+        left = [k for k in left if k not in refused]
+    return None
+
+
+def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
+    """A kernel where none that was measured can do the problem.
+
+    Of a precision it is the one that was measured fastest for inputs of that dtype, or else the
+    ladder's last. Of a dtype in which nothing was measured it is the last whose results are the
+    same in every run.
+    """
+    rounded = problem.arithmetic != problem.dtype.name
+    last_first = [k for k in reversed(general) if not _lack(k, problem, limits)]
+    if rounded and any(k.tflops for k in general):
+        last_first.sort(key=lambda k: -_speed_of_operands(k, problem))
+    elif any(problem.arithmetic in k.tflops for k in general):
+        return None
+    else:
+        last_first.sort(key=lambda k: bool(k.unordered))
+    return next((k for k in last_first if can(k, problem, limits)), None)
+
+
+def _no_measured_kernel(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Unsupported:
+    others = [k.name for k in general if can(k, problem, limits)]
+    remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
+    if not others and problem.arithmetic != problem.dtype.name:
+        another = ", or give another" if problem.dtype.name == "float32" else ""
+        remedy += f"; leave precision={problem.precision!r} out{another}"
+    return Unsupported(
+        f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
+    )
 
 
 def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
@@ -254,7 +297,8 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     """The plan with the constants tuned for the problem, or the first of the kernel's tiles that
     fits; the last one's refusal if none does.
     """
-    _check_able(kernel, problem, limits)
+    if reason := _lack(kernel, problem, limits):
+        raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
     problem = kernel.resolved(problem)
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
@@ -285,8 +329,17 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
     return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
 
 
-def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
-    """Refuses what the kernel cannot do, or the machine lacks, whatever the constants."""
+def _constants_to_try(
+    kernel: Kernel, problem: Problem, limits: Limits
+) -> Iterator[Mapping[str, int]]:
+    """Those that were tuned for the problem, then the kernel's tiles."""
+    yield from _tuned_for(kernel, problem, limits)
+    yield from kernel.tiles_for(problem, limits.arch, limits.multiprocessors)
+
+
+def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """What the kernel cannot do, or the machine lacks, whatever the constants; None if nothing."""
+    problem = _with_columns(kernel, problem)
     needed = {
         "causal": problem.right is not None,
         "window": problem.left is not None,
@@ -295,27 +348,23 @@ def _check_able(kernel: Kernel, problem: Problem, limits: Limits) -> None:
     }
     lacking = [name for name in needed if needed[name] and name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
-    arch = kernel.arch_for(problem.dtype.name)
-    can_do = kernel.precisions_of(problem.dtype.name)
+    own = problem.dtype.name
+    arch = kernel.arch_for(own)
+    can_do = kernel.precisions_of(own)
     here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
-    if not kernel.takes(problem.dtype.name):
-        reason = f"its dtypes are {', '.join(kernel.dtypes)}"
-    elif problem.precision and problem.precision not in can_do:
-        own = problem.dtype.name
-        reason = f"it computes {own} in {' or '.join(can_do or (own,))}"
-    elif lacking:
-        reason = f"it lacks {', '.join(lacking)}"
-    elif kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
-        reason = f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
-    elif not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
-        reason = f"it needs sm_{arch} for {problem.dtype.name}, {here} is sm_{limits.arch}"
-    elif kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
-        reason = f"its head dimensions end at {kernel.largest_d}"
-    elif matmuls and limits.no_matmul:
-        reason = limits.no_matmul
-    else:
-        return
-    raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+    if not kernel.takes(own):
+        return f"its dtypes are {', '.join(kernel.dtypes)}"
+    if problem.precision and problem.precision not in can_do:
+        return f"it computes {own} in {' or '.join(can_do or (own,))}"
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
+        return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
+    if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
+        return f"it needs sm_{arch} for {own}, {here} is sm_{limits.arch}"
+    if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
+        return f"its head dimensions end at {kernel.largest_d}"
+    return limits.no_matmul if matmuls else None
 
 
 def _check_arrays(kernel: Kernel) -> None:

@@ -1,5 +1,7 @@
 """Plans are integers: what the records compute, and how they refuse."""
 
+import contextlib
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, TileChoice, Unsupported
+from cupyfa.analysis.resources import limits_of
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
@@ -179,6 +182,32 @@ def test_auto_goes_by_the_nearest_head_dimension_that_was_measured():
         return planning.select("auto", "forward", Problem.of_sizes(M=64, d=d), H100).name
 
     assert chosen(1) == chosen(64) and chosen(1000) == chosen(1024) and chosen(140) == chosen(128)
+
+
+@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
+@pytest.mark.parametrize("precision", [None, "float16", "tf32"])
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_auto_makes_at_most_three_plans_of_a_call(monkeypatch, operation, precision, arch):
+    """Those made to choose a kernel, and the one of the call."""
+    made = []
+    first_fit = planning._first_fit
+    monkeypatch.setattr(
+        planning, "_first_fit", lambda *args: made.append(args[0].name) or first_fit(*args)
+    )
+    limits, chosen = limits_of(arch), set()
+    for dtype, d, M, heads in itertools.product(
+        ("float32",) if precision else ("float16", "float32"), (1, 64, 200, 512), (1, 2048), (1, 32)
+    ):
+        problem = Problem.of_sizes(
+            M=M, N=4096, d=d, heads=heads, dtype=dtype, precision=precision, causal=True
+        )
+        made.clear()
+        with contextlib.suppress(Unsupported):
+            kernel = planning.select("auto", operation, problem, limits)
+            planning.plan(kernel, problem, limits)
+            chosen.add(kernel.name)
+            assert len(made) <= 3, (problem, made)
+    assert chosen or precision
 
 
 def test_auto_never_rounds_coarser_than_the_dtype():
