@@ -1,11 +1,11 @@
 """Grids: the lists of cases that a kernel is checked on, by name.
 
-The sizes of ``fa2`` and ``fa3`` are those of Dao-AILab/flash-attention's tests at commit
-0251105a2fb1: tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py.
-Left out are the axes that no kernel here has: dropout, softcap, ALiBi, sinks, packed sequences of
-several lengths, paged or appended caches, rotary embedding and fp8. Axes are crossed as there, but
-where sequences are long or have a window, dtype, shared keys and layout take turns instead, and
-of long ones there are fewer batches and heads.
+``fa2`` and ``fa3`` have the sizes of Dao-AILab/flash-attention's tests at commit 0251105a2fb1:
+tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py. Axes that no
+kernel here has are left out: dropout, softcap, ALiBi, sinks, packed sequences of several lengths,
+paged or appended caches, rotary embedding and fp8. Axes are crossed as in those tests, with two
+exceptions: where sequences are long or have a window, one random combination of dtype, shared keys
+and layout is taken, and long sequences have fewer batch elements.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cupyfa.verify.case import LAYOUTS, VALUES, Case
 
 GRIDS = {
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
-    "edges": "sizes of 0 and 1, odd and large ones, windows, every layout, every kind of values",
-    "fa2": "what the tests of FlashAttention 2 run, then the edges",
-    "fa3": "what the tests of FlashAttention 3 and 4 run, then the edges",
+    "edges": "sizes of 0 and 1, odd and large sizes, windows, every layout, every kind of values",
+    "fa2": "the sizes of FlashAttention 2's tests, then the edges",
+    "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
     "fuzz": "random cases",
 }
-FUZZ_SAMPLES = 200  # unless told otherwise
+FUZZ_SAMPLES = 200  # by default
 
 Axes = Mapping[str, Sequence[Any]]
 Choice = Mapping[str, Any]  # a value for each axis
@@ -53,9 +53,9 @@ def cases(
 ) -> list[Case]:
     """The cases of one of GRIDS for an operation.
 
-    dtypes: in place of the grid's own. samples: how many to draw, all by default (of ``fuzz``
-    FUZZ_SAMPLES); they are drawn so that as many pairs of values as possible meet. seed: of what
-    is drawn, and of the inputs. Raises ValueError for an unknown grid.
+    dtypes: in place of the grid's own. samples: how many cases to draw, by default all
+    (FUZZ_SAMPLES of ``fuzz``); the sample has as many pairs of values as possible. seed: of the
+    sample and of the inputs. Raises ValueError for an unknown grid.
     """
     if grid not in GRIDS:
         raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(GRIDS)}")
@@ -69,10 +69,10 @@ def cases(
 
 
 def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY) -> Case:
-    """Sample i of a seed, whatever the other samples are.
+    """Sample i of a seed; it does not depend on the other samples.
 
-    Four samples in 64 share what is compiled into a kernel, dtype, d, dv and mask, 16 samples
-    apart: compiling takes longer than running.
+    Of each 64 samples, those that are 16 apart have the same dtype, d, dv and mask, which are
+    compiled into a kernel: compiling takes longer than running.
     """
     compiled = random.Random(f"{seed} {i // 64} {i % 16} compiled")
     pick = random.Random(f"{seed} {i}")
@@ -101,164 +101,103 @@ def _swapped(lengths: Lengths) -> Lengths:
     return (*lengths, *((N, M) for M, N in lengths))
 
 
-SMOKE: Axes = {
-    "batch": (1,),
-    "heads": (6,),
-    "kv_heads": (6, 2, 1),
-    "lengths": ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339)),
-    "d": (32, 59, 64, 111, 128, 256),
-    "causal": _MASKS,
-}
+def _axes(
+    batch: int,
+    heads: int,
+    lengths: Lengths,
+    d: Sequence[Any] = _HEAD_DIMS,
+    kv_heads: Sequence[int] = (),
+    *,
+    causal: Sequence[str | None] = _MASKS,
+    local: Sequence[str] = _LOCAL,
+    layout: Sequence[str] = ("bshd",),
+) -> Axes:
+    """The axes of one test; without kv_heads every head has keys of its own."""
+    axes = {"batch": (batch,), "heads": (heads,), "kv_heads": kv_heads, "lengths": lengths}
+    axes |= {"d": d, "causal": causal, "local": local, "layout": layout}
+    return {name: values for name, values in axes.items() if values}
+
+
+SMOKE = _axes(
+    1,
+    6,
+    ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339)),
+    (32, 59, 64, 111, 128, 256),
+    (6, 2, 1),
+    local=(),
+    layout=(),
+)
 FA2: Mapping[str, Axes] = {
-    "test_flash_attn_output": {
-        "batch": (4,),
-        "heads": (6,),
-        "kv_heads": (6, 1, 2),
-        "lengths": (
+    "test_flash_attn_output": _axes(
+        4,
+        6,
+        (
             *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
             *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
         ),
-        "d": tuple(d for d in _HEAD_DIMS if d != 80),
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd", "packed"),
-    },
-    "test_flash_attn_qkvpacked": {
-        "batch": (4,),
-        "heads": (9,),
-        "lengths": _square(97, 128, 200, 384, 768, 1024, 1025, 2048),
-        "d": _HEAD_DIMS,
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("packed",),
-    },
-    "test_flash_attn_causal": {
-        "batch": (8,),
-        "heads": (9,),
-        "lengths": _swapped(_CAUSAL),
-        "d": _HEAD_DIMS,
-        "causal": ("bottom-right",),
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
-    "test_flash_attn_splitkv": {
-        "batch": (1,),
-        "heads": (12,),
-        "lengths": _swapped((*_FEW_QUERIES, (128, 128), (256, 256))),
-        "d": _HEAD_DIMS,
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
-    "test_flash_attn_splitkv, longest": {
-        "batch": (1,),
-        "heads": (2,),
-        "lengths": _swapped(((16, 100000),)),
-        "d": _HEAD_DIMS,
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
-    "test_flash_attn_kvcache": {
-        "batch": (2,),
-        "heads": (6,),
-        "kv_heads": (6, 1, 3),
-        "lengths": (
-            *_FEW_QUERIES,
-            *((1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128)),
-        ),
-        "d": (32, 59, 64, 80, 128, 256),
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
-    "test_flash_attn_race_condition": {
-        "batch": (60,),
-        "heads": (4,),
-        "lengths": (
+        [d for d in _HEAD_DIMS if d != 80],
+        (6, 1, 2),
+        layout=("bshd", "packed"),
+    ),
+    "test_flash_attn_qkvpacked": _axes(
+        4, 9, _square(97, 128, 200, 384, 768, 1024, 1025, 2048), layout=("packed",)
+    ),
+    "test_flash_attn_causal": _axes(8, 9, _swapped(_CAUSAL), causal=("bottom-right",)),
+    "test_flash_attn_splitkv": _axes(1, 12, _swapped((*_FEW_QUERIES, (128, 128), (256, 256)))),
+    "test_flash_attn_splitkv, longest": _axes(1, 2, _swapped(((16, 100000),))),
+    "test_flash_attn_kvcache": _axes(
+        2,
+        6,
+        (*_FEW_QUERIES, (1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128)),
+        (32, 59, 64, 80, 128, 256),
+        (6, 1, 3),
+    ),
+    "test_flash_attn_race_condition": _axes(
+        60,
+        4,
+        (
             *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
             *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
         ),
-        "d": _HEAD_DIMS,
-        "causal": _MASKS,
-        "layout": ("bshd",),
-    },
-    "test_flash_attn_deterministic": {
-        "batch": (4,),
-        "heads": (9,),
-        "lengths": _swapped(_CAUSAL),
-        "d": _HEAD_DIMS,
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
+        local=(),
+    ),
+    "test_flash_attn_deterministic": _axes(4, 9, _swapped(_CAUSAL)),
 }
-# Batch is 9, and 2 for more than 2048 keys.
-_FA3_OUTPUT = {
-    "heads": (6,),
-    "d": (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512)),
-    "causal": _MASKS,
-    "local": _SIDES,
-    "layout": ("bshd",),
-}
+_FA3_DIMS = (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512))
 FA3: Mapping[str, Axes] = {
-    "hopper test_flash_attn_output": {
-        **_FA3_OUTPUT,
-        "batch": (9,),
-        "kv_heads": (6, 2, 1),
-        "lengths": (
+    "hopper test_flash_attn_output": _axes(
+        9,
+        6,
+        (
             *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
             *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
             *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
         ),
-    },
-    "cute test_flash_attn_output": {
-        **_FA3_OUTPUT,
-        "batch": (9,),
-        "kv_heads": (6, 3, 1),
-        "lengths": ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048)),
-    },
-    "both, long": {
-        **_FA3_OUTPUT,
-        "batch": (2,),
-        "kv_heads": (6, 3, 2, 1),
-        "lengths": _square(4096, 4224),
-    },
-    "cute test_flash_attn_small_head_dim": {
-        "batch": (2,),
-        "heads": (2,),
-        "lengths": _square(128, 2048),
-        "d": (8, 16, 32),
-        "causal": _MASKS,
-        "layout": ("bshd",),
-    },
-    "hopper and cute test_flash_attn_kvcache": {
-        "batch": (5,),
-        "heads": (6,),
-        "kv_heads": (6, 3, 1),
-        "lengths": (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577)),
-        "d": (64, 128),
-        "causal": _MASKS,
-        "local": _LOCAL,
-        "layout": ("bshd",),
-    },
-    "hopper test_flash_attn_cluster": {
-        "batch": (2,),
-        "heads": (16,),
-        "kv_heads": (4,),
-        "lengths": ((64, 8192),),
-        "d": (128,),
-        "causal": _MASKS,
-        "layout": ("bshd",),
-    },
-    "cute test_flash_attn_seqlen_k_zero": {
-        "batch": (4,),
-        "heads": (16,),
-        "lengths": ((1, 0), (64, 0), (128, 0), (256, 0)),
-        "d": (128, 192),
-        "causal": _MASKS,
-        "layout": ("bshd",),
-    },
+        _FA3_DIMS,
+        (6, 2, 1),
+        local=_SIDES,
+    ),
+    "cute test_flash_attn_output": _axes(
+        9,
+        6,
+        ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048)),
+        _FA3_DIMS,
+        (6, 3, 1),
+        local=_SIDES,
+    ),
+    "both, long": _axes(2, 6, _square(4096, 4224), _FA3_DIMS, (6, 3, 2, 1), local=_SIDES),
+    "cute test_flash_attn_small_head_dim": _axes(2, 2, _square(128, 2048), (8, 16, 32), local=()),
+    "hopper and cute test_flash_attn_kvcache": _axes(
+        5,
+        6,
+        (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577)),
+        (64, 128),
+        (6, 3, 1),
+    ),
+    "hopper test_flash_attn_cluster": _axes(2, 16, ((64, 8192),), (128,), (4,), local=()),
+    "cute test_flash_attn_seqlen_k_zero": _axes(
+        4, 16, ((1, 0), (64, 0), (128, 0), (256, 0)), (128, 192), local=()
+    ),
 }
 _TAKE_TURNS = ("dtype", "kv_heads", "layout")
 
@@ -301,9 +240,7 @@ def _crossed(axes: Axes) -> Iterator[Choice]:
 
 
 def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
-    """Every combination; of those that differ only in what takes turns, one if they are long or
-    have a window.
-    """
+    """Every combination; with long sequences or a window, a random one of _TAKE_TURNS."""
     turns = {name: axes[name] for name in _TAKE_TURNS if name in axes}
     pick = random.Random(0)
     for chosen in _crossed({name: axes[name] for name in axes if name not in turns}):
@@ -319,7 +256,7 @@ def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
             yield {**chosen, **turn}
 
 
-# What nobody's tests run
+# Edges
 
 _EMPTY = (
     {"batch": 0, "heads": 2, "lengths": (5, 7), "d": 8},
@@ -331,7 +268,7 @@ _EMPTY = (
     {"heads": 2, "lengths": (5, 7), "d": (8, 0)},
     {"heads": 2, "lengths": (5, 7), "d": (0, 0)},
 )
-_MANY = (  # a grid's y and z hold 65,535 blocks
+_MANY = (  # more than the 65,535 blocks of a grid's y and z
     {"batch": 70_000, "lengths": (3, 5), "d": 4},
     {"heads": 70_000, "lengths": (3, 5), "d": 4},
     {"batch": 300, "heads": 300, "kv_heads": 100, "lengths": (3, 5), "d": 4},
@@ -366,17 +303,17 @@ def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     for sizes, dtype in product(_FAR, dtypes):
         yield {**sizes, "causal": "top-left", "dtype": dtype}
     odd = {**_ODD, "dtype": dtypes}
-    yield from _paired(odd, _ODD_CASES, _is_meant)
-    yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_meant)
+    yield from _paired(odd, _ODD_CASES, _is_valid)
+    yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_valid)
 
 
-def _is_meant(chosen: Choice) -> bool:
-    """Whether a case is to be there: key heads divide heads, huge scores are within float16."""
+def _is_valid(chosen: Choice) -> bool:
+    """Whether a case is valid: kv_heads divides heads, huge scores fit in float16."""
     is_huge = chosen["values"] == "huge" and chosen["scale"] not in (None, 0.0)
     return not is_huge and chosen["heads"] % chosen["kv_heads"] == 0
 
 
-# Softmax, whose sizes are its own
+# Softmax
 
 _SOFTMAX_SMOKE: Axes = {"M": (1, 7, 113), "N": (1, 31, 32, 33, 256, 1000, 4096)}
 _SOFTMAX_SPECIAL: tuple[Choice, ...] = (
@@ -411,7 +348,7 @@ def _softmax(
     return Case("softmax", Problem.of_row_sizes(M, N, dtype), seed, values, layout)
 
 
-# At random
+# Random cases
 
 _MOST_WORK = 2**28  # multiply-adds of a case
 _USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
@@ -445,7 +382,7 @@ def _random_attention(
 
 
 def _random_window(pick: random.Random, sides: str, N: int) -> Window:
-    """Limits on these sides, of at most N keys; small ones as often as large ones."""
+    """Limits on these sides of 0 to N keys, uniform in their logarithm."""
 
     def keys(*limited: str) -> int | None:
         return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1 if sides in limited else None
@@ -462,12 +399,12 @@ def _random_softmax(
 
 
 def _random_length(pick: random.Random, most: int) -> int:
-    """Small ones as often as large ones; now and then 0."""
+    """A length up to `most`, uniform in its logarithm; 0 in 2 % of all cases."""
     return 0 if pick.random() < 0.02 else round(math.exp(pick.uniform(0, math.log(most))))
 
 
 def _random_dim(pick: random.Random) -> int:
-    """Mostly small and odd, now and then one that models have, or a large one."""
+    """Mostly small and odd, sometimes one that models use, or a large one."""
     kind = pick.random()
     if kind < 0.6:
         return 2 * pick.randrange(1, 40) - 1
@@ -476,13 +413,13 @@ def _random_dim(pick: random.Random) -> int:
     return round(math.exp(pick.uniform(math.log(80), math.log(1024))))
 
 
-# Choosing some of many
+# Samples with many pairs of values
 
-_TRIED = 30  # of which the best is taken
+_TRIED = 30  # candidates for each choice
 
 
 def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
-    """Some of the cases, in which as many pairs of values as may be meet."""
+    """Some of the cases, chosen for many different pairs of values."""
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
@@ -496,23 +433,23 @@ def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
 
 
 def _paired(
-    axes: Axes, count: int, is_meant: Callable[[Choice], bool] = lambda chosen: True
+    axes: Axes, count: int, is_valid: Callable[[Choice], bool] = lambda chosen: True
 ) -> list[Choice]:
-    """So many choices of a value for each axis, in which as many pairs of values as may be meet."""
+    """`count` random choices of a value for each axis, with many different pairs of values."""
     pick = random.Random(0)
     met, chosen = set[Any](), list[Choice]()
     while len(chosen) < count:
         drawn: list[Choice] = [
             {x: pick.choice(values) for x, values in axes.items()} for _ in range(_TRIED)
         ]
-        best = max(filter(is_meant, drawn), key=lambda one: len(_pairs(one) - met))
+        best = max(filter(is_valid, drawn), key=lambda one: len(_pairs(one) - met))
         chosen.append(best)
         met |= _pairs(best)
     return chosen
 
 
 def _fields(case: Case) -> Choice:
-    """What is chosen in a case."""
+    """The values of a case."""
     return {**vars(case.problem), "values": case.values, "layout": case.layout}
 
 

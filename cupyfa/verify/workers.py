@@ -1,8 +1,8 @@
-"""Where tasks run: in this process, or in processes that may hang or crash without harm.
+"""Runs tasks in this process, or in worker processes that can be ended and replaced.
 
-A kernel that traps leaves its process without a device, one that hangs never gives an answer, and
-one that crashes the simulator ends its process. So a worker process says what it is about to do,
-and where it dies or is silent for too long, the outcome says so and another takes its place.
+A kernel that traps costs its process the device, one that hangs never returns, and one that crashes
+the simulator ends its process. So a worker process reports each step before it begins. If it dies
+or takes too long, that step is the outcome and a new process takes over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
@@ -39,53 +39,40 @@ sys.path[0] = sys.argv[1]
 from cupyfa.verify import workers
 workers.serve(int(sys.argv[2]))
 """
-# There are as many workers as cores. NumPy reads this when it is imported.
+# One worker per core needs one thread each. NumPy reads these when it is imported.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_PATIENCE = 1.0  # seconds for a process to end by itself
+_PATIENCE = 1.0  # seconds that a process has to end after SIGTERM
 
 
 class Stopped(Exception):
     """A worker was stopped before its task was done."""
 
 
-class Worker(Protocol):
-    """What runs tasks, one at a time."""
-
-    def run(self, task: Task) -> list[Outcome]:
-        """The outcomes of a task's kernels."""
-
-    def rest(self) -> None:
-        """Gives back what it holds between tasks."""
-
-    def stop(self) -> None:
-        """Ends it, and what it runs; may be called from any thread."""
-
-
 class Here:
-    """Runs tasks in this process, which a kernel can bring down or keep waiting for ever."""
+    """Runs tasks in this process; a kernel that crashes or hangs does that to this process."""
 
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
         self._is_lost = False
 
     def run(self, task: Task) -> list[Outcome]:
+        """The outcomes of a task's kernels."""
         steps = () if self._is_lost else perform(self._engine, task)
         done = [step for step in steps if isinstance(step, Outcome)]
         self._is_lost |= any(outcome.kind == DEVICE_LOST for outcome in done)
         return done + [Outcome(x, UNSUPPORTED, "the device was lost") for x in _left(task, done)]
 
     def rest(self) -> None:
-        """Holds nothing."""
+        """Does nothing: no resources are held between tasks."""
 
-    def stop(self) -> None:
-        """Has nothing to end."""
+    stop = rest
 
 
 class Process:
     """Runs tasks, whose kernels are given by name, in a process of its own.
 
-    It works on a backend like the one given, with one thread. Where there are several GPUs,
-    processes take them in turn by their number.
+    The process has a backend like the given one, with one thread. Several GPUs are assigned to
+    processes in turn, by their number.
     """
 
     def __init__(self, engine: Backend, number: int = 0) -> None:
@@ -97,6 +84,7 @@ class Process:
         self._is_stopped = False
 
     def run(self, task: Task) -> list[Outcome]:
+        """The outcomes of a task's kernels."""
         done: list[Outcome] = []
         while left := _left(task, done):
             done += self._begun(replace(task, kernels=left))
@@ -105,31 +93,33 @@ class Process:
         return done
 
     def stop(self) -> None:
+        """Ends the process, whatever it runs, for good; any thread may call it."""
         self._is_stopped = True
         self.rest()
 
     def rest(self) -> None:
+        """Ends the process; the next task starts another one."""
         process, self._process = self._process, None
         if process:
             process.end()
 
     def _begun(self, task: Task) -> list[Outcome]:
-        """The outcomes up to that of the kernel that the process did not survive."""
+        """The outcomes up to and including the first kernel that ended or blocked the process."""
         done: list[Outcome] = []
         doing: Doing | None = None
         process = self._started()
         try:
             process.pipe.send(task)
             while process.pipe.poll(task.timeout if doing and doing.runs else None):
-                said = process.told()
-                if said is None:
+                step = process.next_step()
+                if step is None:
                     return done
-                if isinstance(said, Outcome):
-                    done.append(said)
-                doing = said if isinstance(said, Doing) else None
+                if isinstance(step, Outcome):
+                    done.append(step)
+                doing = step if isinstance(step, Doing) else None
             kind, message = NO_ANSWER, f"no answer within {task.timeout:g} s"
         except ConnectionError:
-            kind, message = DIED, process.last_words()
+            kind, message = DIED, process.cause_of_death()
         self.rest()
         self._check_stopped()
         if doing:
@@ -141,11 +131,11 @@ class Process:
             self._process = _Started(self._backend, self._variables)
             self._check_stopped()
             try:
-                self._process.told()
+                self._process.next_step()
             except ConnectionError:
                 self._check_stopped()
-                words = self._process.last_words()
-                raise DeviceError(f"a worker did not start; {words}; try --jobs 0") from None
+                cause = self._process.cause_of_death()
+                raise DeviceError(f"a worker did not start; {cause}; try --jobs 0") from None
         return self._process
 
     def _check_stopped(self) -> None:
@@ -154,8 +144,11 @@ class Process:
             raise Stopped
 
 
+Worker = Here | Process
+
+
 def _one_of(devices: int, number: int) -> dict[str, str]:
-    """A variable by which a process sees one of several GPUs alone."""
+    """The environment variable that lets a process see one of several GPUs."""
     if devices < 2:
         return {}
     name = "CUDA_VISIBLE_DEVICES"
@@ -165,12 +158,12 @@ def _one_of(devices: int, number: int) -> dict[str, str]:
 
 def _left(task: Task, done: Sequence[Outcome]) -> tuple[str, ...]:
     """The names of the kernels of a task without an outcome."""
-    told = {outcome.kernel for outcome in done}
-    return tuple(name for name in map(name_of, task.kernels) if name not in told)
+    have = {outcome.kernel for outcome in done}
+    return tuple(name for name in map(name_of, task.kernels) if name not in have)
 
 
 class _Started:
-    """A process that serves tasks, and what it writes."""
+    """A running worker process, the pipe to it and its output."""
 
     def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
         self.pipe, theirs = Pipe()
@@ -178,29 +171,29 @@ class _Started:
         package = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(package), str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, **variables},
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C goes to this process only
         )
         theirs.close()
-        with suppress(BrokenPipeError):  # if it is dead already, `told` says so
+        with suppress(BrokenPipeError):  # it is dead already; `next_step` raises
             self.pipe.send(backend)
 
-    def told(self) -> Any:
-        """What it says next. Raises ConnectionError if it is dead, and what it raised."""
+    def next_step(self) -> Any:
+        """What it sends next. Raises ConnectionError if it is dead, and any exception it sends."""
         try:
-            said = self.pipe.recv()
+            step = self.pipe.recv()
         except EOFError:
             raise ConnectionResetError from None
-        if isinstance(said, Exception):
-            raise said
-        return said
+        if isinstance(step, Exception):
+            raise step
+        return step
 
     def end(self) -> None:
-        """Ends it, and a compiler that it has begun; if that takes long, it alone and at once."""
+        """Ends it and a compiler that it started; kills it if it does not end in time."""
         self._process.terminate()
         try:
             self._process.wait(_PATIENCE)
@@ -208,8 +201,8 @@ class _Started:
             self._process.kill()
             self._process.wait()
 
-    def last_words(self) -> str:
-        """How it died."""
+    def cause_of_death(self) -> str:
+        """Its signal or exit code, and the last line of its output."""
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
@@ -218,7 +211,7 @@ class _Started:
 
 
 def serve(handle: int) -> None:
-    """What a worker process does: runs the tasks it gets, and tells each step."""
+    """Runs in a worker process: performs the tasks from a pipe and sends every step back."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)
@@ -236,7 +229,7 @@ def serve(handle: int) -> None:
 
 
 def _end_with_parent() -> None:
-    while os.read(0, 1):  # not from sys.stdin, whose lock would be in the way of the end
+    while os.read(0, 1):  # not sys.stdin.read: its lock would block the exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_PATIENCE)
@@ -244,11 +237,11 @@ def _end_with_parent() -> None:
 
 
 def in_parallel(
-    workers: Sequence[Worker], job: Callable[[Worker, Item], Made], items: Sequence[Item]
+    workers: Sequence[Worker], job: Callable[[Any, Item], Made], items: Sequence[Item]
 ) -> Iterator[tuple[Item, Made]]:
-    """Each item with what a job makes of it on one of the workers, in the order they are done.
+    """Each item with the result of job(worker, item), in the order in which jobs finish.
 
-    All workers are stopped if the caller does not wait for the end.
+    A worker has one job at a time. On an error or an early end all workers are stopped.
     """
     if len(workers) == 1:
         yield from ((item, job(workers[0], item)) for item in items)
@@ -271,7 +264,7 @@ def in_parallel(
             yield done.result()
     except BaseException:
         threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:  # at once, and without waiting: an interrupt must not take long
+        for worker in workers:  # in threads of their own: an interrupt must not take long
             threading.Thread(target=worker.stop).start()
         raise
     threads.shutdown()
