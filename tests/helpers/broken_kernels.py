@@ -1,4 +1,4 @@
-"""softmax_safe with a fault that shows on some sizes only: (right, wrong) pieces of its text."""
+"""softmax_safe with faults that some sizes show: pairs of a piece of its text and another."""
 
 from cupyfa.planner import source as sources
 
@@ -14,7 +14,7 @@ mine = replace(right, launches=(replace(right.launches[0], file="mine.cu"),),
 """
 BEGIN = "  OnlineSoftmax softmax;\n"
 END = "  if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();\n"
-WEIGHT = "scalar(softmax.weight("
+WEIGHT = "scalar(softmax.p("
 SHARED = "  __shared__ int first;\n"
 FIRST_TO_COME = """\
   if (threadIdx.x == 0) first = -1;
@@ -25,22 +25,28 @@ FIRST_TO_COME = """\
 """
 
 LAST_COLUMN_DROPPED = (
-    ("kv_end(row, N, ", "kv_end(row, N - (N % 16 == 3), "),
-    ("sees_key(row, col, N, ", "sees_key(row, col, N - (N % 16 == 3), "),
+    ("extent.kv_end(row)", "extent.kv_end(row) - (extent.N % 16 == 3)"),
+    ("extent.sees(row, col)", "col < extent.N - (extent.N % 16 == 3)"),
 )
 BEHIND_THE_LAST_ROW = "blockIdx.x == gridDim.x - 1 && threadIdx.x == 0"
 WRITES_OUTSIDE = (
-    (END, f"{END}  if (M % 8 == 5 && {BEHIND_THE_LAST_ROW}) weights[N] = scalar(1);\n"),
+    (
+        END,
+        f"{END}  if (sizes.M % 8 == 5 && {BEHIND_THE_LAST_ROW}) out[extent.N] = scalar(1);\n",
+    ),
 )
 DOES_NOT_COMPILE = ((BEGIN, BEGIN.replace("Online", "Offline")),)
-# It sleeps rather than keep from the other tests what they need.
+# It sleeps, so that other tests have the CPU.
 HANG = """\
   extern int sleep(unsigned) __asm__("usleep");
-  while (N % 4 == 3) sleep(1000), *const_cast<const volatile scalar*>(scores);
+  while (extent.N % 4 == 3) sleep(1000), *const_cast<const volatile scalar*>(scores);
 """
 HANGS = ((BEGIN, BEGIN + HANG),)
-DIES = ((BEGIN, f"{BEGIN}  if (N % 4 == 3) __builtin_trap();\n"),)
-RACING = "  if (M % 8 == 5) first = threadIdx.x;\n  if (M % 8 == 5 && first < 0) return;\n"
+DIES = ((BEGIN, f"{BEGIN}  if (extent.N % 4 == 3) __builtin_trap();\n"),)
+RACING = """\
+  if (sizes.M % 8 == 5) first = threadIdx.x;
+  if (sizes.M % 8 == 5 && first < 0) return;
+"""
 RACE = ((BEGIN, BEGIN + SHARED + RACING),)
 DEPENDS_ON_THE_ORDER = (
     (BEGIN, BEGIN + SHARED + FIRST_TO_COME),
