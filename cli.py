@@ -22,6 +22,7 @@ from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
+from cupyfa.commands.options import with_flag_values
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -52,6 +53,9 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 class Program(click.Group):
     """Ends with one line on stderr and the exit code that an error stands for."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_flag_values(args))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -27,6 +27,7 @@ from cupyfa.errors import (
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
 from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.tiles import TileChoice, cdiv
+from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.prepared import Bound
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionOptions",
     "Bound",
     "Case",
     "CompilerNotFound",

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cupyfa.dtypes import dtype_named
-from cupyfa.errors import Unsupported
+from cupyfa.errors import Unsupported, described
+from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.options import (
+    OPTIONS,
+    AttentionOptions,
+    Causal,
+    OptionKeywords,
+    Precision,
+    Window,
+)
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem, Window, four_axes
+from cupyfa.problem import Problem, four_axes
 from cupyfa.runtime import arrays as calls
 from cupyfa.runtime import transfer
 from cupyfa.runtime.backend import Backend, overlap
@@ -24,26 +34,79 @@ from cupyfa.runtime.prepared import Bound, Form, Progress, form, rows_of
 from cupyfa.runtime.select import adopt, backend_named, owner
 from cupyfa.runtime.transfer import Transfer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Common(OptionKeywords, total=False):
+        """What ``attention`` and ``attention_backward`` both take, besides the kernel."""
+
+        options: AttentionOptions | None
+        backend: BackendName | Backend
+        layout: Layout
+        tiles: Tiles | None
+        check: bool
+
+    class _Keywords(_Common, total=False):
+        """What ``attention`` takes, besides return_lse, which decides what it returns."""
+
+        kernel: str | Kernel
+        out: Any
+        progress: Progress | None
+
+
+Tiles = Mapping[str, int]
+Layout = Literal["bhsd", "bshd"]
+BackendName = Literal["auto", "cuda", "simulator"]
 _MOST_BOUND = 256  # calls that are remembered, each by its arrays' forms and options
 
 
+Array = np.ndarray[Any, Any]
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **keywords: Unpack[_Keywords]
+) -> Any: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
+) -> tuple[Any, Any]: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool, **keywords: Unpack[_Keywords]
+) -> Any: ...
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    causal: bool | str | None = False,
+    causal: Causal | bool | None = False,
     window: Window | None = None,
     scale: float | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
+    options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
-    backend: str | Backend = "auto",
-    layout: str = "bhsd",
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
     return_lse: bool = False,
     out: Any = None,
     check: bool = False,
     progress: Progress | None = None,
-    **constants: int,
+    **unknown: Any,
 ) -> Any:
     """softmax(q kᵀ · scale) v, row by row and without ever holding all the scores.
 
@@ -58,10 +121,12 @@ def attention(
     ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
     "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
     only another. "float8_e4m3", three bits of mantissa, is for float16 and bfloat16 inputs too.
-    ``kernel`` is a name of ``kernels()``, a Kernel, or "auto";
-    ``backend`` is "cuda", "simulator", "auto" or a Simulator with options of its own. ``constants``
-    fix the kernel's tile sizes, for example ``Br=64, Bc=32``. ``check`` also compares with the
-    float64 reference, among canaries. ``progress(done, total, what)`` is called as pieces of NumPy
+    ``options`` is all of these at once, an AttentionOptions.
+
+    ``kernel`` is a name of ``kernels()``, a Kernel, or "auto"; ``backend`` is "cuda", "simulator",
+    "auto" or a Simulator with settings of its own. ``tiles`` fixes tile sizes of the kernel, for
+    example ``{"Br": 64, "Bc": 32}``. ``check`` also compares with the float64 reference and
+    detects writes outside the results. ``progress(done, total, what)`` is called as chunks of NumPy
     arrays are done.
 
     Returns out [..., heads, M, dv] of the inputs' dtype and kind, in ``out`` if that is given; with
@@ -74,14 +139,16 @@ def attention(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
+    if unknown:
+        raise _unknown("attention", unknown)
     engine = owner(backend, q, k, v)
     if engine is None:
         engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
         forms = form(engine, q), form(engine, k), form(engine, v)
     else:
         forms = engine.form(q), engine.form(k), engine.form(v)
-    options = kernel, causal, window, scale, precision, layout, return_lse
-    bound = _found(engine, (q, k, v), forms, options, constants)
+    asked = precision, causal, window, scale
+    bound = _found(engine, (q, k, v), forms, kernel, asked, options, layout, return_lse, tiles)
     return bound.run(q, k, v, out, check=check, progress=progress)
 
 
@@ -91,25 +158,25 @@ def compile(
     v: Any,
     *,
     dtype: str | None = None,
-    causal: bool | str | None = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    precision: str | None = None,
+    options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
-    backend: str | Backend = "auto",
-    layout: str = "bhsd",
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
     return_lse: bool = False,
-    **constants: int,
+    **keywords: Unpack[OptionKeywords],
 ) -> Bound:
     """``attention`` with all but the arrays decided, its kernels compiled: call it on arrays.
 
     q, k and v are arrays like those to come, or the shapes of contiguous ones of ``dtype`` in the
-    backend's own memory (CuPy's; NumPy's in the simulator). The options are those of ``attention``.
+    backend's own memory (CuPy's; NumPy's in the simulator). The
+    other arguments are those of ``attention``.
 
     Returns what ``bound(q, k, v, out=None)`` calls, in a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides or dtypes, or on another device. Raises what
     ``attention`` would.
     """
+    chosen = _options("compile", options, keywords)
     if {isinstance(x, tuple | list) for x in (q, k, v)} != {dtype is not None}:
         raise TypeError("give q, k and v as arrays, or as three shapes, and with those a dtype")
     if dtype is not None:
@@ -118,11 +185,7 @@ def compile(
         with engine.working_on(None):
             q, k, v = (engine.empty(x, dtype_named(dtype).numpy) for x in shapes)
     engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    return _bind(
-        *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
-        constants,
-        keep=True,
-    )
+    return _bind(engine, (q, k, v), kernel, chosen, layout, return_lse, tiles, keep=True)
 
 
 def attention_backward(
@@ -133,22 +196,21 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    causal: bool | str | None = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    precision: str | None = None,
+    options: AttentionOptions | None = None,
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
-    backend: str | Backend = "auto",
-    layout: str = "bhsd",
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
     grads: Any = None,
     check: bool = False,
-    **constants: int,
+    **keywords: Unpack[OptionKeywords],
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
 
-    q, k, v and the options are what ``attention`` was called with, ``out`` [..., heads, M, dv] and
-    ``lse`` [..., heads, M] what it returned with ``return_lse``; dout is an array like out.
+    q, k, v and the options (causal, window, …) are what ``attention`` was called with, ``out``
+    [..., heads, M, dv] and ``lse`` [..., heads, M] what it returned with ``return_lse``; dout is an
+    array like out.
     ``deterministic`` takes a kernel whose results are the same bits in every run. ``grads`` are
     three arrays to write to, in place of new ones.
 
@@ -160,17 +222,16 @@ def attention_backward(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
+    chosen = _options("attention_backward", options, keywords)
     engine, (dout, q, k, v, out, lse) = adopt(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    problem = Problem.of(
-        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
-    )
+    problem = Problem.of(q, k, v, options=chosen, layout=layout)
     shape = (*q.shape[:-1], problem.dv)
     _check_like("dout", dout, shape, problem.dtype.numpy)
     _check_like("out", out, shape, problem.dtype.numpy)
     _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
     calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
     with engine.working_on(q):
-        parts = _planned(engine, kernel, problem, constants, deterministic=deterministic)
+        parts = _planned(engine, kernel, problem, tiles, deterministic=deterministic)
         view = partial(four_axes, layout=layout)
         named = {"Q": q, "K": k, "V": v, "O": out, "dO": dout}
         inputs = {name: view(array) for name, array in named.items()}
@@ -197,7 +258,7 @@ def attention_vjp(
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
-    **options: Any,
+    **options: Unpack[_Common],
 ) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
     """The attention of q, k and v, and the function that takes its gradient back to them.
 
@@ -229,24 +290,27 @@ def softmax(
     x: Any,
     *,
     kernel: str | Kernel = "auto",
-    backend: str | Backend = "auto",
+    backend: BackendName | Backend = "auto",
+    tiles: Tiles | None = None,
     return_lse: bool = False,
     out: Any = None,
     check: bool = False,
-    **constants: int,
+    **unknown: Any,
 ) -> Any:
     """exp(x) over its sum along the last axis, computed without overflow.
 
-    x [..., N] of float16, bfloat16, float32 or float64; options as for ``attention``. Returns an
+    x [..., N] of float16, bfloat16, float32 or float64; arguments as of ``attention``. Returns an
     array like x; with ``return_lse`` also the natural logarithm of each row's sum of exp(x), [...]
     in float32 (float64 for float64).
 
     Online softmax: Milakov and Gimelshein, 2018, arXiv:1805.02867.
     """
+    if unknown:
+        raise _unknown("softmax", unknown)
     engine, (x,) = adopt(backend, x=x)
     problem = Problem.of_rows(x)
     with engine.working_on(x):
-        plan = _plan(engine, softmax, kernel, problem, constants)
+        plan = _plan(engine, "softmax", kernel, problem, tiles)
         view = partial(_rows_of_scores, problem=problem)
         inputs = {"S": view(x)}
         p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
@@ -258,8 +322,9 @@ def softmax(
 def plan(
     *,
     kernel: str | Kernel = "auto",
-    backend: str | Backend = "auto",
+    backend: BackendName | Backend = "auto",
     limits: Limits | None = None,
+    tiles: Tiles | None = None,
     M: int,
     N: int | None = None,
     d: int,
@@ -268,11 +333,8 @@ def plan(
     heads: int = 1,
     kv_heads: int | None = None,
     dtype: str = "float32",
-    causal: bool | str | None = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    precision: str | None = None,
-    **constants: int,
+    options: AttentionOptions | None = None,
+    **keywords: Unpack[OptionKeywords],
 ) -> Plan:
     """Every number of an attention call of these sizes, without arrays and without launching.
 
@@ -288,18 +350,15 @@ def plan(
         heads=heads,
         kv_heads=kv_heads,
         dtype=dtype,
-        causal=causal,
-        window=window,
-        scale=scale,
-        precision=precision,
+        options=_options("plan", options, keywords),
     )
     limits = limits or backend_named(backend).limits
     record = planning.select(kernel, "forward", problem, limits)
-    return planning.plan(record, problem, limits, **constants)
+    return planning.plan(record, problem, limits, **_given(tiles))
 
 
 def empty_pinned(
-    shape: int | Sequence[int], dtype: Any = "float32", *, backend: str | Backend = "auto"
+    shape: int | Sequence[int], dtype: Any = "float32", *, backend: BackendName | Backend = "auto"
 ) -> np.ndarray:
     """A NumPy array with unspecified elements in pinned memory, which the GPU copies by itself.
 
@@ -352,35 +411,29 @@ def _found(
     engine: Backend,
     arrays: tuple[Any, Any, Any],
     forms: tuple[Form, Form, Form],
-    options: tuple[Any, ...],
-    constants: Mapping[str, int],
+    kernel: str | Kernel,
+    asked: tuple[Any, ...],
+    options: AttentionOptions | None,
+    layout: str,
+    return_lse: bool,
+    tiles: Tiles | None,
 ) -> Bound:
-    """What a call like this one was bound to before; a kernel from outside may have changed."""
-    kernel, causal, window, scale, precision, layout, return_lse = options
+    """What a call like this one was bound to before; a kernel from outside may have changed.
+
+    ``asked`` are the values of OPTIONS in their order. They are told apart by how they are
+    written, for True, 1 and 1.0 are equal and not all allowed.
+    """
     key: Any = (
-        forms,
-        _which(kernel),
-        causal,
-        type(causal),
-        scale,
-        type(scale),
-        window if window is None else repr(window),
-        precision,
-        layout,
-        return_lse,
-        repr(constants) if constants else None,
+        *(forms, _which(kernel), repr(asked), options, layout, return_lse),
+        repr(tiles) if tiles else None,
     )
     try:
         found = engine.bound.get(key)
-    except TypeError:  # an option that is nothing to compare, and will be refused
+    except TypeError:  # an argument that cannot be compared and will be refused
         found, key = None, None
     if found is None:
-        q, k, v = arrays
-        found = _bind(
-            *(engine, q, k, v, kernel, causal, window, scale, precision, layout, return_lse),
-            constants,
-            keep=False,
-        )
+        chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
+        found = _bind(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
         if key is not None and not found.plan.is_from_outside:
             _keep(engine, key, found)
     return found
@@ -388,27 +441,21 @@ def _found(
 
 def _bind(
     engine: Backend,
-    q: Any,
-    k: Any,
-    v: Any,
+    arrays: tuple[Any, Any, Any],
     kernel: str | Kernel,
-    causal: bool | str | None,
-    window: Window | None,
-    scale: float | None,
-    precision: str | None,
+    options: AttentionOptions,
     layout: str,
     return_lse: bool,
-    constants: Mapping[str, int],
+    tiles: Tiles | None,
     *,
     keep: bool,
 ) -> Bound:
     """The call for arrays like these. With ``keep`` everything is compiled, too."""
-    problem = Problem.of(
-        q, k, v, causal=causal, window=window, scale=scale, precision=precision, layout=layout
-    )
+    q, k, v = arrays
+    problem = Problem.of(q, k, v, options=options, layout=layout)
     calls.require_one_device(engine, {"q": q, "k": k, "v": v})
     with engine.working_on(q):
-        plan = _plan(engine, compile if keep else attention, kernel, problem, constants)
+        plan = _plan(engine, "forward", kernel, problem, tiles)
         if keep:
             for launch in plan.programs:
                 engine.prepare(launch)
@@ -417,47 +464,84 @@ def _bind(
 
 def _plan(
     engine: Backend,
-    function: Callable[..., Any],
+    operation: str,
     kernel: str | Kernel,
     problem: Problem,
-    constants: Mapping[str, int],
+    tiles: Tiles | None,
     *,
     deterministic: bool = False,
 ) -> Plan:
-    operations = {attention_backward: "backward", softmax: "softmax"}
-    record = planning.select(
-        kernel,
-        operations.get(function, "forward"),
-        problem,
-        engine.limits,
-        deterministic=deterministic,
-    )
-    known = record.choice.names
-    for name in constants.keys() - set(known):
-        options = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
-        raise ValueError(
-            f"{record.name} has no constant {name!r}; it has "
-            f"{', '.join(known) or 'none'}, and the options of {function.__name__} are "
-            f"{', '.join(x.name for x in options)}"
-        )
-    return planning.plan(record, problem, engine.limits, **constants)
+    record = planning.select(kernel, operation, problem, engine.limits, deterministic=deterministic)
+    return planning.plan(record, problem, engine.limits, **_given(tiles))
+
+
+def _given(tiles: Tiles | None) -> Tiles:
+    """The tile sizes that a caller fixes."""
+    if tiles is None:
+        return {}
+    if not isinstance(tiles, Mapping):
+        raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
+    return tiles
+
+
+def _options(
+    function: str, options: AttentionOptions | None, keywords: Mapping[str, Any]
+) -> AttentionOptions:
+    """The options that a call of a function asks for."""
+    if keywords.keys() - OPTIONS.keys():
+        raise _unknown(function, keywords)
+    return AttentionOptions.of(options, keywords)
+
+
+# What other libraries call it, and what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(("is_causal",), "write causal=True"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "key_padding_mask"),
+        "there are no mask arrays: use causal= or window=",
+    ),
+    **dict.fromkeys(("attn_bias", "bias"), "scores have no bias"),
+    **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout: leave it out"),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
+    "enable_gqa": "leave it out: k and v may have fewer heads than q",
+    "window_size": "write window=(left, right)",
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
+    **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
+}
+
+
+def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
+    """The error for keyword arguments that a function has not; it names what there is."""
+    parameters = signature(globals()[function]).parameters
+    names = [name for name in parameters if name not in ("keywords", "unknown")]
+    names += OPTIONS if "options" in names else []
+    name = next(name for name in given if name not in names)
+    tiles = {tile for record in lookup.kernels() for tile in record.choice.names}
+    close = get_close_matches(name, names, 1)
+    if name in tiles:
+        remedy = f'give tile sizes as tiles={{"{name}": {described(given[name])}}}'
+    elif name in _ELSEWHERE:
+        remedy = _ELSEWHERE[name]
+    elif close:
+        remedy = f"did you mean {close[0]}?"
+    else:
+        remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
+    return TypeError(f"{function}() has no argument {name!r}; {remedy}")
 
 
 def _planned(
     engine: Backend,
     kernel: str | Kernel,
     problem: Problem,
-    constants: Mapping[str, int],
+    tiles: Tiles | None,
     *,
     deterministic: bool,
 ) -> transfer.Parts:
     """The plan for gradients, and what calls like this one have found out of it."""
-    key = engine.device, _which(kernel), problem, bool(deterministic), repr(constants)
+    key = engine.device, _which(kernel), problem, bool(deterministic), repr(tiles)
     found = engine.bound.get(key)
     if found is None:
-        plan = _plan(
-            engine, attention_backward, kernel, problem, constants, deterministic=deterministic
-        )
+        plan = _plan(engine, "backward", kernel, problem, tiles, deterministic=deterministic)
         found = transfer.Parts(plan, engine.limits)
         if not plan.is_from_outside:  # that may have changed by the next call
             _keep(engine, key, found)
@@ -491,10 +575,10 @@ def _three(grads: Any) -> tuple[Any, Any, Any]:
     if grads is None:
         return None, None, None
     if not isinstance(grads, tuple | list) or len(grads) != 3:
-        many = f" of {len(grads)}" if isinstance(grads, tuple | list) else ""
+        many = isinstance(grads, tuple | list)
+        what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
         raise TypeError(
-            f"grads is a {type(grads).__name__}{many}; give the three arrays for dq, dk and dv, "
-            "each None for a new one"
+            f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
         )
     return grads[0], grads[1], grads[2]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
+import reprlib
+
+_FEW = 4  # elements of a sequence that a message shows
+
 
 class Unsupported(NotImplementedError):
     """A valid problem that this kernel or device cannot do; the message names kernels that can.
@@ -60,3 +65,13 @@ class CompilerNotFound(RuntimeError):
 
 class CompileError(RuntimeError):
     """The compiler refused a kernel's text; the message is the compiler's own."""
+
+
+def described(value: object) -> str:
+    """A wrong argument in a message: short values as they are written, others by their type."""
+    if value is None or isinstance(value, str | numbers.Number):
+        return reprlib.repr(value)
+    if isinstance(value, tuple | list) and len(value) <= _FEW:
+        inner = ", ".join(map(described, value))
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return f"of type {type(value).__name__}"

@@ -117,6 +117,7 @@ def score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
     """The arguments of `reference.attention` that describe scores, from row `shift` of Q on."""
     return {
         "scale": p.scale,
+        "options": p.options,
         "causal_offset": None if p.right is None else p.causal_offset + shift,
         "window_offset": None if p.left is None else p.window_offset + shift,
     }

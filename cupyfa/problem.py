@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyfa.dtypes import DType, dtype_named
+from cupyfa.dtypes import DTYPES, DType, dtype_named
+from cupyfa.errors import described
+from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, Window
 
-Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
-NO_WINDOW: Window = (None, None)
-CAUSAL = {False: None, None: None, True: "bottom-right"} | {
-    word: word for word in ("bottom-right", "top-left")
-}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # of any size: the end of the last tile is a number of 32 bits, too
 MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
 LAYOUTS = ("bhsd", "bshd")
-FLOAT8 = "float8_e4m3"
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
 
 
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
-    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M) or "top-left" (j <= i).
-    ``window`` (left, right) lets query i, whose position among the keys is p = i + N - M (i under
-    a "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is the
-    limit on the right, so a window under it has none of its own. Scores are multiplied with
-    ``scale``. ``precision``, one of PRECISIONS, is what float32 inputs may be rounded to, and
-    "float8_e4m3" also what 16-bit ones may; None leaves it to the kernel. ``shift`` is added to
-    every query's position, so that a part of a problem has its rows and keys where they are in the
-    whole. A softmax over rows is a problem without d, ``is_softmax``: its scores are
-    [batch, heads, M, N].
+    ``options`` say what is computed; a ``scale`` that is the default one is None there. ``shift``
+    is added to every query's position, so that a part of a problem has its rows and keys where
+    they are in the whole. A softmax over rows is a problem without d, ``is_softmax``: its scores
+    are [batch, heads, M, N].
     """
 
     batch: int
@@ -47,18 +41,15 @@ class Problem:
     d: int
     dv: int
     dtype: DType
-    causal: str | None = None
-    scale: float = 1.0
-    window: Window = NO_WINDOW
-    precision: str | None = None
+    options: AttentionOptions = PLAIN
     shift: int = 0
     is_softmax: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "M", "N", "d", "dv"):
+        for name in SIZES:
             object.__setattr__(self, name, _size(name, getattr(self, name), MOST))
-        left, right = _window(self.window)
-        object.__setattr__(self, "window", (left, None if self.causal else right))
+        if self.options.scale == _default_scale(self.d):
+            object.__setattr__(self, "options", replace(self.options, scale=None))
         elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
         if elements >= MOST_ELEMENTS:
             raise ValueError(f"an array would have {elements:,} elements; the most are 2**59")
@@ -88,12 +79,13 @@ class Problem:
         heads: int = 1,
         kv_heads: int | None = None,
         dtype: str = "float32",
-        causal: bool | str | None = False,
-        window: Window | None = None,
-        scale: float | None = None,
-        precision: str | None = None,
+        options: AttentionOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
+        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
+
+        Options are given as one value or by their names.
+        """
         return cls(
             batch=batch,
             heads=heads,
@@ -103,10 +95,7 @@ class Problem:
             d=d,
             dv=d if dv is None else dv,
             dtype=dtype_named(dtype),
-            causal=_causal(causal),
-            window=NO_WINDOW if window is None else window,
-            scale=_scale(scale, _size("d", d, MOST)),
-            precision=precision,
+            options=AttentionOptions.of(options, keywords),
         )
 
     @classmethod
@@ -116,11 +105,9 @@ class Problem:
         k: Any,
         v: Any,
         *,
-        causal: bool | str | None = False,
-        window: Window | None = None,
-        scale: float | None = None,
-        precision: str | None = None,
         layout: str = "bhsd",
+        options: AttentionOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem that arrays with these shapes and dtypes pose.
 
@@ -134,11 +121,6 @@ class Problem:
         _same("d, the last axis of q and k,", shapes, d, k_d)
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
-        names = [str(array.dtype) for array in (q, k, v)]
-        if len(set(names)) > 1:
-            raise TypeError(
-                f"dtypes differ: q {names[0]}, k {names[1]}, v {names[2]}; convert them to one"
-            )
         return cls(
             batch=batch,
             heads=heads,
@@ -147,12 +129,40 @@ class Problem:
             N=N,
             d=d,
             dv=dv,
-            dtype=dtype_named(names[0]),
-            causal=_causal(causal),
-            window=NO_WINDOW if window is None else window,
-            scale=_scale(scale, d),
-            precision=precision,
+            dtype=_common_dtype(q=q, k=k, v=v),
+            options=AttentionOptions.of(options, keywords),
         )
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Problem:
+        """The problem that ``record()`` described, also before there were all of today's options.
+
+        Raises TypeError, ValueError or KeyError for anything else.
+        """
+        given = {name: value for name, value in record.items() if name in OPTIONS}
+        if given.get("window") is not None:
+            given["window"] = tuple(given["window"])
+        others = {name: value for name, value in record.items() if name not in OPTIONS}
+        others["dtype"] = dtype_named(record["dtype"])
+        return cls(**others, options=AttentionOptions(**given))
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain values, for a file."""
+        plain = {**vars(self), "dtype": self.dtype.name}
+        del plain["options"]
+        return {**plain, **vars(self.options), "scale": self.scale}
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a result row: sizes, dtype and options; None for what a softmax lacks."""
+        options = self._told.row()
+        if self.is_softmax:
+            options = dict.fromkeys(options)
+        sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
+        return {**sizes, "dtype": self.dtype.name, **options}
+
+    def with_options(self, **changes: Any) -> Problem:
+        """The problem with other values of some options."""
+        return replace(self, options=replace(self.options, **changes))
 
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
@@ -172,21 +182,40 @@ class Problem:
         return self.heads // self.kv_heads if self.kv_heads else 1
 
     @property
+    def scale(self) -> float:
+        """What scores are multiplied with; with d = 0 every score is 0, whatever the scale."""
+        scale = self.options.scale
+        return _default_scale(self.d) if scale is None else scale
+
+    @property
+    def causal(self) -> str | None:
+        """The alignment of the causal mask; None without one."""
+        return self.options.causal
+
+    @property
+    def window(self) -> Window:
+        """The keys to the left and to the right of its position that a query sees."""
+        return self.options.window
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that inputs may be rounded to; None leaves it to the kernel."""
+        return self.options.precision
+
+    @property
     def right(self) -> int | None:
         """How many keys right of its position a query sees; None if all."""
-        return 0 if self.causal else self.window[1]
+        return self.options.right
 
     @property
     def left(self) -> int | None:
         """How many keys left of its position a query sees; None if all."""
-        return self.window[0]
+        return self.options.left
 
     @property
-    def window_text(self) -> str | None:
-        """The window as the command line takes it, 128,0 or 128,-; None if there is none."""
-        if self.window == NO_WINDOW:
-            return None
-        return ",".join("-" if side is None else str(side) for side in self.window)
+    def _told(self) -> AttentionOptions:
+        """The options with the scale that there is."""
+        return replace(self.options, scale=self.scale)
 
     @property
     def is_masked(self) -> bool:
@@ -277,41 +306,11 @@ class Problem:
             f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         )
         d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
-        mask = f" causal={self.causal}" if self.causal else ""
-        mask += f" window={self.window_text}" if self.window_text else ""
-        mask += f" shift={self.shift}" if self.shift else ""
-        dtype = self.dtype.name + (f" precision={self.precision}" if self.precision else "")
+        shift = f" shift={self.shift}" if self.shift else ""
         return (
-            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {dtype}{mask} "
-            f"scale={self.scale:.6g}"
+            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {self.dtype.name}{shift} "
+            f"{self._told}"
         )
-
-
-def window_of_text(text: str) -> Window:
-    """The window that is written LEFT,RIGHT, with - for no limit."""
-    try:
-        left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
-        ) from None
-    return left, right
-
-
-def _window(window: Any) -> Window:
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(
-            f"window={window!r} is no pair; give the keys to the left and to the right of a "
-            "query's position, None for no limit"
-        )
-    for side in window:
-        if isinstance(side, int | np.integer) and side < 0:
-            raise ValueError(
-                f"window={tuple(window)} has a negative number; give 0 or more keys to the left "
-                "and to the right, or no limit: None (- on the command line)"
-            )
-    left, right = (_side(side) for side in window)
-    return left, right
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -319,18 +318,14 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
-        raise ValueError(f"{name} is {value!r}; give a whole number from {least}{to}")
+        raise ValueError(f"{name} is {described(value)}; give a whole number from {least}{to}")
     return int(value)
-
-
-def _side(side: Any) -> int | None:
-    return None if side is None else _size("a window's side", side, 2**31 - 1)
 
 
 def _size(name: str, size: Any, most: int) -> int:
     """A size as Python's own whole number: products of NumPy's would overflow."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(f"{name} is {size!r}; sizes are whole numbers")
+        raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
     if not 0 <= size <= most:
         raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
     return int(size)
@@ -364,39 +359,37 @@ def _same(what: str, shapes: str, *values: Any) -> None:
         raise ValueError(f"{what} must be equal; the shapes are {shapes}")
 
 
+def _common_dtype(**arrays: Any) -> DType:
+    """The dtype that all of some arrays have."""
+    for name, array in arrays.items():
+        dtype = array.dtype
+        if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
+            raise TypeError(
+                f"{name} has dtype {dtype.str}, whose bytes are in the other order; convert it: "
+                f"{name}.astype({dtype.newbyteorder('=').name!r})"
+            )
+        if str(dtype) not in DTYPES:
+            raise TypeError(
+                f"{name} has dtype {dtype}, which is not supported; use one of {', '.join(DTYPES)}"
+            )
+    names = {name: str(array.dtype) for name, array in arrays.items()}
+    if len(set(names.values())) > 1:
+        told = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
+        raise TypeError(f"dtypes differ: {told}; convert them to one")
+    return DTYPES[next(iter(names.values()))]
+
+
 def _check_precision(precision: str | None, dtype: DType) -> None:
-    if precision is None:
-        return
-    if precision not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise ValueError(f"precision {precision!r} is unknown; use one of {known}")
     narrower = dtype.itemsize == 2 and precision == FLOAT8
-    if dtype.name != "float32" and not narrower:
+    if precision is not None and dtype.name != "float32" and not narrower:
         remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
         raise ValueError(
             f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
         )
 
 
-def _causal(causal: bool | str | None) -> str | None:
-    if not isinstance(causal, bool | np.bool_ | str | None) or causal not in CAUSAL:
-        raise ValueError(
-            f"causal={causal!r} is unknown; use False, True (the same as 'bottom-right': query i "
-            "sees keys j <= i + N - M) or 'top-left' (j <= i)"
-        )
-    return CAUSAL[causal]
-
-
-def _scale(scale: float | None, d: int) -> float:
-    """1/sqrt(d) unless given; with d = 0 every score is 0, whatever the scale."""
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | None):
-        raise TypeError(f"scale is {scale!r}; give a number, or None for 1/sqrt(d)")
-    if scale is None:
-        return 1.0 / math.sqrt(d) if d > 0 else 1.0
-    try:
-        return float(scale)
-    except OverflowError:  # a whole number of more than 308 digits
-        return math.inf if scale > 0 else -math.inf
+def _default_scale(d: int) -> float:
+    return 1.0 / math.sqrt(d) if d > 0 else 1.0
 
 
 def four_axes(array: Any, layout: str) -> Any:

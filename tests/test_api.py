@@ -383,7 +383,9 @@ def test_memory_mapped_inputs_and_a_plain_out_are_one_kind(tmp_path):
 def test_an_error_leaves_out_untouched(backend):
     out = np.full((4, 8), 7, np.float32)
     with pytest.raises(cupyfa.Unsupported):
-        cupyfa.attention(*arrays(4, 8), kernel="fa2", Br=1024, Bc=1024, backend=backend, out=out)
+        cupyfa.attention(
+            *arrays(4, 8), kernel="fa2", tiles={"Br": 1024, "Bc": 1024}, backend=backend, out=out
+        )
     assert (out == 7).all()
 
 

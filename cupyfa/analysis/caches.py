@@ -20,10 +20,10 @@ from cupyfa.analysis.resources import problem_to_compile
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import operation_of
+from cupyfa.options import AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import PlannedLaunch
-from cupyfa.problem import Window
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
@@ -134,22 +134,20 @@ def warm(
     ds: Sequence[int],
     *,
     dv: int | None = None,
-    masks: Sequence[bool] = (False,),
-    window: Window | None = None,
-    precision: str | None = None,
+    options: Sequence[AttentionOptions] = (AttentionOptions(),),
     group: int = 1,
     progress: Progress = no_progress,
 ) -> Warmed:
-    """Compiles kernels for all these dtypes, head dimensions and masks, for processes to come.
+    """Compiles kernels for all these dtypes, head dimensions and options, for processes to come.
 
-    A mask is whether it is causal; any window stands for all that have limits on the same sides;
-    precision is that of float32 inputs; group is how many heads share a key head.
+    Any number in an option, as of a window, stands for all others; group is how many heads share a
+    key head.
     A kernel is a record, a name of the ladder, or "auto": then it is what "auto" takes on this
     device. Lengths are not compiled in, but tiles are: those for long sequences, for short ones,
     for few queries and for few heads. Raises Unsupported if nothing of it can be.
     """
-    wanted = list(product(dtypes, ds, masks, _SIZES))
-    launches = _launches(engine, kernels, wanted, dv, window, precision, group)
+    wanted = list(product(dtypes, ds, options, _SIZES))
+    launches = _launches(engine, kernels, wanted, dv, group)
     start, new = time.perf_counter(), 0
     for done, launch in enumerate(launches):
         progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
@@ -162,20 +160,16 @@ def warm(
 def _launches(
     engine: Backend,
     kernels: Sequence[Kernel | str],
-    wanted: Sequence[tuple[str, int, bool, tuple[int, int, int]]],
+    wanted: Sequence[tuple[str, int, AttentionOptions, tuple[int, int, int]]],
     dv: int | None,
-    window: Window | None,
-    precision: str | None,
     group: int,
 ) -> list[PlannedLaunch]:
     """Those that differ in what is compiled, of all combinations that kernel and device can do."""
     found: dict[tuple[str, str], PlannedLaunch] = {}
     refused: Exception = ValueError("there is nothing to compile")
-    for kernel, (dtype, d, causal, sizes) in product(kernels, wanted):
+    for kernel, (dtype, d, options, sizes) in product(kernels, wanted):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(
-            *(operation, dtype, d, dv, causal, window, precision, sizes, group)
-        )
+        problem = problem_to_compile(operation, dtype, d, dv, options, sizes, group)
         try:
             record = planning.select(kernel, operation, problem, engine.limits)
             plan = planning.plan(record, problem, engine.limits)

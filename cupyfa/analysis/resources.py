@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import WITH_THEIR_OWN, Kernel, cdiv
+from cupyfa.options import AttentionOptions
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.planner.select import plan
-from cupyfa.problem import Problem, Window
+from cupyfa.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ def plans(
     dtypes: Sequence[str],
     d: int,
     dv: int | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    precision: str | None = None,
+    options: AttentionOptions | None = None,
 ) -> list[tuple[Plan, str]]:
     """(plan, architecture) of all combinations that the kernels claim, and each text once: 90 and
     90a are one to a kernel for sm_90a.
@@ -117,7 +116,7 @@ def plans(
     refused: Exception | None = None
     for kernel in kernels:
         for dtype in dict.fromkeys(dtypes):
-            problem = problem_to_compile(kernel.operation, dtype, d, dv, causal, window, precision)
+            problem = problem_to_compile(kernel.operation, dtype, d, dv, options)
             found: dict[str, tuple[Plan, str]] = {}
             for arch in arches:
                 try:
@@ -137,9 +136,7 @@ def problem_to_compile(
     dtype: str,
     d: int,
     dv: int | None,
-    causal: bool,
-    window: Window | None = None,
-    precision: str | None = None,
+    options: AttentionOptions | None = None,
     sizes: tuple[int, int, int] = (64, 2048, 2048),
     group: int = 1,
 ) -> Problem:
@@ -158,9 +155,7 @@ def problem_to_compile(
         d=d,
         dv=dv,
         dtype=dtype,
-        causal=causal,
-        window=window,
-        precision=precision,
+        options=options,
     )
 
 

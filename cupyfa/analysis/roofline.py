@@ -30,17 +30,13 @@ from cupyfa.operations import OPERATIONS, visible_scores
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import plan
 from cupyfa.planner.source import headers
-from cupyfa.problem import Problem
+from cupyfa.problem import SIZES, Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
-_SIZES = (
-    *("batch", "heads", "kv_heads", "M", "N", "d", "dv"),
-    *("causal", "window", "scale", "precision"),
-)
 _TENSOR_HEADERS = {"mma.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
@@ -134,15 +130,10 @@ class Roof:
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
-        p = self.problem
         row: dict[str, Any] = {
             "computation": self.computation,
             "device": self.device.name,
-            **{x: getattr(p, x) for x in ("batch", "heads", "kv_heads", "M", "N", "d", "dv")},
-            "dtype": p.dtype.name,
-            "precision": p.precision,
-            "causal": p.causal,
-            "window": p.window_text,
+            **self.problem.row(),
         }
         times = self.times if self.bytes else {}
         return {
@@ -332,7 +323,7 @@ def _with_measurements(
     timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
     if not timed:
         return list(rows)
-    sizes = {x: getattr(p, x) for x in _SIZES}
+    sizes = {x: getattr(p, x) for x in SIZES} | vars(p.options)
     found = bench(
         list(timed.values()), backend=engine, budget=budget, alone=True, dtype=p.dtype.name, **sizes
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cupyfa.analysis.resources import Compiled
 from cupyfa.analysis.roofline import Roof
+from cupyfa.options import OPTIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.report.tables import Row, drop, drop_followers, fields, render, table_of
 
@@ -15,14 +16,12 @@ _SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # in nar
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
     """What the compiler made of one launch."""
+    compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"))
+    row = plan.problem.row()
     return {
         "kernel": plan.kernel.name,
         "entry": compiled.launch.entry,
-        "dtype": plan.problem.dtype.name,
-        "precision": plan.problem.precision,
-        "d": plan.problem.d,
-        "causal": plan.problem.causal,
-        "window": plan.problem.window_text,
+        **{name: row[name] for name in compiled_in},
         "arch": compiled.arch,
         "registers": compiled.registers,
         "spilled_bytes": compiled.spilled_bytes,

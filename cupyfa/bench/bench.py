@@ -337,7 +337,7 @@ def _check_kernel(
     assert kernel is not None
     try:
         plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
-        problem = replace(case.problem, precision=plan.problem.precision)
+        problem = case.problem.with_options(precision=plan.problem.precision)
         entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
         _check_patience(how, entry.row, earlier)
     except (Unsupported, ValueError) as error:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import Unsupported
-from cupyfa.problem import NO_WINDOW, Problem
+from cupyfa.options import NO_WINDOW
+from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
 

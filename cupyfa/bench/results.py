@@ -11,12 +11,10 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.bench import timing
-from cupyfa.dtypes import dtype_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
 BASELINE, BEFORE = "baseline", "rung before"  # what factors are told against, beside peers
-_SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,9 @@ class Measurement:
 
     def row(self) -> dict[str, Any]:
         """The measurement as one row of a table."""
-        p, softmax = self.problem, self.operation == "softmax"
         return {
             "kernel": self.kernel,
-            **{x: None if softmax and x not in "MN" else getattr(p, x) for x in _SIZES},
-            "dtype": p.dtype.name,
-            "precision": p.precision,
-            "causal": p.causal,
-            "window": p.window_text,
-            "scale": None if softmax else p.scale,
+            **self.problem.row(),
             "constants": dict(self.constants),
             "ms": self.time,
             "spread_%": 100 * timing.spread(self.milliseconds) if self.milliseconds else None,
@@ -97,15 +89,13 @@ class Measurement:
 
     def record(self) -> dict[str, Any]:
         """All of it, for a file; ``of_record`` is the way back."""
-        dtype = self.problem.dtype.name
-        return {**asdict(self), "problem": {**asdict(self.problem), "dtype": dtype}}
+        return {**asdict(self), "problem": self.problem.record()}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
         """The measurement of a record."""
         sizes = {**record["problem"], "is_softmax": record["operation"] == "softmax"}
-        problem = Problem(**{**sizes, "dtype": dtype_named(sizes["dtype"])})
-        made = cls(**{**record, "problem": problem})
+        made = cls(**{**record, "problem": Problem.of_record(sizes)})
         made.row()
         return made
 

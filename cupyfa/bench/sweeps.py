@@ -9,7 +9,8 @@ from typing import Any
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.problem import CAUSAL, Problem, window_of_text
+from cupyfa.options import OPTIONS
+from cupyfa.problem import SIZES, Problem
 
 # What is measured, tuned and profiled unless other sizes are given, and predicted in records.
 USUAL: dict[str, dict[str, Any]] = {
@@ -24,12 +25,8 @@ SMALL: dict[str, dict[str, int]] = {
     "softmax": {"M": 64, "N": 256},
 }
 MOST = 10_000  # problems in one go
-AXES = (
-    *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype"),
-    *("causal", "window", "scale", "precision"),
-)
+AXES = (*SIZES, "dtype", *OPTIONS)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
-_WORDS = {str(word).lower(): word for word in CAUSAL}
 _OF_SOFTMAX = ("M", "N", "dtype")
 
 
@@ -52,8 +49,9 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     name = _SHORT.get(name.strip(), name.strip())
     if not equals or not name or not values.strip():
         raise ValueError(f"{text!r} is not NAME=VALUES, for example M=512:4096:*2 or d=64,128")
-    if name == "window":
-        return name, [window_of_text(value) for value in values.split("/")]
+    if name in OPTIONS:
+        option = OPTIONS[name]
+        return name, [option.parse(value.strip()) for value in values.split(option.separator)]
     if ":" in values:
         several = list(islice(_range(values), MOST + 1))
         if len(several) > MOST:
@@ -71,7 +69,7 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
     rows of N. What is left out is USUAL, or with ``small`` what the simulator takes.
     """
     several = {
-        name: value if isinstance(value, list if name == "window" else list | tuple) else [value]
+        name: value if isinstance(value, list if _is_pair(name) else list | tuple) else [value]
         for name, value in sizes.items()
         if value is not None
     }
@@ -111,6 +109,11 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     return Problem.of_sizes(**sizes)
 
 
+def _is_pair(name: str) -> bool:
+    """Whether one value of an option is a tuple."""
+    return name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
+
+
 def _range(text: str) -> Iterator[int]:
     parts: Sequence[str] = [part.strip() for part in text.split(":")]
     step = parts[-1]
@@ -126,17 +129,8 @@ def _range(text: str) -> Iterator[int]:
 
 
 def _value(name: str, text: str) -> Any:
-    if name in ("dtype", "precision"):
+    if name == "dtype":
         return text
-    if name == "causal":
-        if text.lower() not in _WORDS:
-            raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(_WORDS)}")
-        return _WORDS[text.lower()] or False
-    if name == "scale":
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"scale={text!r} is no number") from None
     if not text.isdecimal():
         least = 0 if name in AXES else 1
         raise ValueError(f"{name}={text!r} is no whole number from {least}; give one, as {name}=64")

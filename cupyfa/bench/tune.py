@@ -28,10 +28,12 @@ from cupyfa.errors import (
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.operations import OPERATIONS
+from cupyfa.options import OPTIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
 from cupyfa.planner.plan import Plan, Tuned
+from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, execute, gist
@@ -67,10 +69,10 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """The candidate as one row of a table."""
         row = self.measurement.row()
-        sizes = ("kernel", "batch", "heads", "kv_heads", "M", "N", "d", "dv")
-        kinds = ("dtype", "precision", "causal", "window")
+        sizes = ("kernel", *SIZES, "dtype")
+        options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
         return {
-            **{name: row[name] for name in (*sizes, *kinds)},
+            **{name: row[name] for name in (*sizes, *options)},
             **{"constants": row["constants"], "state": self.state},
             **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
             "x_own": self.factor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -11,19 +12,18 @@ from cupyfa.analysis import caches
 from cupyfa.bench import sweeps
 from cupyfa.commands import UNSUPPORTED
 from cupyfa.commands.options import (
+    attention_options,
     backend_option,
     dtype_choice,
     every_option,
     format_option,
     kernel_names,
     kernels_argument,
-    precision_option,
     progress_bar,
     refuse_foreign,
-    window_option,
 )
 from cupyfa.ladder import lookup as records
-from cupyfa.problem import Window
+from cupyfa.options import AttentionOptions
 from cupyfa.report import tables as report
 from cupyfa.runtime.select import backend_named
 
@@ -92,28 +92,24 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @kernels_argument
 @every_option
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, default=("float32",))
-@precision_option
 @click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--group", type=click.IntRange(1), default=1, help="Heads to a key head.")
-@click.option("--causal", is_flag=True, help="With a causal mask, not without one.")
+@attention_options
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
-@window_option
 @backend_option
 @format_option
 def warm(
     kernels: tuple[str, ...],
     every: bool,
     dtypes: tuple[str, ...],
-    precision: str | None,
     ds: str,
     dv: int | None,
     group: int,
-    causal: bool,
     both: bool,
-    window: Window | None,
     backend: str,
     form: str,
+    **given: Any,
 ) -> None:
     """Compile KERNELs beforehand, so that a program's first call finds them.
 
@@ -125,10 +121,11 @@ def warm(
         for name in kernel_names(kernels, every)
     ]
     operations = {"forward" if isinstance(x, str) else x.operation for x in chosen}
-    refuse_foreign(operations, "ds", "dv", "group", "causal", "both", "window", "precision")
-    if causal and both:
+    refuse_foreign(operations, "ds", "dv", "group", "both", *given)
+    if given["causal"] and both:
         raise ValueError("--causal and --both say different things; leave one out")
-    masks = (False, True) if both else (causal,)
+    chosen_options = AttentionOptions(**{name: x for name, x in given.items() if x is not None})
+    masks = (None, "bottom-right") if both else (chosen_options.causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)
     with progress_bar("compiling") as progress, engine.working_on(None):
@@ -138,9 +135,7 @@ def warm(
             dtypes,
             sizes,
             dv=dv,
-            masks=masks,
-            window=window,
-            precision=precision,
+            options=[replace(chosen_options, causal=mask) for mask in masks],
             group=group,
             progress=progress,
         )

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG
 from cupyfa.commands.options import (
+    attention_options,
     backend_option,
     dtype_choice,
     engine_named,
@@ -18,7 +20,6 @@ from cupyfa.commands.options import (
     format_option,
     kernel_names,
     kernels_argument,
-    precision_option,
     progress_bar,
     reruns_option,
     schedule_option,
@@ -60,7 +61,7 @@ _MESSAGE_LINES = 8
 @click.option(
     "--dtype", "dtypes", multiple=True, type=dtype_choice, help="In place of the grid's own."
 )
-@precision_option
+@attention_options
 @reruns_option
 @click.option(
     "--jobs",
@@ -92,7 +93,6 @@ def check(
     samples: int | None,
     seed: int,
     dtypes: tuple[str, ...],
-    precision: str | None,
     reruns: int,
     jobs: int | None,
     timeout: float,
@@ -100,6 +100,7 @@ def check(
     backend: str,
     schedule: int | None,
     form: str,
+    **options: Any,
 ) -> None:
     """Check kernels against the reference on a grid of cases.
 
@@ -110,7 +111,7 @@ def check(
     """
     engine = engine_named(backend, schedule)
     names = kernel_names(kernels, every)
-    if not precision and "float32" in (dtypes or ("float32",)):
+    if not options["precision"] and "float32" in (dtypes or ("float32",)):
         _say_what_is_rounded(names)
     cores = len(os.sched_getaffinity(0))
     take_time()  # to tell what was found, should a signal come
@@ -122,13 +123,13 @@ def check(
                 samples=samples,
                 seed=seed,
                 dtypes=dtypes or None,
-                precision=precision,
                 backend=engine,
                 reruns=reruns,
                 jobs=min(cores, _MOST_JOBS * engine.devices) if jobs is None else jobs,
                 timeout=timeout,
                 failures=failures,
                 progress=progress,
+                **options,
             )
     except checking.Interrupted as interrupted:
         _show(interrupted.checked, err=True)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from cupyfa.analysis import resources as compiling
 from cupyfa.analysis.tables import compilations, compiled_row
 from cupyfa.commands.options import (
+    attention_options,
     dtype_choice,
     every_option,
     format_option,
     kernel_names,
     kernels_argument,
-    precision_option,
     progress_bar,
     refuse_foreign,
-    window_option,
 )
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import ARCHES
-from cupyfa.problem import Window
+from cupyfa.options import AttentionOptions
 
 
 @click.command("compile")
@@ -34,23 +35,19 @@ from cupyfa.problem import Window
     help="Compute capabilities; those that a kernel does not claim are passed over.",
 )
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, help="[default: all]")
-@precision_option
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
-@click.option("--causal", is_flag=True, help="With a causal mask.")
-@window_option
+@attention_options
 @format_option
 def compile_kernels(
     kernels: tuple[str, ...],
     every: bool,
     arches: str,
     dtypes: tuple[str, ...],
-    precision: str | None,
     d: int,
     dv: int | None,
-    causal: bool,
-    window: Window | None,
     form: str,
+    **given: Any,
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
 
@@ -59,17 +56,16 @@ def compile_kernels(
     is compiled so for 90.
     """
     chosen = [records.record_named(name) for name in kernel_names(kernels, every)]
-    refuse_foreign({x.operation for x in chosen}, "d", "dv", "causal", "window", "precision")
-    asked = dtypes or (("float32",) if precision else tuple(DTYPES))
+    refuse_foreign({x.operation for x in chosen}, "d", "dv", *given)
+    options = AttentionOptions(**{name: x for name, x in given.items() if x is not None})
+    asked = dtypes or (("float32",) if options.precision else tuple(DTYPES))
     plans = compiling.plans(
         chosen,
         [x.strip() for x in arches.split(",")],
         asked,
         d,
         dv,
-        causal,
-        window,
-        precision,
+        options,
     )
     rows = []
     with progress_bar("compiling") as progress:

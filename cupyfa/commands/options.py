@@ -16,7 +16,8 @@ from cupyfa.bench import sweeps, trial
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.problem import PRECISIONS, Problem, Window, window_of_text
+from cupyfa.options import OPTIONS, Option
+from cupyfa.problem import Problem
 from cupyfa.report import tables as report
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import NAMES, backend_named
@@ -27,12 +28,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 size = click.IntRange(0)
 dtype_choice = click.Choice(list(DTYPES))
-precision_option = click.option(
-    "--precision",
-    type=click.Choice(PRECISIONS),
-    help="What float32 inputs may be computed in, and 16-bit ones, if that is float8_e4m3.  "
-    "[default: float32, if the kernel can]",
-)
 format_option = click.option(
     "--format",
     "form",
@@ -67,29 +62,48 @@ kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 DTYPE = "float32, or the first that the kernel can do"
 
 
-class _WindowType(click.ParamType):
-    """LEFT,RIGHT as a pair of numbers of keys; - is no limit."""
+class _Value(click.ParamType):
+    """The value of an option of attention, as its text says it."""
 
-    name = "LEFT,RIGHT"
+    def __init__(self, option: Option) -> None:
+        self.name, self._parse = option.metavar or "TEXT", option.parse
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Window:
-        if isinstance(value, tuple):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
             return value
         try:
-            return window_of_text(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-window_option = click.option(
-    "--window",
-    type=_WindowType(),
-    metavar="LEFT,RIGHT",
-    help="Query i sees so many keys to the left and right of key i + N - M (of key i under a "
-    "top-left mask); - is no limit, as in 128,-.",
-)
+def attention_options(command: Command) -> Command:
+    """The options of attention, each None unless given."""
+    for name, option in reversed(OPTIONS.items()):
+        optional: dict[str, Any] = {"is_flag": False, "flag_value": option.flag}
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            type=click.Choice(option.choices) if option.choices else _Value(option),
+            metavar=option.metavar,
+            help=option.help,
+            **(optional if option.flag else {}),
+        )(command)
+    return command
+
+
+def with_flag_values(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line; an option that stands without its value is given one.
+
+    Else it would take the argument that follows, such as the name of a kernel.
+    """
+    flags = {f"--{name}": x for name, x in OPTIONS.items() if x.flag}
+    following = [*arguments[1:], ""]
+    return [
+        f"{word}={flags[word].flag}"
+        if word in flags and after not in (flags[word].choices or ())
+        else word
+        for word, after in zip(arguments, following)
+    ]
 
 
 def problem_options(command: Command, dtype: str | None = None, usual: str = DTYPE) -> Command:
@@ -106,17 +120,7 @@ def problem_options(command: Command, dtype: str | None = None, usual: str = DTY
             click.option("-d", type=size, help="Head dimension."),
             click.option("--dv", type=size, help="Value dimension.  [default: d]"),
             click.option("--dtype", type=dtype_choice, default=dtype, show_default=dtype or usual),
-            click.option(
-                "--causal",
-                is_flag=False,
-                flag_value="bottom-right",
-                type=click.Choice(["bottom-right", "top-left"]),
-                help="Query i sees keys j <= i + N - M (bottom-right, the default) or j <= i "
-                "(top-left).",
-            ),
-            window_option,
-            click.option("--scale", type=float, help="[default: 1/sqrt(d)]"),
-            precision_option,
+            attention_options,
         )
     ):
         command = option(command)

@@ -12,13 +12,12 @@ from cupyfa.bench import sweeps
 from cupyfa.commands.options import (
     DTYPE,
     Command,
+    attention_options,
     dtype_choice,
-    precision_option,
     refuse_foreign,
     size,
     tile_options,
     tile_sizes,
-    window_option,
 )
 from cupyfa.ladder import lookup as records
 from cupyfa.planner import select as planning
@@ -53,9 +52,7 @@ def view_options(command: Command) -> Command:
 @click.option("-d", type=click.IntRange(1), default=64, show_default=True, help="Head dimension.")
 @click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
 @click.option("--dtype", type=dtype_choice, show_default=DTYPE)
-@precision_option
-@click.option("--causal", is_flag=True, help="With a causal mask.")
-@window_option
+@attention_options
 @tile_options
 def show(
     kernel: str,

@@ -12,13 +12,12 @@ from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import Candidate
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
+    attention_options,
     backend_option,
     dtype_choice,
     format_option,
-    precision_option,
     progress_bar,
     size,
-    window_option,
 )
 from cupyfa.problem import Problem
 from cupyfa.report import tables as report
@@ -34,15 +33,7 @@ from cupyfa.report import tables as report
 @click.option("-d", multiple=True, type=size, help="Head dimension, one or more.  [default: 64]")
 @click.option("--dv", type=size, help="Value dimension.  [default: d]")
 @click.option("--dtype", multiple=True, type=dtype_choice, help="One or more.  [default: float32]")
-@precision_option
-@click.option(
-    "--causal",
-    is_flag=False,
-    flag_value="bottom-right",
-    type=click.Choice(["bottom-right", "top-left"]),
-    help="As for `cupyfa run`.",
-)
-@window_option
+@attention_options
 @click.option(
     "--budget",
     type=click.FloatRange(0),

@@ -10,7 +10,8 @@ from typing import Any
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
 from cupyfa.ladder.softmax import WARP, softmax_launch
 from cupyfa.ladder.tiles import TileChoice, named
-from cupyfa.problem import FLOAT8, MOST, Problem
+from cupyfa.options import FLOAT8
+from cupyfa.problem import MOST, Problem
 
 ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")

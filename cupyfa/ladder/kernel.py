@@ -8,7 +8,7 @@ arithmetic on the problem ``p`` and the constants ``c``. Users write records for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,9 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.rules import Rules, check, is_size
 from cupyfa.ladder.tiles import RULES as TILE_RULES
 from cupyfa.ladder.tiles import Tile, TileChoice, Tiles, cdiv
-from cupyfa.problem import FLOAT8, PRECISIONS, Problem
+from cupyfa.options import FEATURES as OPTION_FEATURES
+from cupyfa.options import FLOAT8, PRECISIONS
+from cupyfa.problem import Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
@@ -25,7 +27,7 @@ Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
-FEATURES = ("causal", "window", "gqa", "strides", "lse", "dv")
+FEATURES = (*OPTION_FEATURES, "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
 MOST_BOX_ROWS = 256
@@ -251,7 +253,7 @@ class Kernel:
             return p
         if p.dtype.name == "float32" and "float32" in self.float32_as:
             return p
-        return replace(p, precision=self.precisions_of(p.dtype.name)[0])
+        return p.with_options(precision=self.precisions_of(p.dtype.name)[0])
 
     def tiles_for(self, p: Problem, arch: str | None, multiprocessors: int) -> tuple[Tile, ...]:
         """The constants to try for a problem on a device, in order of preference."""

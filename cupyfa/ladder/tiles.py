@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupyfa.ladder.rules import Rules, is_size
+from cupyfa.options import PLAIN
 from cupyfa.problem import Problem
 
 Tile = Mapping[str, int]
@@ -15,7 +16,9 @@ TilesByD = Mapping[int, Tiles]  # for head dimensions up to a number
 
 # Names that the text above every kernel's file declares, or that formulas have.
 RESERVED = (
-    *("d", "dv", "causal", "windowed", "threads", "shared_bytes"),
+    *PLAIN.constants,
+    "Mods",
+    *("d", "dv", "threads", "shared_bytes"),
     *("scalar", "operand", "real"),
     *("multiprocessors", "round"),
 )

@@ -27,6 +27,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyfa.options import PLAIN, AttentionOptions
+
 Array = NDArray[Any]
 
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
@@ -35,7 +37,7 @@ _TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which fits in a co
 _TILE_ROWS = 64  # the least rows of a tile of a long sequence: fewer make the products slow
 
 
-def modified_scores(scores: Array) -> tuple[Array, Array | float]:
+def modified_scores(scores: Array, options: AttentionOptions) -> tuple[Array, Array | float]:
     """The scaled scores after the modifications that the options ask for, and their derivatives.
 
     Every path computes its scores here: all precisions, the forward pass and the gradients.
@@ -51,6 +53,7 @@ def attention(
     scale: float,
     causal_offset: int | None = None,
     window_offset: int | None = None,
+    options: AttentionOptions = PLAIN,
     precision: str = "float64",
 ) -> tuple[Array, Array]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
@@ -59,7 +62,8 @@ def attention(
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
     h // (heads // kv_heads). Query i sees keys i + window_offset <= j <= i + causal_offset; None
     is no limit. A causal mask aligned at the bottom right has the causal_offset N - M, one aligned
-    at the top left 0; a window adds to causal_offset and subtracts from window_offset.
+    at the top left 0; a window adds to causal_offset and subtracts from window_offset. Of options,
+    those count that modify scores: scale and masks are given as the numbers that they come to.
 
     With precision "float64" every step is computed in float64. With another name of PRECISIONS the
     inputs and the result of every step are rounded to that precision and sums are accumulated in
@@ -74,7 +78,7 @@ def attention(
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
     flat_out, flat_lse = flat(out), flat(lse)
-    for tile in tiles(q, k, v, scale, causal_offset, window_offset):
+    for tile in tiles(q, k, v, scale, causal_offset, window_offset, options):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
     return out, lse
 
@@ -144,6 +148,7 @@ class Tile:
     v: Array
     masked: Array | None
     scale: float
+    options: AttentionOptions
 
     @property
     def visible_keys(self) -> Array:
@@ -161,6 +166,7 @@ def tiles(
     scale: float,
     causal_offset: int | None = None,
     window_offset: int | None = None,
+    options: AttentionOptions = PLAIN,
 ) -> Iterator[Tile]:
     """Cuts an attention problem into tiles; together they hold every row of q once.
 
@@ -190,6 +196,7 @@ def tiles(
                 v=values[:, seen],
                 masked=masked,
                 scale=scale,
+                options=options,
             )
 
 
@@ -208,7 +215,7 @@ def attend(
     q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
     results = "float32" if precision == "float8_e4m3" else precision
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
-    scores = rounded(modified_scores((q @ k.mT) * scale)[0], results)
+    scores = rounded(modified_scores((q @ k.mT) * scale, tile.options)[0], results)
     if tile.masked is not None:
         np.copyto(scores, -np.inf, where=tile.masked)
     P, lse = _softmax(scores)
@@ -252,7 +259,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array) -> Gradients:
         left_out if tile.masked is None else tile.masked | left_out,
         (*lse.shape, tile.k.shape[1]),
     )
-    scores, derivative = modified_scores((tile.q @ tile.k.mT) * tile.scale)
+    scores, derivative = modified_scores((tile.q @ tile.k.mT) * tile.scale, tile.options)
     P = np.exp(scores - lse[..., None])
     dP_delta = grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)
     dS = P * dP_delta * derivative

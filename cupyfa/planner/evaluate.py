@@ -135,8 +135,7 @@ def _planned(
             },
             "d": problem.d,
             "dv": problem.dv,
-            "causal": problem.right is not None,
-            "windowed": problem.left is not None,
+            **problem.options.constants,
             "threads": threads,
             "shared_bytes": shared_bytes,
         },
@@ -144,6 +143,7 @@ def _planned(
         threads=threads,
         shared_bytes=shared_bytes,
         boxes=_boxes(kernel, launch, problem, c),
+        mods=tuple(problem.options.mods),
         arguments=_arguments(kernel, launch, problem, of_grid),
         target=kernel.target,
     )
@@ -220,12 +220,13 @@ def _values(p: Problem) -> dict[str, Any]:
         "diagonal": p.causal_offset,  # the names that records had for these before
         "lower": p.window_offset,
     }
-    sizes = np.array((p.M, p.N, *ends.values()), SIZES)
+    sizes, mods = np.array((p.M, p.N, *ends.values()), SIZES), p.options.mods
+    layout = np.dtype([(name, p.dtype.sums) for name in mods])
     return {
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
         "sizes": sizes,
-        "mods": _NO_MODS,
+        "mods": np.array(tuple(mods.values()), layout) if mods else _NO_MODS,
     }
 
 

@@ -73,8 +73,9 @@ class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text.
 
     ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
-    are the rows of a box by array, ``arguments`` are those of the kernel, in order. ``target`` is
-    the architecture to compile for, as "90a", if that is not just the device's.
+    are the rows of a box by array, ``arguments`` are those of the kernel, in order, ``mods`` the
+    members of ``struct Mods``. ``target`` is the architecture to compile for, as "90a", if that is
+    not just the device's.
     """
 
     launch: Launch
@@ -87,6 +88,7 @@ class PlannedLaunch:
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)
     arguments: tuple[Argument, ...] = ()
+    mods: tuple[str, ...] = ()
     target: str | None = None
 
     @property

@@ -283,7 +283,7 @@ def _accurate(problem: Problem) -> Problem:
     """The problem for a kernel that nobody named: float32 is rounded only if that is asked for."""
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
-    return replace(problem, precision="float32")
+    return problem.with_options(precision="float32")
 
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
@@ -340,13 +340,12 @@ def _constants_to_try(
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     """What the kernel cannot do, or the machine lacks, whatever the constants; None if nothing."""
     problem = _with_columns(kernel, problem)
-    needed = {
-        "causal": problem.right is not None,
-        "window": problem.left is not None,
-        "gqa": problem.heads != problem.kv_heads,
-        "dv": problem.d != problem.dv,
-    }
-    lacking = [name for name in needed if needed[name] and name not in kernel.features]
+    needed = [
+        *problem.options.features,
+        *(["gqa"] if problem.heads != problem.kv_heads else []),
+        *(["dv"] if problem.d != problem.dv else []),
+    ]
+    lacking = [name for name in needed if name not in kernel.features]
     matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     own = problem.dtype.name
     arch = kernel.arch_for(own)

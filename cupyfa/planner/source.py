@@ -43,7 +43,7 @@ def text(launch: PlannedLaunch) -> str:
             f"using operand = {launch.operand.scalar};",
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items() if name in named),
-            *(["struct Mods {};"] if "Mods" in named else []),
+            *([_mods(launch)] if None in words or "Mods" in named else []),
             f'#line 1 "{name.as_posix()}"',
             file,
             f"// headers: {includes.digest(reached)}",
@@ -92,6 +92,12 @@ def _constant(name: str, value: int | float) -> str:
     if isinstance(value, float):  # in hexadecimal, which is exact
         return f"constexpr float {name} = {value.hex()}f;"
     return f"constexpr int {name} = {value};"
+
+
+def _mods(launch: PlannedLaunch) -> str:
+    """The struct of the numbers that change scores; one without members takes a byte."""
+    members = "".join(f" real {name};" for name in launch.mods)
+    return f"struct Mods {{{members}{' ' if members else ''}}};"
 
 
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def problem_of(rows: Sequence[Measurement]) -> Problem:
 
 
 def _unrounded(problem: Problem) -> Problem:
-    return replace(problem, precision=None)
+    return problem.with_options(precision=None)
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:

@@ -84,15 +84,10 @@ def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
 
 def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
     """A trial as one row of data."""
-    problem, sizes = case.problem, ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+    problem = case.problem.with_options(precision=result.plan.problem.precision)
     return {
         "kernel": result.plan.kernel.name,
-        **{name: getattr(problem, name) for name in sizes},
-        "dtype": problem.dtype.name,
-        "precision": result.plan.problem.precision,
-        "causal": problem.causal,
-        "window": problem.window_text,
-        "scale": problem.scale,
+        **problem.row(),
         "backend": engine.name,
         "device": engine.limits.device,
         "values": case.values,
@@ -124,7 +119,7 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
     """A trial as a person reads it."""
     plan = result.plan
-    problem = replace(case.problem, precision=plan.problem.precision)
+    problem = case.problem.with_options(precision=plan.problem.precision)
     case = replace(case, problem=problem)  # which says what the kernel rounds to
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",

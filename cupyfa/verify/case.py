@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -102,12 +102,7 @@ class Case:
             sizes = ["-B", p.batch, "-H", p.heads, "-M", p.M, "-N", p.N, "-d", p.d]
             sizes += ["--kv-heads", p.kv_heads] if p.kv_heads != p.heads else []
             sizes += ["--dv", p.dv] if p.dv != p.d else []
-            sizes += ["--causal", p.causal] if p.causal else []
-            sizes += [f"--window={p.window_text}"] if p.window_text else []
-            usual = 1.0 / math.sqrt(p.d) if p.d > 0 else 1.0
-            sizes += [f"--scale={p.scale!r}"] if p.scale != usual else []
-        about: list[str | int] = ["--dtype", p.dtype.name]
-        about += ["--precision", p.precision] if p.precision else []
+        about: list[str | int] = [*p.options.command_line(), "--dtype", p.dtype.name]
         about += ["--seed", self.seed]
         about += ["--values", self.values] if self.values != "normal" else []
         about += ["--layout", self.layout] if self.layout != "bhsd" else []
@@ -162,7 +157,7 @@ def _left_by_a_kernel(
     p: Problem, arrays: dict[str, np.ndarray], engine: Backend
 ) -> dict[str, np.ndarray]:
     """O and lse, as the engine's fastest kernel leaves them that rounds nothing more."""
-    p = replace(p, precision="float32" if p.dtype.name == "float32" else None)
+    p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     kernel = select.select("auto", "forward", p, engine.limits)
     plan = select.plan(kernel, p, engine.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}

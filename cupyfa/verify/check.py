@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupyfa.errors import OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
+from cupyfa.options import OptionKeywords
 from cupyfa.planner import select
 from cupyfa.problem import whole
 from cupyfa.runtime import environment
@@ -41,6 +42,9 @@ from cupyfa.verify.failures import (
 from cupyfa.verify.shrink import shrunk
 from cupyfa.verify.tasks import Task, has_name, name_of, perform
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 EXAMINED = 5  # failures of a kernel, the first ones: they are shrunk and written
 MOST_SAMPLES = 100_000  # all are drawn before the first one runs
@@ -135,21 +139,21 @@ def check(
     samples: int | None = None,
     seed: int = 0,
     dtypes: str | Sequence[str] | None = None,
-    precision: str | None = None,
     backend: str | Backend = "auto",
     reruns: int = 0,
     jobs: int = 0,
     timeout: float = 60.0,
     failures: str | Path | None = None,
     progress: Progress = no_progress,
+    **options: Unpack[OptionKeywords],
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
     kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
-    cases, as for ``grids.cases``. precision: of the float32 inputs, which then are the only ones
-    unless dtypes are given. reruns: how often each kernel runs again and must give the
-    same bits. jobs: how many processes work at a time, on the visible GPUs in turn if they are
-    alike; 0 works in this one, the only one that can run records, which cannot be sent. timeout:
+    cases, as for ``grids.cases``. options: of attention, in place of the grid's own; with a
+    precision, inputs are float32 unless dtypes are given. reruns: how often each kernel runs again
+    and must give the same bits. jobs: how many processes work at a time, on the visible GPUs in
+    turn if they are alike; 0 works in this one, the only one that can run records. timeout:
     seconds after which a process is ended whose kernel gives no answer. failures: a folder for the
     files of the first EXAMINED failures of each kernel, which ``replay`` reads; made when there is
     one. Those on ``fuzz`` are made small first. The command that repeats a failure of a record of
@@ -168,12 +172,15 @@ def check(
     seed, jobs, reruns = whole("seed", seed, 0), whole("jobs", jobs, 0), whole("reruns", reruns, 0)
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     engine = backend_named(backend)
-    if precision and not dtypes:
+    given = {name: value for name, value in options.items() if value is not None}
+    if "precision" in given and not dtypes:
         dtypes = ("float32",)
     tasks = [
-        Task(_at(precision, case), named, reruns=reruns, timeout=timeout)
+        Task(case, named, reruns=reruns, timeout=timeout)
         for operation, named in _by_operation(kernels, jobs).items()
-        for case in grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed)
+        for case in _with_options(
+            grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed), given
+        )
     ]
     sheet = _Sheet(tasks, progress)
     workers: list[Worker] = [Process(engine, i) for i in range(jobs)] or [Here(engine)]
@@ -247,9 +254,15 @@ def replay(
     return Replayed(stored, now, engine.limits.device)
 
 
-def _at(precision: str | None, case: Case) -> Case:
-    """The case, in a precision if one is asked for."""
-    return replace(case, problem=replace(case.problem, precision=precision)) if precision else case
+def _with_options(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
+    """The cases with the options that were asked for, each once; a softmax has none."""
+    if not given:
+        return list(cases)
+    changed = (
+        x if x.problem.is_softmax else replace(x, problem=x.problem.with_options(**given))
+        for x in cases
+    )
+    return list(dict.fromkeys(changed))
 
 
 def _by_operation(

@@ -225,10 +225,8 @@ def _known_to_numpy(x: np.ndarray) -> np.ndarray:
 
 
 def _plain_case(case: Case) -> dict[str, Any]:
-    problem = {**vars(case.problem), "dtype": case.problem.dtype.name}
-    return {**vars(case), "problem": problem}
+    return {**vars(case), "problem": case.problem.record()}
 
 
 def _case_of(plain: dict[str, Any]) -> Case:
-    problem = Problem(**{**plain["problem"], "dtype": dtype_named(plain["problem"]["dtype"])})
-    return Case(**{**plain, "problem": problem})
+    return Case(**{**plain, "problem": Problem.of_record(plain["problem"])})

@@ -18,7 +18,8 @@ from itertools import combinations, product
 from typing import Any
 
 from cupyfa.dtypes import DTYPES
-from cupyfa.problem import Problem, Window
+from cupyfa.options import Window
+from cupyfa.problem import Problem
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 
 GRIDS = {
@@ -375,7 +376,7 @@ def _random_attention(
         d=d,
         dv=dv,
         dtype=dtype,
-        causal=causal,
+        causal=causal,  # type: ignore[arg-type]
         scale=None if values == "huge" or pick.random() < 0.75 else other_scale,
         window=_random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N),
     )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from cupyfa.problem import NO_WINDOW, Problem
+from cupyfa.options import OPTIONS
+from cupyfa.problem import Problem
 from cupyfa.verify.case import Case
 
 
@@ -42,50 +43,35 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 def _smaller(p: Problem) -> Iterator[Problem]:
     for batch in _sizes(p.batch):
-        yield _changed(p, batch=batch)
+        yield replace(p, batch=batch)
     for kv_heads in _sizes(p.kv_heads):
-        yield _changed(p, heads=kv_heads * p.group, kv_heads=kv_heads)
+        yield replace(p, heads=kv_heads * p.group, kv_heads=kv_heads)
     for group in _sizes(p.group):
-        yield _changed(p, heads=p.kv_heads * group)
+        yield replace(p, heads=p.kv_heads * group)
     for name in ("M", "N"):
         for size in _sizes(getattr(p, name)):
-            yield _changed(p, **{name: size})
-    if p.causal:
-        yield _changed(p, causal=None)
+            yield replace(p, **{name: size})  # type: ignore[arg-type]
+    for name in p.options.changed:
+        yield p.with_options(**{name: OPTIONS[name].default})
     yield from _smaller_windows(p)
-    if p.scale != _usual_scale(p.d):
-        yield _changed(p, scale=_usual_scale(p.d))
     if p.dv == p.d:
         for d in _sizes(p.d):
-            yield _changed(p, d=d, dv=d)
+            yield replace(p, d=d, dv=d)
         return
     if p.d > 0:
-        yield _changed(p, dv=p.d)
+        yield replace(p, dv=p.d)
     for name in ("d", "dv"):
         for size in _sizes(getattr(p, name)):
-            yield _changed(p, **{name: size})
+            yield replace(p, **{name: size})  # type: ignore[arg-type]
 
 
 def _smaller_windows(p: Problem) -> Iterator[Problem]:
-    """No window, no limit on one side, then smaller ones."""
-    if p.window == NO_WINDOW:
-        return
-    yield _changed(p, window=NO_WINDOW)
-    left, right = p.window
-    if left is not None:
-        yield from (_changed(p, window=(x, right)) for x in (None, 0, *_sizes(left)) if x != left)
-    if right is not None:
-        yield from (_changed(p, window=(left, x)) for x in (None, 0, *_sizes(right)) if x != right)
-
-
-def _changed(p: Problem, **changes: Any) -> Problem:
-    """The problem with other sizes; a scale that is the usual one stays the usual one."""
-    other = replace(p, **changes)
-    return replace(other, scale=_usual_scale(other.d)) if p.scale == _usual_scale(p.d) else other
-
-
-def _usual_scale(d: int) -> float:
-    return Problem.of_sizes(M=1, d=d).scale
+    """No limit on one side of a window, then smaller ones."""
+    for side, size in enumerate(p.window):
+        for smaller in (None, 0, *_sizes(size)) if size is not None else ():
+            if smaller != size:
+                window = [smaller if at == side else x for at, x in enumerate(p.window)]
+                yield p.with_options(window=window)
 
 
 def _sizes(size: int) -> list[int]:

@@ -18,7 +18,7 @@ from cupyfa.bench.sweeps import parsed, problems
         ("H=4,8", ("heads", [4, 8])),
         ("kv-heads=1", ("kv_heads", [1])),
         ("dtype=float16, bfloat16", ("dtype", ["float16", "bfloat16"])),
-        ("causal=none,true,top-left", ("causal", [False, True, "top-left"])),
+        ("causal=none,true,top-left", ("causal", [None, "bottom-right", "top-left"])),
         ("Br=16,32", ("Br", [16, 32])),
         ("scale=-0.5,2", ("scale", [-0.5, 2.0])),
     ],

@@ -115,7 +115,11 @@ def test_any_size_may_be_zero(backend, kernel, empty):
     sizes = {"batch": 2, "heads": 2, "M": 5, "N": 7, "d": 8, "dv": 8, empty: 0}
     q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes, dtype=usual_dtype(kernel)))
     grads = cupyfa.attention_backward(
-        *(dout, q, k, v, out, lse), kernel=kernel, backend=backend, check=True, **tiles_of(kernel)
+        *(dout, q, k, v, out, lse),
+        kernel=kernel,
+        backend=backend,
+        check=True,
+        tiles=tiles_of(kernel),
     )
     for x, grad in zip((q, k, v), grads):
         assert grad.shape == x.shape and np.isfinite(grad).all()

@@ -146,7 +146,8 @@ def test_limits_of_dtypes_and_head_dimensions_are_said():
 def test_a_kernel_is_refused_what_it_does_not_claim():
     launch = Launch("plain", args="Q.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
     plain = Kernel(name="plain", adds="", launches=(launch,), arch="80")
-    problem = Problem.of_sizes(M=8, d=8, heads=4)
+    sizes = {"M": 8, "d": 8, "heads": 4}
+    problem = Problem.of_sizes(**sizes)
     assert "lse" not in planning.plan(plain, problem, H100).outputs
     for change, lacking in (
         ({"causal": "top-left"}, "lacks causal"),
@@ -154,7 +155,7 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
         ({"dv": 4}, "lacks dv"),
     ):
         with pytest.raises(Unsupported, match=lacking):
-            planning.plan(plain, replace(problem, **change), H100)
+            planning.plan(plain, Problem.of_sizes(**{**sizes, **change}), H100)
     with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75"):
         planning.plan(plain, problem, TURING)
 
@@ -218,7 +219,7 @@ def test_auto_never_rounds_coarser_than_the_dtype():
 
 def test_the_public_plan_is_every_number_of_a_launch():
     p = cupyfa.plan(
-        kernel="fa2", limits=H100, batch=2, heads=4, kv_heads=2, M=70, N=45, d=64, Br=16
+        kernel="fa2", limits=H100, batch=2, heads=4, kv_heads=2, M=70, N=45, d=64, tiles={"Br": 16}
     )
     assert p.constants["Br"] == 16
     assert p.launches[0].grid == (5 * 4 * 2, 1, 1)

@@ -37,6 +37,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool windowed = false;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",
+        "struct Mods {};",
         '#line 1 "kernels/forward/fa2.cu"',
     ]
     assert tail.strip().startswith("// headers: ")

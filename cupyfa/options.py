@@ -1,0 +1,305 @@
+"""The options of attention: what it computes, besides shapes and dtypes. One field is one option.
+
+A field of ``AttentionOptions`` with its ``Option`` is all that the layers above need: arguments,
+cache keys, ``Problem.options``, options of the command line, columns of results, the command that
+repeats a failure, the constants above a kernel's text and the members of ``struct Mods``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from cupyfa.errors import described
+
+FLOAT8 = "float8_e4m3"
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
+Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
+Causal = Literal["bottom-right", "top-left"]
+MASKS = ("bottom-right", "top-left")
+Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
+NO_WINDOW: Window = (None, None)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the library has to know of one option.
+
+    help: what it does, for the command line. read: the normal form of what a caller gives; raises
+    TypeError or ValueError. default: the normal form of what nobody gave. parse: the value of a
+    text; ``separator`` parts several values. shown: a value as a result row has it; its text is
+    what the command line takes. choices: the texts it has, if these are few. flag: the text that
+    the option stands for without a value. tried: values besides the default that checks try with
+    everything else. features: what a kernel must have, by name, and for which values. constants:
+    what stands above the text of every kernel. in_mods: whether the value is a number that kernels
+    find in ``struct Mods``; then ``has_NAME`` is among the constants.
+    """
+
+    help: str
+    read: Callable[[Any], Any]
+    default: Any = None
+    parse: Callable[[str], Any] = _same
+    shown: Callable[[Any], Any] = _same
+    separator: str = ","
+    metavar: str | None = None
+    choices: Sequence[str] | None = None
+    flag: str | None = None
+    tried: Sequence[Any] = ()
+    features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    constants: Callable[[AttentionOptions], Mapping[str, bool]] = lambda options: {}
+    in_mods: bool = False
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers."""
+
+    precision: Precision | None
+    causal: Causal | bool | None
+    window: Window | None
+    scale: float | None
+
+
+def _read_precision(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in PRECISIONS):
+        return value
+    raise ValueError(f"precision is {described(value)}; use one of {', '.join(PRECISIONS)}")
+
+
+def _read_causal(value: Any) -> str | None:
+    if value is None or isinstance(value, bool | np.bool_):
+        return MASKS[0] if value else None
+    if isinstance(value, str) and value in MASKS:
+        return value
+    raise ValueError(
+        f"causal is {described(value)}; use False, True (the same as 'bottom-right': query i sees "
+        "keys j <= i + N - M) or 'top-left' (j <= i)"
+    )
+
+
+def _parse_causal(text: str) -> str | None:
+    words: dict[str, str | None] = {"false": None, "none": None, "true": MASKS[0]}
+    words |= {mask: mask for mask in MASKS}
+    if text.lower() not in words:
+        raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(words)}")
+    return words[text.lower()]
+
+
+def _read_window(value: Any) -> Window:
+    if value is None:
+        return NO_WINDOW
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(
+            f"window is {described(value)}; give a pair, the keys to the left and to the right of "
+            "a query's position, None for no limit"
+        )
+    left, right = (_read_side(side) for side in value)
+    return left, right
+
+
+def _read_side(side: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, bool) or not isinstance(side, int | np.integer):
+        raise TypeError(f"a window's side is {described(side)}; sizes are whole numbers")
+    if side < 0:
+        raise ValueError(
+            f"a window's side is {side}, a negative number; give 0 or more keys to the left and to "
+            "the right, or no limit: None (- on the command line)"
+        )
+    if side >= 2**31:
+        raise ValueError(f"a window's side is {side}; sizes are 0 to {2**31 - 1:,}")
+    return int(side)
+
+
+def _parse_window(text: str) -> Window:
+    try:
+        left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
+        ) from None
+    return _read_window((left, right))
+
+
+def _show_window(window: Window) -> str | None:
+    if window == NO_WINDOW:
+        return None
+    return ",".join("-" if side is None else str(side) for side in window)
+
+
+def read_number(name: str, value: Any, default: str) -> float | None:
+    """A real number as a float, or None. Raises TypeError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {described(value)}; give a number, or None for {default}")
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # of Real
+
+
+def parse_number(name: str, text: str) -> float:
+    """The number that a text writes."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number") from None
+
+
+def _field(option: Option) -> Any:
+    return field(default=option.default, metadata={"option": option})
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Everything that changes what attention computes, in its normal form.
+
+    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M; True is the same) or
+    "top-left" (j <= i). ``window`` (left, right) lets query i, whose position among the keys is
+    p = i + N - M (i under a "top-left" mask), see keys p - left <= j <= p + right; None is no
+    limit. A causal mask is the limit on the right, so a window under it has none of its own.
+    Scores are multiplied with ``scale``, by default 1/sqrt(d). ``precision``, one of PRECISIONS, is
+    what float32 inputs may be rounded to, and "float8_e4m3" also what 16-bit inputs may be rounded
+    to; None leaves it to the kernel.
+    """
+
+    precision: str | None = _field(
+        Option(
+            help="What float32 inputs may be computed in, and 16-bit ones, if that is "
+            "float8_e4m3.  [default: float32, if the kernel can]",
+            read=_read_precision,
+            choices=PRECISIONS,
+        ),
+    )
+    causal: str | None = _field(
+        Option(
+            help="Query i sees keys j <= i + N - M (bottom-right, the default) or j <= i "
+            "(top-left).",
+            read=_read_causal,
+            parse=_parse_causal,
+            choices=MASKS,
+            flag=MASKS[0],
+            features={"causal": lambda value: value is not None},
+            constants=lambda options: {"causal": options.right is not None},
+        ),
+    )
+    window: Window = _field(  # noqa: RUF009  # it makes a field
+        Option(
+            default=NO_WINDOW,
+            help="Query i sees so many keys to the left and right of key i + N - M (of key i "
+            "under a top-left mask); - is no limit, as in 128,-.",
+            read=_read_window,
+            parse=_parse_window,
+            shown=_show_window,
+            separator="/",
+            metavar="LEFT,RIGHT",
+            features={
+                "causal": lambda value: value[1] is not None,
+                "window": lambda value: value[0] is not None,
+            },
+            constants=lambda options: {"windowed": options.left is not None},
+        ),
+    )
+    scale: float | None = _field(
+        Option(
+            help="Scores are multiplied with it.  [default: 1/sqrt(d)]",
+            read=lambda value: read_number("scale", value, "1/sqrt(d)"),
+            parse=lambda text: parse_number("scale", text),
+            metavar="FLOAT",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            object.__setattr__(self, name, option.read(getattr(self, name)))
+        if self.causal:
+            object.__setattr__(self, "window", (self.window[0], None))
+
+    @classmethod
+    def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
+        """The options that a caller gives as one value, or by their names.
+
+        Raises TypeError for names that no option has, ValueError for both ways at once.
+        """
+        if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
+            raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
+        made = cls(**keywords)
+        if options is None:
+            return made
+        if not isinstance(options, AttentionOptions):
+            raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
+        if given := ", ".join(made.changed):
+            raise ValueError(f"options is given, and {given} too; give these in options alone")
+        return options
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        values = {name: getattr(self, name) for name in OPTIONS}
+        return {name: x for name, x in values.items() if x != OPTIONS[name].default}
+
+    @property
+    def right(self) -> int | None:
+        """How many keys right of its position a query sees; None if all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def left(self) -> int | None:
+        """How many keys left of its position a query sees; None if all."""
+        return self.window[0]
+
+    @property
+    def features(self) -> list[str]:
+        """What a kernel must have to compute with these options."""
+        needed = (
+            feature
+            for name, option in OPTIONS.items()
+            for feature, needs in option.features.items()
+            if needs(getattr(self, name))
+        )
+        return list(dict.fromkeys(needed))
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """What stands above a kernel's text."""
+        found: dict[str, bool] = {}
+        for name, option in OPTIONS.items():
+            found |= option.constants(self)
+            if option.in_mods:
+                found[f"has_{name}"] = getattr(self, name) is not None
+        return found
+
+    @property
+    def mods(self) -> dict[str, float]:
+        """The members of ``struct Mods``, in order."""
+        values = {name: getattr(self, name) for name, x in OPTIONS.items() if x.in_mods}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a result row."""
+        return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
+
+    def command_line(self) -> list[str]:
+        """The options of the command line that give these."""
+        row = self.row()
+        return [f"--{name.replace('_', '-')}={row[name]}" for name in self.changed]
+
+    def __str__(self) -> str:
+        row = {name: self.row()[name] for name in self.changed}
+        short = {x: f"{y:.6g}" if isinstance(y, float) else y for x, y in row.items()}
+        return " ".join(f"{name}={value}" for name, value in short.items())
+
+
+OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(AttentionOptions)}
+FEATURES = tuple(dict.fromkeys(x for option in OPTIONS.values() for x in option.features))
+PLAIN = AttentionOptions()
