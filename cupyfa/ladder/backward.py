@@ -440,6 +440,7 @@ KERNELS = (
     Kernel(
         name="rows",
         adds="the mirror image: a block keeps a tile of Q, and adds to dK and dV",
+        after=("columns",),
         operation="backward",
         launches=(
             DELTA,
@@ -467,6 +468,7 @@ KERNELS = (
     Kernel(
         name="two_pass",
         adds="both, each with what stays on chip: no atomics, 7 products for 5",
+        after=("columns", "rows"),
         operation="backward",
         launches=(
             DELTA,
@@ -526,6 +528,7 @@ KERNELS = (
             "bfloat16": {64: 261, 128: 276, 256: 230},
         },
         unordered=("dQ",),
+        after=("columns",),
     ),
     mma_kernel(
         "mma_two_pass",
@@ -558,10 +561,12 @@ KERNELS = (
         },
         tflops={"float16": {64: 196, 128: 205}, "bfloat16": {192: 148, 256: 169}},
         scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
+        after=("mma_columns",),
     ),
     Kernel(
         name="wgmma_columns",
         adds="columns with wgmma and TMA: warpgroups own 64 keys, P and dS stay in registers",
+        after=("mma_columns",),
         operation="backward",
         launches=(
             wgmma_tile_launch(
@@ -608,6 +613,7 @@ KERNELS = (
     Kernel(
         name="wgmma_two_pass",
         adds="wgmma_columns and its mirror image: dQ in registers too, 7 products for 5",
+        after=("wgmma_columns",),
         operation="backward",
         launches=(
             wgmma_tile_launch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -284,11 +284,12 @@ def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return rows * cdiv(p.dv, 256) * wgmma_sliced_width(p) if c.span < p.N else 0
 
 
-def baseline(name: str, softmax: str, adds: str) -> Kernel:
+def baseline(name: str, softmax: str, adds: str, after: Sequence[str] = ()) -> Kernel:
     """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
     return Kernel(
         name=name,
         adds=adds,
+        after=after,
         launches=(
             Matmul("S", "Q", "K.T", scaled=True),
             softmax_launch(softmax),
@@ -539,6 +540,7 @@ KERNELS = (
         "baseline_online",
         "softmax_online",
         "the same with the online softmax",
+        after=("baseline",),
     ),
     Kernel(
         name="minimal",
@@ -563,6 +565,7 @@ KERNELS = (
     Kernel(
         name="v1",
         adds="a block works on one row at a time: loads are coalesced, dot products summed by all",
+        after=("minimal",),
         launches=(
             Launch(
                 "v1",
@@ -582,6 +585,7 @@ KERNELS = (
     Kernel(
         name="v2",
         adds="one warp per row: shuffles instead of barriers",
+        after=("v1",),
         launches=(
             Launch(
                 "v2",
@@ -626,6 +630,7 @@ KERNELS = (
     Kernel(
         name="fa2",
         adds="Q outside, K and V inside: a row's output, max and sum never leave the block",
+        after=("minimal",),
         launches=(
             Launch(
                 "fa2",
@@ -651,6 +656,7 @@ KERNELS = (
     Kernel(
         name="fa2_coalesced",
         adds="loads and stores row by row; padded rows; V takes K's place in shared memory",
+        after=("fa2",),
         launches=(
             Launch(
                 "fa2_coalesced",
@@ -691,6 +697,7 @@ KERNELS = (
             "float16": {64: 184},
             "bfloat16": {64: 184},
         },
+        after=("mma_split_q",),
     ),
     mma_kernel(
         "mma_async",
@@ -704,6 +711,7 @@ KERNELS = (
         tiles=MMA_ASYNC_TILES,
         candidates=MMA_ASYNC_CANDIDATES,
         rounds_float32=True,
+        after=("mma_swizzled",),
     ),
     mma_kernel(
         "mma_split_kv",
@@ -722,6 +730,7 @@ KERNELS = (
         rules={**MMA_RULES, "stages is 2 or more": lambda c: c.stages >= 2},
         made_for=few_rows_for_many_keys,
         rounds_float32=True,
+        after=("mma_async",),
     ),
     rounded_first(
         Kernel(
@@ -786,6 +795,7 @@ KERNELS = (
             "float16": {64: 397, 128: 616, 256: 723},
             "bfloat16": {64: 400, 128: 631, 256: 737},
         },
+        after=("wgmma",),
     ),
     wgmma_kernel(
         "wgmma_persistent",
@@ -799,6 +809,7 @@ KERNELS = (
         rows_of_Q=lambda p, c: 64,
         tiles=WGMMA_PERSISTENT_TILES,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
+        after=("wgmma_overlap",),
     ),
     Kernel(
         name="wgmma_slices",

@@ -135,6 +135,7 @@ class Kernel:
     """One version of an operation.
 
     adds: what this version adds to the one before, in a few words.
+    after: the rungs of its family that its files are read after, as small changes of theirs.
     tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
         others by head dimension, architecture and number of rows.
     candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
@@ -190,6 +191,7 @@ class Kernel:
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
     unordered: Sequence[str] = ()
     folder: str | Path | None = None
+    after: Sequence[str] = ()
 
     def __new__(cls, *_: Any, **fields: Any) -> Kernel:
         return _without_former(cls, fields)
@@ -297,6 +299,7 @@ _LAUNCH_RULES: Rules = {
     ),
 }
 _KERNEL_RULES: Rules = {
+    "after are names of kernels, in a tuple": lambda x: not isinstance(x.after, str),
     "name is a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
     "launches are one or more Launch or Matmul, in a tuple": lambda x: (
         bool(x.launches) and all(isinstance(step, Launch | Matmul) for step in x.launches)

@@ -36,6 +36,7 @@ KERNELS = (
     Kernel(
         name="softmax_online",
         adds="a running maximum and sum: two passes over a row",
+        after=("softmax_safe",),
         operation="softmax",
         launches=(softmax_launch("softmax_online"),),
         tflops={
