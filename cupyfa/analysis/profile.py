@@ -20,10 +20,10 @@ from typing import Any
 
 from cupyfa.bench import sweeps, timing
 from cupyfa.errors import DeviceError, Unsupported
-from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel, Launch
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner.select import plan as plan_of
+from cupyfa.planner.source import ROOT
 from cupyfa.runtime import backend as backends
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.environment import Progress, no_progress
@@ -133,7 +133,7 @@ def ncu_command(
     kernel: str, case: Case, constants: Mapping[str, int], metrics: Sequence[str] = ()
 ) -> list[str]:
     """The command line of Nsight Compute for the kernel's own launches after a warm-up."""
-    steps = records.record_named(kernel).steps(case.problem)
+    steps = record_named(kernel).steps(case.problem)
     entries = [step.entry for step in steps if isinstance(step, Launch)]
     each = str(len(entries))
     return [
@@ -150,7 +150,7 @@ def nsys_command(
     kernel: str, case: Case, constants: Mapping[str, int], report: Path | None = None
 ) -> list[str]:
     """The command line of Nsight Systems, which writes a ``report``."""
-    name = str(report or f"cupyfa-{records.record_named(kernel).name}")
+    name = str(report or f"cupyfa-{record_named(kernel).name}")
     return [
         *("nsys", "profile", "--stats=true", "--trace=cuda"),
         *("--force-overwrite=true", f"--output={name}"),
@@ -161,8 +161,8 @@ def nsys_command(
 def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     """Runs a kernel twice: the program that is profiled."""
     engine = backend_named("cuda")
-    record = records.record_named(kernel)
-    plan = planning.plan(record, case.problem, engine.limits, **constants)
+    record = record_named(kernel)
+    plan = plan_of(record, case.problem, engine.limits, **constants)
     with engine.working_on(None):
         readable = readable_inputs(plan, case.inputs(engine))
         inputs = timing.placed(engine, readable, {})
@@ -174,8 +174,8 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
 
 def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]:
     """The command line of ``launch_twice``."""
-    installed = Path(__file__).resolve().parents[1] == sources.ROOT
-    start = ["-m", "cupyfa"] if installed else [str(sources.ROOT / "cli.py")]
+    installed = Path(__file__).resolve().parents[1] == ROOT
+    start = ["-m", "cupyfa"] if installed else [str(ROOT / "cli.py")]
     fixed = [word for name, value in constants.items() for word in ("-c", f"{name}={value}")]
     return [sys.executable, *start, "profile", kernel, *case.options(), *fixed, "--once"]
 
@@ -184,7 +184,7 @@ def _checked(
     tool: str, kernel: str, case: Case | None, constants: Mapping[str, int]
 ) -> tuple[Kernel, Case]:
     """The record and the case; raises here for what the profiler would report unclearly."""
-    record = records.record_named(kernel)
+    record = record_named(kernel)
     case = case or standard(record)
     if shutil.which(tool) is None:
         raise Unsupported(f"{tool} is not on the PATH; it is part of {TOOLS[tool]}")
@@ -195,7 +195,7 @@ def _checked(
         raise DeviceError(
             f"{reason}; profile on another machine: --print prints the commands"
         ) from None
-    plan = planning.plan(record, case.problem, engine.limits, **constants)
+    plan = plan_of(record, case.problem, engine.limits, **constants)
     if not all(all(launch.grid) for launch in plan.launches):
         raise ValueError(f"{case.problem} has no rows and launches nothing; give sizes from 1")
     return record, case

@@ -1,4 +1,4 @@
-"""How far kernels are from float64 on average, beside the bounds that each element has."""
+"""Root-mean-square errors of kernels against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import reference
 from cupyfa.operations import score_arguments
-from cupyfa.planner import select as planning
+from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
@@ -24,7 +24,7 @@ from cupyfa.verify.case import Case
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The root of the mean square of what O of a kernel errs by, and of O itself."""
+    """The root mean square of the error of a kernel's O, and of O itself."""
 
     kernel: str
     case: Case
@@ -32,7 +32,7 @@ class Accuracy:
     rms: float
 
     def row(self) -> dict[str, Any]:
-        """The columns of a table."""
+        """One row of a table."""
         return {"kernel": self.kernel, "values": self.case.values, "rmse": self.rmse}
 
 
@@ -44,11 +44,11 @@ def accuracy(
     backend: str | Backend = "auto",
     **sizes: Any,
 ) -> list[Accuracy]:
-    """The accuracy of forward kernels on random inputs of several kinds, against float64.
+    """The accuracy of forward kernels on random inputs of several kinds.
 
-    values: of ``cases.VALUES``. sizes: those of a problem, as ``M=256, d=128, dtype="float16"``.
-    Each kernel gets the same inputs. Raises ValueError for the arguments, and Unsupported if a
-    kernel cannot do the problem.
+    values: kinds of ``case.VALUES``. sizes: those of a problem, for example ``M=256, d=128,
+    dtype="float16"``. All kernels get the same inputs. Raises ValueError for the arguments, and
+    Unsupported if a kernel cannot do the problem.
     """
     engine = backend_named(backend)
     named = [kernels] if isinstance(kernels, str | Kernel) else kernels
@@ -56,10 +56,9 @@ def accuracy(
     for record in chosen:
         if record.operation != "forward":
             raise ValueError(
-                f"accuracy is of forward kernels, and {record.name} computes {record.operation}"
+                f"accuracy takes forward kernels; {record.name} computes {record.operation}"
             )
-    if foreign := ", ".join(sweeps.foreign("forward", sizes)):
-        raise ValueError(f"forward has no {foreign}; leave it out")
+    sweeps.refuse_foreign("forward", sizes)
     problem, found = Problem.of_sizes(**sizes), []
     for kind in values:
         case = Case("forward", problem, seed, kind)
@@ -68,7 +67,7 @@ def accuracy(
             *(inputs[name] for name in "QKV"), **score_arguments(problem)
         )
         for record in chosen:
-            plan = planning.plan(record, problem, engine.limits)
+            plan = plan_of(record, problem, engine.limits)
             out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
             rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))
             rms = np.sqrt(np.mean(exact**2))

@@ -1,4 +1,4 @@
-"""Tuning: a kernel's constants are tried out on a device, and the fastest right ones remembered."""
+"""Tuning: measures a kernel's tile sizes on a device and stores the fastest."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from cupyfa.errors import (
     Unsupported,
     WrongResult,
 )
-from cupyfa.ladder import lookup as records
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
-from cupyfa.planner import tuned
+from cupyfa.planner import source, tuned
 from cupyfa.planner.plan import Plan, Tuned
+from cupyfa.planner.select import candidates, folder_of
+from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
 from cupyfa.runtime.arrays import readable_inputs
@@ -42,32 +42,34 @@ from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify.case import Case
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
-_LOOK = {"budget": 0.1, "most": 10}  # seconds and rounds, of a first look
-_ROUNDS = {"budget": 1.0, "most": 20}  # of one bout of those that were best then
+_FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of the first timing of a candidate
+_ROUNDS = {"budget": 1.0, "most": 20}  # of each timing of the finalists
 _FINALISTS = 8
-_LOOKING = 2 / 3  # of the budget, at the most
-_FEWEST = 10  # rounds before two can be told apart
+_FIRST_SHARE = 2 / 3  # of the budget, at most, for first timings
+_FEWEST = 10  # rounds before two candidates are compared
 _SURE = 3.0  # standard errors
-_ALIKE = 0.002  # a ratio known this well, and not told from 1, is 1
+_ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Constants of a kernel on a problem: their state, and what was measured.
+    """Constants of a kernel on a problem, and their measurement.
 
-    ``state`` is "right", "wrong", "refused" by the compiler or the device, or "untried" for want of
-    time. ``factor`` says how many times faster than the record's own choice it is. ``shared_bytes``
-    are a block's, and ``blocks_per_sm`` run on a multiprocessor at a time.
+    state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
+    is spent. factor: speedup over the record's own choice. rounds: how often it was timed in
+    alternation with the finalists; 0 if only the first timing was made. shared_bytes: of a block.
+    blocks_per_sm: how many blocks run on a multiprocessor at a time.
     """
 
     measurement: Measurement
     state: str
     factor: float | None = None
+    rounds: int = 0
     shared_bytes: int = 0
     blocks_per_sm: int | None = None
 
     def row(self) -> dict[str, Any]:
-        """The candidate as one row of a table."""
+        """One row of a table."""
         row = self.measurement.row()
         sizes = ("kernel", *SIZES, "dtype")
         options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
@@ -76,6 +78,7 @@ class Candidate:
             **{"constants": row["constants"], "state": self.state},
             **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
             "x_own": self.factor,
+            "rounds": self.rounds,
             **{name: row[name] for name in ("registers", "spilled_bytes")},
             "shared_bytes": self.shared_bytes,
             "blocks_per_sm": self.blocks_per_sm,
@@ -92,27 +95,27 @@ def tune(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Candidate]:
-    """Tries the candidates of a kernel, and remembers the fastest for the plans to come.
+    """Measures the candidates of a kernel and stores the fastest for later plans.
 
     ``kernel`` is a name, ``script.py:name``, or a record. Its ``candidates`` are combined as its
     rules and the device allow, with its own choice first. ``sizes`` are those of
-    ``sweeps.problems``: each may be a list, and every combination is tuned, for ``budget`` seconds.
-    What is left out is batch 4, heads 16, M = N = 2048 and d = 64, for a softmax 16384 rows of
-    4096; in the simulator less.
+    ``sweeps.problems``: each may be a list, and every combination is tuned for ``budget`` seconds.
+    Defaults are batch 4, heads 16, M = N = 2048 and d = 64, for a softmax 16384 rows of 4096, and
+    smaller sizes in the simulator.
 
-    Each candidate is compared with the float64 reference, on a smaller problem and among canaries,
-    before it is timed. After a short look at all, those that were best are timed in turn until they
-    are told apart. Everything measured is remembered under the text that was compiled, the problem
-    and the versions, so that a later call goes on where this one ended; ``fresh`` forgets it.
+    Each candidate is compared with the float64 reference on a smaller problem between guard zones
+    before it is timed. After a short timing of each, the best are timed in alternation until their
+    order is known. All measurements are stored by compiled text, problem and versions, so that a
+    later call continues; ``fresh`` ignores them.
 
-    Returns the candidates of each problem, the fastest first. Raises ValueError for sizes that the
-    kernel's operation does not have, and Unsupported if the kernel cannot do a problem.
+    Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
+    ValueError for sizes that the kernel's operation does not have, and Unsupported if the kernel
+    cannot do a problem.
     """
     timing.checked_budget(budget)
     engine = backend_named(backend)
-    record = records.record_named(kernel) if isinstance(kernel, str) else kernel
-    if foreign := ", ".join(sweeps.foreign(record.operation, sizes)):
-        raise ValueError(f"{record.name} computes {record.operation}, which has no {foreign}")
+    record = record_named(kernel) if isinstance(kernel, str) else kernel
+    sweeps.refuse_foreign(record.operation, sizes)
     usual = sweeps.usual_dtype(record, precision=sizes.get("precision"))
     small = engine.name == "simulator"
     problems = sweeps.problems(record.operation, {"dtype": usual, **sizes}, small=small)
@@ -121,22 +124,22 @@ def tune(
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
     if not is_kept():
         warnings.warn(
-            f"{store.chosen_folder() or 'the folder of caches'} cannot be written, so nothing is "
-            "remembered; set CUPYFA_CACHE_DIR to a folder that can be",
+            f"{store.chosen_folder() or 'the cache folder'} cannot be written, so nothing is "
+            "stored; set CUPYFA_CACHE_DIR to a writable folder",
             **AT_THE_CALLER,
         )
-    tried = [planning.candidates(record, problem, engine.limits) for problem in problems]
+    tried = [candidates(record, problem, engine.limits) for problem in problems]
     return [x for plans in tried for x in _Tuning(engine, plans, fresh).run(budget, progress)]
 
 
 def is_kept() -> bool:
-    """Whether what is measured here is there for the processes to come."""
+    """Whether measurements are stored for later processes."""
     return store.folder() == store.chosen_folder()
 
 
 @dataclass
 class _Tuning:
-    """One problem: its plans, what is known of each by its key, and the file that keeps that."""
+    """One problem: its plans by key, and what is known of each, which is stored in a file."""
 
     engine: Backend
     plans: Sequence[Plan]
@@ -154,14 +157,14 @@ class _Tuning:
         self.engine.trim()
         for done, (key, plan) in enumerate(self.keyed.items()):
             progress(done, len(self.keyed), _listed(plan))
-            late = perf_counter() - start > _LOOKING * budget
+            late = perf_counter() - start > _FIRST_SHARE * budget
             if key not in self.facts and not (late and self.right):
-                self.look_at(key)
+                self.try_out(key)
         if self.right:
-            while perf_counter() - start < budget and len(bout := self.undecided()) > 1:
-                best = _listed(self.keyed[bout[0]])
-                progress(len(self.keyed), len(self.keyed), f"{len(bout)} are close, {best} leads")
-                self.fight(bout)
+            while perf_counter() - start < budget and len(rivals := self.undecided()) > 1:
+                best = _listed(self.keyed[rivals[0]])
+                progress(len(self.keyed), len(self.keyed), f"{len(rivals)} are close, {best} leads")
+                self.time_rounds(rivals)
                 store.remember(self.file, self.facts)
             self.remember_best()
         return [self.candidate(key) for key in self.ranked]
@@ -177,7 +180,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys: the right ones by their pace, finalists first, then untried and other ones."""
+        """All keys: finalists and other right ones by speed, then untried ones, then the rest."""
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:
@@ -186,8 +189,8 @@ class _Tuning:
 
         return sorted(self.keyed, key=rank)
 
-    def look_at(self, key: str) -> None:
-        """Checks a candidate, takes a short look at its speed, and keeps what was found."""
+    def try_out(self, key: str) -> None:
+        """Checks a candidate, times it shortly, and stores the result."""
         plan = self.keyed[key]
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
         fact |= {"constants": dict(plan.constants)}
@@ -198,7 +201,7 @@ class _Tuning:
             with self.engine.working_on(None):
                 _check(self.engine, plan)
                 fact |= _resources(self.engine, plan)
-                fact["look"] = self.timed([plan], **_LOOK)[0]
+                fact["look"] = self.timed([plan], **_FIRST)[0]
         except OutOfMemory:
             raise
         except (WrongResult, SimulatorFault) as error:
@@ -209,7 +212,7 @@ class _Tuning:
         self.facts[key] = fact
         store.remember(self.file, self.facts)
         if lost:
-            raise lost  # the next call passes this candidate over
+            raise lost  # the next call skips this candidate
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
         """Milliseconds of each plan in each round."""
@@ -221,25 +224,25 @@ class _Tuning:
         return timing.measure(self.engine, timed, cold=True, **how)
 
     def undecided(self) -> list[str]:
-        """The best of the finalists, and those that may be as fast for all that is known."""
+        """The best of the finalists, and those that are not known to be slower."""
         by_look = sorted(self.right, key=lambda key: median(self.facts[key]["look"]))
         finalists = by_look[:_FINALISTS]
         best = max(finalists, key=self.pace)
-        return [best, *(x for x in finalists if x != best and not self.told_apart(x, best))]
+        return [best, *(x for x in finalists if x != best and not self.is_decided(x, best))]
 
     @property
     def pacer(self) -> str:
-        """Who takes part in every round: the record's own choice, if that is right."""
+        """The candidate in every round: the record's own choice, if that is right."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:
-        """How many times faster than the pacer; the device's speed drifts, this does not."""
+        """The speedup over the pacer, which does not drift with the device's speed."""
         if pairs := self.pairs(self.pacer, key):
             return timing.ratio(*zip(*pairs))
         return median(self.facts[self.pacer]["look"]) / median(self.facts[key]["look"])
 
-    def told_apart(self, key: str, best: str) -> bool:
-        """Whether it is known which of two is faster, or that neither is."""
+    def is_decided(self, key: str, best: str) -> bool:
+        """Whether it is known which of two is faster, or that they are equal."""
         ratios = [a / b for a, b in self.pairs(key, best)]
         if len(ratios) < _FEWEST:
             return False
@@ -247,12 +250,12 @@ class _Tuning:
         return abs(median(ratios) - 1) > _SURE * error or error < _ALIKE
 
     def pairs(self, a: str, b: str) -> list[tuple[float, float]]:
-        """Milliseconds of two in the rounds that both took part in."""
+        """Milliseconds of two in their common rounds."""
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
         return [(x, y) for x, y in rounds if x and y]
 
-    def fight(self, rivals: Sequence[str]) -> None:
-        """A bout of some rounds, in which all rivals and the pacer take part."""
+    def time_rounds(self, rivals: Sequence[str]) -> None:
+        """Times some rounds of all rivals and the pacer."""
         keys = list(dict.fromkeys([*rivals, self.pacer]))
         with self.engine.working_on(None):
             times = self.timed([self.keyed[key] for key in keys], **_ROUNDS)
@@ -267,7 +270,7 @@ class _Tuning:
         assert best.tflops is not None
         found = Tuned(
             kernel=record.name,
-            folder=planning.folder_of(record),
+            folder=folder_of(record),
             dtype=problem.arithmetic,
             d=problem.d,
             dv=problem.dv,
@@ -297,11 +300,12 @@ class _Tuning:
             spilled_bytes=fact.get("spilled_bytes"),
             note=fact["note"],
         )
-        return Candidate(measured, fact["state"], factor, shared, fact.get("blocks_per_sm"))
+        rounds = sum(map(bool, fact["rounds"]))
+        return Candidate(measured, fact["state"], factor, rounds, shared, fact.get("blocks_per_sm"))
 
 
 def _check(engine: Backend, plan: Plan) -> None:
-    """Compares a plan's constants with the reference on a problem that ends within their tiles."""
+    """Checks a plan's constants on a small problem whose sizes are no multiples of its tiles."""
     p, largest = plan.problem, max(plan.constants.values(), default=32)
     if plan.kernel.operation == "softmax":
         small = replace(p, M=min(p.M, 37), N=min(p.N, 1051))
@@ -309,13 +313,13 @@ def _check(engine: Backend, plan: Plan) -> None:
         kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
         heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
         small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
-    checked = planning.plan(plan.kernel, small, engine.limits, **plan.constants)
+    checked = plan_of(plan.kernel, small, engine.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs()
     guard.checked(engine, checked, readable_inputs(checked, inputs), {})
 
 
 def _resources(engine: Backend, plan: Plan) -> dict[str, int]:
-    """Registers, spilled bytes and blocks on a multiprocessor, of the launch with the most."""
+    """The most registers and spilled bytes, and the fewest blocks per multiprocessor."""
     found: dict[str, int] = {}
     for launch in plan.programs:
         prepared = engine.prepare(launch)
@@ -329,7 +333,7 @@ def _resources(engine: Backend, plan: Plan) -> dict[str, int]:
 
 
 def _is_sound(fact: Any) -> bool:
-    """Whether what a file told of a candidate can be used."""
+    """Whether a stored fact of a candidate can be used."""
     try:
         times = [*fact["look"], *(x for x in fact["rounds"] if x is not None)]
         known = fact["state"] in (WRONG, REFUSED) or (fact["state"] == RIGHT and fact["look"])
@@ -339,19 +343,19 @@ def _is_sound(fact: Any) -> bool:
 
 
 def _file(engine: Backend, plan: Plan) -> Path:
-    """Where what is measured of a kernel on a problem is kept."""
+    """The file of the measurements of a kernel on a problem."""
     versions = environment.describe(engine)
     moment = ("time", "command", "system")
-    about = [str(plan.problem), planning.folder_of(plan.kernel)]
+    about = [str(plan.problem), folder_of(plan.kernel)]
     about += [f"{name} {versions[name]}" for name in versions if name not in moment]
     return store.facts_file("tuning", f"{plan.kernel.name}-{_digest(*map(str, about))}")
 
 
 def _key(plan: Plan) -> str:
-    """The same for what is compiled and launched in the same way."""
+    """A key of what is compiled and how it is launched."""
     parts = [str(dict(plan.constants))]
     for launch in plan.launches:
-        parts += [sources.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
+        parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
     return _digest(*parts)
 
 

@@ -477,7 +477,7 @@ def test_what_is_told_of_one_and_of_several(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_told_of_once(laps, engine, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", "/proc/x")
     done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")
-    assert done.stderr.count("note: /proc/x cannot be written, so nothing is remembered") == 1
+    assert done.stderr.count("note: /proc/x cannot be written, so nothing is stored") == 1
     assert "set CUPYFA_CACHE_DIR" in done.stderr
     assert "not tried in time; give a larger --budget" in done.stderr
     assert "goes on" not in done.stderr
