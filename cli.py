@@ -1,4 +1,4 @@
-"""The command line: gathers the commands and ends with one line and an exit code on errors."""
+"""The command line: all commands; errors are one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
 from cupyfa.commands.tune import tune
 
-# By name, for one of them is CuPy's, which is imported only where there is work for it.
+# By name, so that CuPy and others are not imported for them.
 EXIT_CODES = {
     "WrongResult": WRONG,
     "SimulatorFault": WRONG,
@@ -46,13 +46,12 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
-
-# Of these the disk is to blame, not the arguments.
+# Errors of a full disk, not of arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Program(click.Group):
-    """Ends with one line on stderr and the exit code that an error stands for."""
+    """Ends with one line on stderr and the exit code of an error."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_flag_values(args))
@@ -62,7 +61,7 @@ class Program(click.Group):
             with ended_by_signals():
                 sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except click.Abort:
-            click.echo("note: interrupted", err=True)
+            click.echo("cupyfa: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except click.ClickException as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on
@@ -83,13 +82,13 @@ class Program(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except BrokenPipeError:  # who read the output has left: end as other programs do then
-            sys.stdout = None  # type: ignore[assignment]  # nothing more to flush
+        except BrokenPipeError:  # the reader of the output has ended: end as other programs do
+            sys.stdout = None  # type: ignore[assignment]  # not to be flushed
             sys.exit(128 + signal.SIGPIPE)
 
 
 def message_of(error: Exception) -> str:
-    """What an error says, in one line but for a compiler's own words."""
+    """The message of an error, in one line except for a compiler's output."""
     if isinstance(error, MemoryError):
         return f"{error or 'out of memory'}; give smaller sizes"
     if isinstance(error, OSError) and error.strerror:
@@ -106,7 +105,7 @@ def fail(message: str, code: int) -> None:
 
 
 def fail_at_once(message: str, code: int) -> None:
-    """Ends it without freeing anything: what was on a lost device cannot be freed, only told of."""
+    """Ends the program without freeing arrays, which is impossible on a lost device."""
     click.echo(f"cupyfa: {message}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +113,7 @@ def fail_at_once(message: str, code: int) -> None:
 
 
 def notes_to_stderr() -> None:
-    """Shows the library's warnings as plain notes, away from the data on stdout."""
+    """Shows the library's warnings as notes on stderr; stdout is for data."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         click.echo(f"note: {message}", err=True)

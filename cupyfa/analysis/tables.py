@@ -1,4 +1,4 @@
-"""Tables of what a compiler made of kernels, and of rooflines."""
+"""Tables of compiled kernels and of rooflines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # in nar
 
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
-    """What the compiler made of one launch."""
+    """One row of data for a compiled launch."""
     compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"))
     row = plan.problem.row()
     return {
@@ -33,18 +33,18 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
 
 
 def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
-    """What the compiler made of launches; a person reads its warnings below the table."""
+    """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
     if form != "table":
         return render(rows, form)
     table = [dict(row) for row in rows]
     warnings = [row.pop("warnings") for row in table]
-    told = [
+    below = [
         f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
         for row, words in zip(table, warnings)
         if words
     ]
     shown = fields(table[0], width=width) if len(table) == 1 else table_of(table, width)
-    return "\n".join([shown, *told])
+    return "\n".join([shown, *below])
 
 
 def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:

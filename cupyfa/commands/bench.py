@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from cupyfa import store
-from cupyfa.bench import bench as benchmark
 from cupyfa.bench import peers, sweeps
+from cupyfa.bench.bench import bench as measure
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
@@ -28,14 +28,13 @@ from cupyfa.commands.options import (
 )
 from cupyfa.commands.signals import take_time
 from cupyfa.errors import Unsupported
-from cupyfa.report import tables as report
+from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
 from cupyfa.runtime.select import backend_named
 
-USUAL = {  # what goes without saying
+DEFAULTS = {  # not printed
     "values": "normal",
     "layout": "bhsd",
-    "seed": "",
     "caches": "cold",
     "launches": "one by one",
 }
@@ -49,7 +48,15 @@ budget_option = click.option(
 save_option = click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write everything to a JSON file, for `cupyfa compare`.",
+    help="Write all measurements to a JSON file, for `cupyfa compare`.",
+)
+sweep_option = click.option(
+    "-p",
+    "swept",
+    multiple=True,
+    metavar="NAME=VALUES",
+    help="Several values of a size or option, or of a kernel's constant such as Br: 64,128, "
+    "512:16384:*2 or 64:256:+64. All combinations are measured.",
 )
 
 
@@ -58,18 +65,11 @@ save_option = click.option(
 @every_option
 @problem_options
 @input_options
-@click.option(
-    "-p",
-    "swept",
-    multiple=True,
-    metavar="NAME=VALUES",
-    help="Several values of a size, of dtype or causal, or of a constant such as Br: 64,128, "
-    "512:16384:*2 or 64:256:+64. All combinations are measured.",
-)
-@click.option("--tokens", type=click.IntRange(1), help="batch * M; gives the batch.")
-@click.option("--width", type=click.IntRange(1), help="heads * d; gives the heads.")
+@sweep_option
+@click.option("--tokens", type=click.IntRange(1), help="batch * M, instead of the batch.")
+@click.option("--width", type=click.IntRange(1), help="heads * d, instead of the heads.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
-@click.option("--hot", is_flag=True, help="Leave the caches as the launch before left them.")
+@click.option("--hot", is_flag=True, help="Do not overwrite the caches before each launch.")
 @click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
 @budget_option
 @click.option(
@@ -81,9 +81,9 @@ save_option = click.option(
 @click.option(
     "--patience",
     type=click.FloatRange(0),
-    help="Leave a kernel out where, by a smaller problem, it would take longer than these seconds.",
+    help="Skip a kernel if a smaller problem shows that it would take longer than these seconds.",
 )
-@click.option("--alone", is_flag=True, help="A single kernel without its baseline and rung before.")
+@click.option("--alone", is_flag=True, help="Measure a single kernel without comparison.")
 @save_option
 @backend_option
 @format_option
@@ -98,12 +98,12 @@ def bench(
     form: str,
     **how: Any,
 ) -> None:
-    """Measure kernels on one problem or many, each checked before it is timed.
+    """Measure kernels on one problem or several; each is checked before it is timed.
 
-    KERNEL is as for `cupyfa run`; one by itself is measured beside its baseline and the rung
-    before it, and those of the same name are told as they are given. Sizes left out are batch 4,
-    heads 16, M = N = 2048, d = 64, and small ones in the simulator. Kernels alternate in rounds,
-    and a factor x is the median over the rounds of how many times faster a kernel is.
+    KERNEL is as for `cupyfa run`; a single one is compared with its baseline and the rung before
+    it. Default sizes are batch 4, heads 16, M = N = 2048, d = 64, and small ones in the simulator.
+    Kernels alternate in rounds; a column "x ..." is the speedup over another kernel, the median
+    over the rounds.
     """
     engine = backend_named(backend)
     check_target(save)
@@ -118,22 +118,25 @@ def bench(
         "caches": "hot" if hot else "cold",
         "launches": "a CUDA graph" if how["graph"] else "one by one",
     }
-    said = {"device": engine.limits.device} | {x: about[x] for x in about if about[x] != USUAL[x]}
-    said |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
+    heading = {"device": engine.limits.device}
+    heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
+    heading |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
 
-    def tell(rows: list[Measurement], *, err: bool = False) -> None:
-        found = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
-        table = form == "table"
-        try:  # first, for it is quick, and there may be no time for more
+    def show(rows: list[Measurement], *, err: bool = False) -> None:
+        try:  # saves first, since there may be no time for more
             if save:
                 made_with = environment.describe(engine) | peers.versions(others) | about
                 Results(made_with, rows).save(save)
-        finally:  # that neither is lost where there is no room for the other
-            told = report.measurements(rows, said) if table else report.render(found, form)
-            click.echo(told, err=err)
+        finally:
+            data = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
+            table = measurements(rows, heading) if form == "table" else render(data, form)
+            click.echo(table, err=err)
 
-    with told_so_far(partial(tell, err=True)) as keep, progress_bar("measuring") as progress:
-        rows = benchmark.bench(
+    with (
+        partial_results(partial(show, err=True)) as keep,
+        progress_bar("measuring") as progress,
+    ):
+        rows = measure(
             kernel_names(kernels, every),
             backend=engine,
             against=others,
@@ -143,36 +146,36 @@ def bench(
             so_far=keep,
             **{**how, **sizes},
         )
-    tell(rows)
+    show(rows)
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
 
 
 @contextmanager
-def told_so_far(
-    tell: Callable[[list[Measurement]], object],
+def partial_results(
+    show: Callable[[list[Measurement]], object],
 ) -> Iterator[Callable[[list[Measurement]], None]]:
-    """What ``benchmark.bench`` calls with its rows so far; tells of them if it ends badly."""
+    """Yields a ``so_far`` for ``bench``; shows the rows so far if the benchmark is ended."""
     rows: list[Measurement] = []
 
     def keep(measured: list[Measurement]) -> None:
         rows[:] = measured
-        take_time()  # to tell of them, should a signal come
+        take_time()  # to show them after a signal
 
     try:
         yield keep
     except BaseException as ended:
         if rows:
-            tell(rows)
+            show(rows)
             is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
             why = "interrupted" if is_asked else "ended by an error"
-            click.echo(f"note: {why}; this is what was measured until then", err=True)
+            click.echo(f"note: {why}; these are the measurements so far", err=True)
         raise
 
 
 def split(
     swept: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sizes and the constants among NAME=VALUES, none of which an option gives, too."""
+    """The sizes and the constants among NAME=VALUES. Raises ValueError for names given twice."""
     sizes: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     for text in swept:
@@ -189,7 +192,7 @@ def split(
 
 
 def check_target(save: Path | None) -> None:
-    """Refuses a file that cannot be written before the time is spent."""
+    """Raises ValueError for a file that cannot be written, before time is spent on measuring."""
     if save and not store.can_write_to(save):
         target = save.resolve() if save.is_symlink() else save
         raise ValueError(f"{save} cannot be written; is there a folder {target.parent}?")

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from cupyfa.bench import compare as comparing
+from cupyfa.bench.compare import compare as compared
+from cupyfa.bench.compare import differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import format_option
-from cupyfa.report import tables as report
+from cupyfa.report.tables import comparisons, render
 
 
 class Percent(click.ParamType):
@@ -28,7 +29,7 @@ class Percent(click.ParamType):
         except ValueError:
             share = -1.0
         if not 0 <= share < 1e6:
-            self.fail(f"{value!r} is no percentage; write 5%", param, ctx)
+            self.fail(f"{value!r} is not a percentage; write 5%", param, ctx)
         return share
 
 
@@ -39,22 +40,21 @@ class Percent(click.ParamType):
     "--fail-slower",
     type=Percent(),
     metavar="PERCENT",
-    help="End with exit code 1 if B is slower somewhere, by more than this beyond the noise, or "
-    "lacks what A has.",
+    help="Exit with 1 if a row of B is slower by more than this beyond the noise, or is missing.",
 )
 @format_option
 def compare(before: str, after: str, fail_slower: float | None, form: str) -> None:
-    """Compare what `cupyfa bench --save` wrote: A before, B after.
+    """Compare two files of `cupyfa bench --save`: A before, B after.
 
-    A row is the SAME unless its medians differ by more than two standard errors, told from the
-    rounds and one percent at the least.
+    A row is the SAME unless its medians differ by more than two standard errors, which follow from
+    the spread of the rounds and are at least one percent.
     """
     old, new = Results.load(before), Results.load(after)
-    for difference in comparing.differences(old, new):
+    for difference in differences(old, new):
         click.echo(f"note: {difference}", err=True)
-    found = comparing.compare(old, new)
-    for_programs = [one.row() for one in found]
-    click.echo(report.comparisons(found) if form == "table" else report.render(for_programs, form))
+    found = compared(old, new)
+    table = comparisons(found) if form == "table" else render([x.row() for x in found], form)
+    click.echo(table)
     counts = Counter(one.verdict for one in found)
     if counts:
         click.echo(f"note: {', '.join(f'{n} {x}' for x, n in counts.items())}", err=True)

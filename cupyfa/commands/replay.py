@@ -9,21 +9,21 @@ import click
 
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import backend_option, engine_named, schedule_option
-from cupyfa.verify import check as checking
+from cupyfa.verify.check import replay as replayed
 from cupyfa.verify.failures import RIGHT, Outcome
 
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--kernel", help="Run this one instead of the one that failed.")
+@click.option("--kernel", help="Run this kernel instead of the one that failed.")
 @backend_option
 @schedule_option
 def replay(file: Path, kernel: str | None, backend: str, schedule: int | None) -> None:
-    """Run a failure of `cupyfa check` again, on the inputs in its FILE.
+    """Run a failure of `cupyfa check` again on the inputs in its FILE.
 
-    Tells what came out then and now. Exit code 1 if it fails again.
+    Prints the results of then and now. The exit code is 1 if it fails again.
     """
-    done = checking.replay(file, kernel, engine_named(backend, schedule))
+    done = replayed(file, kernel, engine_named(backend, schedule))
     then, now = done.stored.outcome, done.now
     made_with = done.stored.made_with
     click.echo(str(done.stored.case))

@@ -9,37 +9,30 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis import roofline as roofs
+from cupyfa.analysis.roofline import THIS
+from cupyfa.analysis.roofline import roofline as roofs_of
 from cupyfa.analysis.roofline_plot import draw_roofs
-from cupyfa.analysis.tables import roofs as roofs_table
+from cupyfa.analysis.tables import roofs
 from cupyfa.bench.devices import DEVICES
 from cupyfa.commands import WRONG
-from cupyfa.commands.bench import check_target, split
+from cupyfa.commands.bench import check_target, split, sweep_option
 from cupyfa.commands.options import format_option, problem_options, progress_bar
-from cupyfa.report import plots as plotting
-from cupyfa.report import tables as report
+from cupyfa.report import plots
+from cupyfa.report.tables import render
 
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @partial(problem_options, usual="float16, or the first that the kernels can do")
-@click.option(
-    "-p",
-    "swept",
-    multiple=True,
-    metavar="NAME=VALUES",
-    help="Several values of a size, of dtype or causal: 64,128, 512:16384:*2 or 64:256:+64.",
-)
+@sweep_option
 @click.option("--backward", is_flag=True, help="The gradients.")
 @click.option(
     "--device",
-    type=click.Choice([*DEVICES, roofs.THIS]),
-    help="One of those known by their data sheets, or this GPU by what it reaches in large "
-    "products and copies.  [default: this if there is one, else h100]",
+    type=click.Choice([*DEVICES, THIS]),
+    help="A device by its data sheet, or this GPU by its measured rates of large products and "
+    "copies.  [default: this if there is one, else h100]",
 )
-@click.option(
-    "--no-measure", is_flag=True, help="Do not measure kernels, if the device is the one here."
-)
+@click.option("--no-measure", is_flag=True, help="Do not measure kernels on this GPU.")
 @click.option(
     "--budget",
     type=click.FloatRange(0),
@@ -56,42 +49,35 @@ from cupyfa.report import tables as report
 def roofline(
     kernels: tuple[str, ...],
     swept: tuple[str, ...],
-    backward: bool,
     device: str | None,
     no_measure: bool,
-    budget: float,
     plot: Path | None,
     form: str,
     **sizes: Any,
 ) -> None:
-    """Tell what bounds attention on a device, and the least time that it takes.
+    """Compute what bounds attention on a device, and the least time that it takes.
 
-    KERNEL is `naive` (scores and weights in memory), `tiled` (each input read once, the output
-    written once), a name from `cupyfa list`, or `script.py:name` for a record of your own; without
-    any, the first two and every rung that can do the problem. FLOPs over bytes is the intensity;
-    below the device's balance the memory is the bound, above it the arithmetic, or the
-    exponentials. Sizes left out are batch 4, heads 16, M = N = 2048, d = 64. On the device itself
-    kernels are measured, too.
+    KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
+    written once), a name from `cupyfa list`, or `script.py:name` for a record of your own; the
+    default is the first two and every rung that can do the problem. FLOP/B is the intensity; below
+    the device's balance memory is the bound, above it arithmetic or the exponentials. Default sizes
+    are batch 4, heads 16, M = N = 2048, d = 64. On this GPU kernels are also measured.
     """
     if plot:
-        plotting.check(plot)
+        plots.check(plot)
         check_target(plot)
     several, constants = split(swept, sizes)
     if constants:
-        raise ValueError(f"{', '.join(constants)} is no size; -p takes sizes, dtype and causal")
+        raise ValueError(f"{', '.join(constants)} is no size; -p takes sizes and options")
     with progress_bar("measuring") as progress:
-        rows = roofs.roofline(
+        rows = roofs_of(
             kernels,
             device=device or "auto",
-            backward=backward,
             measure=not no_measure,
-            budget=budget,
             progress=progress,
             **{**sizes, **several},
         )
     if plot:
         draw_roofs(rows, plot)
-    click.echo(
-        roofs_table(rows) if form == "table" else report.render([row.row() for row in rows], form)
-    )
+    click.echo(roofs(rows) if form == "table" else render([row.row() for row in rows], form))
     sys.exit(WRONG if any(row.measured and row.measured.passed is False for row in rows) else 0)

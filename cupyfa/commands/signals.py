@@ -1,4 +1,4 @@
-"""Signals that ask a program to end."""
+"""Signals that end a command."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
 _USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
-# Seconds within which signals are one, for `timeout` sends its own twice. Among many threads the
-# one that listens may come to the second signal long after it was sent.
+# Seconds within which signals count as one: `timeout` sends its signal twice, and with many threads
+# the second one may be noticed late.
 _TOGETHER = 1.0
 _patience = _USUAL_PATIENCE
 
 
 def take_time() -> None:
-    """Lets the command that runs take its time to end: it has results to tell."""
+    """Gives the running command more time to end, since it has results to print."""
     global _patience
     _patience = _LONG_PATIENCE
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Lets signals end a command within two seconds, and what it has begun be cleaned up.
+    """Lets signals end a command within two seconds, after cleaning up.
 
-    A command that has results to tell takes longer, if it is not asked again after a second.
+    A command with results to print gets more time, unless there is a second signal after a second.
 
-    SIGTERM and SIGHUP do as Ctrl-C does: they raise in the main thread. Where that is deep in a
-    library that does not come back, waiting for a GPU for example, the process is ended as it is.
+    SIGTERM and SIGHUP raise in the main thread, as Ctrl-C does. If the main thread does not return
+    from a library, for example while it waits for a GPU, the process is ended without cleaning up.
     """
     global _patience
     _patience = _USUAL_PATIENCE
@@ -57,13 +57,13 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, _: Any) -> None:
-    for each in _LIKE_CTRL_C:  # to end once is enough; what asks again is `_insist`'s
+    for each in _LIKE_CTRL_C:  # a second signal is for `_insist`
         signal.signal(each, lambda *_: None)
     sys.exit(128 + number)
 
 
 def _insist(heard: int) -> None:
-    """Ends the process some time after a signal was heard, unless the command has ended by then."""
+    """Ends the process some time after a signal, unless the command has ended."""
     number, first, deadline = 0, 0.0, float("inf")
     while time.monotonic() < deadline:
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""The ladder's measurements on the pages of the project."""
+"""The generated tables of measurements in README.md and its translations."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cupyfa.bench import sweeps
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.problem import Problem
-from cupyfa.report import tables as report
+from cupyfa.report.tables import markdown
 
 README, ITS_TRANSLATIONS = "README.md", ("README.zh-CN.md",)
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # no part of what is measured
+_FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # without influence on times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
-    """The rungs of one length: M, or else the usual one, or, if nothing was timed there, the
-    longest of those at which most rungs were.
+    """The rungs of one length: M, by default the usual one, or if nothing was timed there, the
+    longest of those with the most timed rungs.
 
-    Raises ValueError if none was measured, one twice, or other things differ than the length and
-    what float32 is rounded to, of which each rung has its own.
+    Raises ValueError if there is no rung, one twice, or if problems differ in more than the length
+    and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
@@ -50,7 +50,7 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
 
 
 def problem_of(rows: Sequence[Measurement]) -> Problem:
-    """The problem that rungs have in common."""
+    """The common problem of rungs."""
     first = rows[0].problem
     return first if all(row.problem == first for row in rows) else _unrounded(first)
 
@@ -60,7 +60,7 @@ def _unrounded(problem: Problem) -> Problem:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The rows of a ladder's table, from those that ``at_length`` finds."""
+    """The table of a ladder, of rows from ``at_length``."""
     return [
         {
             "rung": row.kernel,
@@ -76,32 +76,42 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def described(results: Results, problem: Problem) -> str:
-    """What a ladder was measured on, as a line of Markdown."""
+    """Device, versions, problem and command of a measurement, as a line of Markdown."""
     about = results.environment
     versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
     command = _FILES.sub("", about["command"])
     return (
         f"Measured on {about['device']} ({', '.join(versions)}): {problem}; `{command}`. "
-        "Shares and steps are medians over the rounds, in which the rungs take turns."
+        "Rungs are timed in alternation; percentages and factors are medians over the rounds."
     )
 
 
 def title(results: Results, problem: Problem) -> str:
-    """What a picture of several lengths was measured on."""
+    """The title of a picture of several lengths."""
     sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
     return f"{results.environment['device']}: {sizes}"
+
+
+def pages_of(folder: Path, backend: str) -> list[Path]:
+    """README.md and its translations in a folder.
+
+    Raises ValueError if there is no README.md, or for measurements of the simulator.
+    """
+    pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
+    if not pages or pages[0].name != README:
+        raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
+    if backend == "simulator":
+        raise ValueError(f"times of the simulator do not belong into {README}; measure on a GPU")
+    return pages
 
 
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
     """Writes a ladder between the markers of README.md and its translations; returns the files.
 
-    The markers name its operation. Raises ValueError if there is no README.md in the folder, or if
-    a page has no markers.
+    The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
     """
-    pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
-    if not pages or pages[0].name != README:
-        raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
-    table = report.markdown(rungs(rows))
+    pages = pages_of(folder, results.environment.get("backend", ""))
+    table = markdown(rungs(rows))
     text = f"{table}\n\n{described(results, problem_of(rows))}\n"
     changed = {page: _marked(page, rows[0].operation, text) for page in pages}
     for page, content in changed.items():
@@ -110,7 +120,7 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
 
 
 def _marked(page: Path, operation: str, text: str) -> str:
-    """The page with the text between the markers of an operation."""
+    """The text of a page with new text between the markers of an operation."""
     first, last = f"<!-- measured {operation} -->", f"<!-- /measured {operation} -->"
     content, count = re.subn(
         f"(?<={first}\n).*?(?={last})",
@@ -124,12 +134,12 @@ def _marked(page: Path, operation: str, text: str) -> str:
 
 
 def _percent(row: Measurement) -> float | None:
-    """The speed as a share of the baseline's."""
+    """The speed in percent of the baseline's."""
     first = next(iter(LADDER[row.operation]))
     share = 1.0 if row.kernel == first and row.time else row.factors.get(BASELINE)
     return None if share is None else 100 * share
 
 
 def _short(value: float | None) -> float | None:
-    """Three digits of it."""
+    """The value to three digits."""
     return None if value is None else float(f"{value:.3g}")

@@ -1,4 +1,4 @@
-"""Rows of data as a table for people, or as JSON, CSV or Markdown for programs."""
+"""Rows of data as a table, or as JSON, CSV or Markdown."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import Case
 
-_LONG = 20  # characters: shorter values stand in one line
+_LONG = 20  # characters; shorter values are not wrapped
 FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
 
 def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
-    """The rows in one of FORMATS; their keys are the columns."""
+    """The rows in one of FORMATS; keys are columns."""
     if form == "table":
         return table_of(rows, width)
     if form == "json":
@@ -42,20 +42,16 @@ def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table, as it stands in the README."""
+    """A Markdown table."""
     columns = list(rows[0]) if rows else []
     head = [column.replace("_", " ") for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
-    return "\n".join("| " + " | ".join(map(_cell, x)) + " |" for x in lines)
-
-
-def _cell(words: str) -> str:
-    """What stands in a cell, whose end is a stroke or the end of the line."""
-    return "<br>".join(words.replace("|", "\\|").splitlines())
+    cells = [["<br>".join(x.replace("|", "\\|").splitlines()) for x in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
-    """What ``list`` says of a kernel; ``largest_d`` is None if every d fits."""
+    """The row of a kernel in ``list``; ``largest_d`` is None if every d fits."""
     inputs = OPERATIONS[kernel.operation].inputs.values()
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = any("d" in axes.split() for axes in inputs)
@@ -71,7 +67,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
 
 
 def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
-    """Rows of kernels by operation: what each adds, and below that what it can do."""
+    """Rows of kernels by operation: what each adds, and on a second line what it can do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for i, row in enumerate(rows):
@@ -83,7 +79,7 @@ def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
 
 
 def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
-    """A trial as one row of data."""
+    """One row of data for a trial."""
     problem = case.problem.with_options(precision=result.plan.problem.precision)
     return {
         "kernel": result.plan.kernel.name,
@@ -117,10 +113,10 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 
 
 def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
-    """A trial as a person reads it."""
+    """The text of a trial."""
     plan = result.plan
     problem = case.problem.with_options(precision=plan.problem.precision)
-    case = replace(case, problem=problem)  # which says what the kernel rounds to
+    case = replace(case, problem=problem)  # with the precision of the kernel
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
         "problem": str(case),
@@ -132,19 +128,14 @@ def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None
         f"{result.tflops:.3g} TFLOP/s",
         **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
     }
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for name, line in lines.items():
-        if line:
-            table.add_row(name, Text(line))
-    table.add_row(Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red"))
-    return _drawn(table, width)
+    verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
+    return fields(lines, width=width) + _drawn(verdict, width)
 
 
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
-    """What was measured, as a person reads it: what differs between rows, and notes below.
+    """The table of a benchmark: columns that differ between rows, and notes below.
 
-    ``about`` is what was the same for all of them beside the problem.
+    ``about`` is printed above it.
     """
     table = [dict(row.row()) for row in rows]
     for row in table:
@@ -155,12 +146,12 @@ def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None =
         drop(table, "checked_%")
     notes = [row.pop("note") for row in table]
     shown = table_of(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
-    told = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
-    return "\n".join([text(about), shown, *told])
+    below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
+    return "\n".join([text(about), shown, *below])
 
 
 def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
-    """What became of each row, as a person reads it."""
+    """The table of a comparison."""
     table = [dict(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
     for column in ("factor", "uncertainty"):
@@ -169,12 +160,12 @@ def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
 
 
 _FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
-# Left out one by one where a table has no room.
+# Columns to leave out, one by one, from a table that is too wide.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
 
 
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
-    """Takes out sizes that follow others, the usual scale, and tiles that no kernel changes."""
+    """Removes sizes equal to others, the default scale, and tiles if each kernel has only one."""
     drop_followers(table)
     if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
         drop(table, "scale")
@@ -184,7 +175,7 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
 
 
 def drop_followers(table: Sequence[dict[str, Any]]) -> None:
-    """Takes out sizes that are the same as others."""
+    """Removes sizes that are equal to others."""
     for column, same in _FOLLOWS.items():
         if all(row[column] in (None, row[same]) for row in table):
             drop(table, column)
@@ -196,7 +187,7 @@ def drop(table: Sequence[dict[str, Any]], column: str) -> None:
 
 
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
-    """Every number of one launch of a plan, as a person reads it."""
+    """The text of one launch of a plan."""
     rounds = plan.rounds_of(launch)
     return fields(
         {
@@ -210,13 +201,13 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
             "arguments": launch.launch.args,
             "rows of boxes": launch.boxes,
             "numbers": launch.numbers,
-            "rounds": f"{rounds:,}, of which this is the first" if rounds > 1 else "",
+            "rounds": f"the first of {rounds:,}" if rounds > 1 else "",
         }
     )
 
 
 def fields(row: Row, *, width: int | None = None) -> str:
-    """One row of data, a line for each of its fields that says something."""
+    """One row of data, a line for each field that is not empty."""
     shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
     table.add_column(
@@ -228,7 +219,7 @@ def fields(row: Row, *, width: int | None = None) -> str:
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
-    """A launch's geometry and resources in one line."""
+    """The geometry and resources of a launch in one line."""
     rounds = plan.rounds_of(launch)
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
     blocks = f"{grid} blocks" if grid else "1 block"
@@ -240,14 +231,14 @@ def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int])
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """A verdict without its name: in short if all is well, in full if not."""
+    """A verdict without its name: short if it passed, else in full."""
     if verdict.passed:
-        return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
+        return f"error {verdict.error:.3g}, at most {verdict.ratio:.3g} x its bound"
     return str(verdict).removeprefix(f"{verdict.name}: ")
 
 
 def text(value: Any) -> str:
-    """A value as a person reads it."""
+    """The text of a value in a table."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -260,7 +251,7 @@ def text(value: Any) -> str:
 
 
 def _abilities(row: Row) -> str:
-    """What a kernel can do, as ``listing`` says it."""
+    """Dtypes, largest d, precisions and tile of a kernel."""
     d = row["largest_d"]
     largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
     abilities = [
@@ -273,7 +264,7 @@ def _abilities(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value, with None for numbers that JSON has no word for."""
+    """The value for JSON, with None for NaN and infinity."""
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -282,7 +273,7 @@ def _plain(value: Any) -> Any:
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """Numbers in full; what is neither a number nor a string is JSON."""
+    """CSV with numbers in full and nested values as JSON."""
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -293,9 +284,9 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def table_of(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
-    """Numbers to the right, the rest to the left; what all rows share is said once, above them.
+    """A table; values that all rows share are printed once, above it.
 
-    Columns to ``spare`` go, the first one first, until the others fit.
+    Columns of ``spare`` are left out, the first one first, until the others fit.
     """
     if not rows:
         return ""
@@ -319,18 +310,15 @@ def table_of(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = (
         )
     for row_of_cells in zip(*columns.values()):
         table.add_row(*map(Text, row_of_cells))
-    said = {c: x for c, x in shared.items() if x is not None}
-    if not said:
-        return _drawn(table, width)
-    caption = Table.grid()
-    caption.add_row(Text(text(said)))
-    return f"{_drawn(caption, width)}\n{_drawn(table, width)}"
+    caption = text({c: x for c, x in shared.items() if x is not None})
+    above = f"{_drawn(Text(caption), width)}\n" if caption else ""
+    return above + _drawn(table, width)
 
 
 def _heading(column: str, cells: Sequence[str]) -> str:
-    """A column's name, whose words stand one below the other where the cells are short."""
+    """The name of a column, on several lines if the cells are short."""
     roomy = len(column) <= max(map(len, cells))
-    return column.replace("_", " " if roomy else "\n")  # a heading wraps, not a value
+    return column.replace("_", " " if roomy else "\n")  # values do not wrap
 
 
 def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) -> int:
@@ -340,7 +328,7 @@ def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) ->
 
 
 def _drawn(content: RenderableType, width: int | None) -> str:
-    """What rich makes of it for this terminal, or for one as wide as its longest words need."""
+    """The text by rich for this terminal, or for a wider one if the longest words need it."""
     console = Console(width=width, highlight=False)
     unbounded = console.options.update(width=10_000)
     if isinstance(content, Table):
@@ -348,7 +336,7 @@ def _drawn(content: RenderableType, width: int | None) -> str:
         if needed > console.width:
             content.collapse_padding = True
             needed = console.measure(content, options=unbounded).minimum
-        indent = 2  # of names under a heading, which is no word
+        indent = 2  # of indented names
         console.width = max(console.width, needed + indent)
     with console.capture() as capture:
         console.print(content)

@@ -671,7 +671,7 @@ def test_what_was_measured_before_an_error_is_told_and_saved(tmp_path):
     script, file = tmp_path / "script.py", tmp_path / "saved.json"
     args = (f"{script}:mine", *SMALL, "--alone", "-p", "dtype=float32,float64", "--save", file)
     done = cli("bench", *args, code=2)
-    assert "note: ended by an error; this is what was measured until then" in done.stderr
+    assert "note: ended by an error; these are the measurements so far" in done.stderr
     assert [row.problem.dtype.name for row in Results.load(file).rows] == ["float32"]
 
 

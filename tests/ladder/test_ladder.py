@@ -10,7 +10,6 @@ from helpers.cli import cli, refused, strict
 from matplotlib.text import Text
 
 from cupyfa import Problem
-from cupyfa.bench import bench as benchmark
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
@@ -121,6 +120,24 @@ def test_no_page_is_written_unless_all_can_be(checkout):
     (checkout / "README.md").unlink()
     with pytest.raises(ValueError, match="has no README.md; run this in a checkout"):
         pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+
+
+def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
+    where = {**WHERE, "backend": "simulator"}
+    with pytest.raises(ValueError, match="times of the simulator do not belong into README.md"):
+        pages.publish(checkout, Results(where, ROWS), ROWS)
+    Results(where, ROWS).save(checkout / "a.json")
+    message = refused("ladder", "--from", checkout / "a.json", "--readme", code=2)
+    assert "times of the simulator" in message
+    assert (checkout / "README.md").read_text() == README
+
+
+@pytest.mark.parametrize("has_readme, word", [(True, "measure on a GPU"), (False, "in a checkout")])
+def test_what_cannot_be_published_is_not_measured(checkout, monkeypatch, has_readme, word):
+    monkeypatch.setattr("cupyfa.commands.ladder.bench", lambda *_, **__: pytest.fail("measured"))
+    if not has_readme:
+        (checkout / "README.md").unlink()
+    assert word in refused("ladder", "--readme", "--backend", "simulator", code=2)
 
 
 def test_the_pages_of_the_project_have_the_markers():
@@ -257,7 +274,9 @@ def test_all_rungs_that_take_the_dtype():
 
 def test_the_rungs_of_gradients(monkeypatch):
     asked = []
-    monkeypatch.setattr(benchmark, "bench", lambda names, **_: asked.extend(names) or ROWS)
+    monkeypatch.setattr(
+        "cupyfa.commands.ladder.bench", lambda names, **_: asked.extend(names) or ROWS
+    )
     cli("ladder", "--backward", "--backend", "simulator")
     assert asked == list(LADDER["backward"])
 
@@ -289,7 +308,7 @@ def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
         assert (sizes["dtype"], sizes["d"]) == ("float16", 32)
         return [measured("fa2", 1.0, M) for M in sizes["M"]]
 
-    monkeypatch.setattr(benchmark, "bench", bench)
+    monkeypatch.setattr("cupyfa.commands.ladder.bench", bench)
     args = ("--backend", "simulator", "-d", 32, "-M", 300, "--budget", 2, "--format", "json")
     (row,) = strict(cli("ladder", *args, "--plot", tmp_path / "a.png").stdout)
     assert row["rung"] == "fa2"
@@ -304,10 +323,10 @@ def test_a_sweep_that_is_interrupted_tells_and_saves_what_it_has(monkeypatch, tm
         so_far(rows)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "bench", bench)
+    monkeypatch.setattr("cupyfa.commands.ladder.bench", bench)
     args = ("ladder", "--backend", "simulator", "-M", M, "--plot", tmp_path / "a.svg")
     done = cli(*args, "--save", file, code=130)
     assert done.stdout == ""
     assert f"the simulator: batch=4 heads=16 M={told} " in done.stderr
-    assert "note: interrupted; this is what was measured until then" in done.stderr
+    assert "note: interrupted; these are the measurements so far" in done.stderr
     assert Results.load(file).rows == rows
