@@ -1,4 +1,4 @@
-"""What the library keeps on disk between processes: a folder of its own, and small facts in it."""
+"""The cache directory and the small JSON files in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def user_cache() -> Path | None:
-    """The folder this user's programs keep their caches in; None for a user without a home."""
+    """The directory of this user's caches; None for a user without a home."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base)
     try:
@@ -27,7 +27,7 @@ def user_cache() -> Path | None:
 
 
 def chosen_folder() -> Path | None:
-    """CUPYFA_CACHE_DIR if that is set, else ``cupyfa`` among the user's caches."""
+    """CUPYFA_CACHE_DIR if it is set, else ``cupyfa`` in the user's cache directory."""
     if chosen := os.environ.get("CUPYFA_CACHE_DIR"):
         return Path(chosen)
     base = user_cache()
@@ -35,15 +35,15 @@ def chosen_folder() -> Path | None:
 
 
 def folder() -> Path:
-    """A folder that can be written to: the chosen one, or one that goes when the process ends."""
+    """A writable directory: the chosen one, or a temporary one of this process."""
     path = chosen_folder()
     return path if path and can_write(path) else Path(_temporary().name)
 
 
 def give_cupy_a_folder() -> None:
-    """Sees to it that CuPy, which keeps what it compiled, has a folder that it can write to.
+    """Sets a writable CUPY_CACHE_DIR if CuPy's own cache directory is not writable.
 
-    To be called before it is imported: it makes its folder then, and fails if it cannot.
+    To be called before CuPy is imported: the import creates the directory, and fails if it cannot.
     """
     usual = os.path.expanduser("~/.cupy/kernel_cache")
     if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
@@ -51,7 +51,7 @@ def give_cupy_a_folder() -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Whether files can be made in a folder; makes the folder if it is not there."""
+    """Whether files can be created in a directory, which is created if it does not exist."""
     import tempfile
 
     try:
@@ -63,50 +63,50 @@ def can_write(path: Path) -> bool:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """The file of facts of a kind ("peaks", "tuned", …) about something, a device for example."""
+    """The file of one kind ("peaks", "tuned", …) about a device or another subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
 def recall(path: Path) -> dict[str, Any]:
-    """The facts in a file: none if it is not there, and none, with a warning, if it is damaged."""
+    """The content of a file; {} without one, and {} with a warning for a damaged one."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} cannot be read and is passed over ({error})", stacklevel=2)
+        warnings.warn(f"{path} cannot be read and is ignored ({error})", stacklevel=2)
         return {}
     if isinstance(facts, dict):
         return facts
-    warnings.warn(f"{path} holds no facts and is passed over; delete it", stacklevel=2)
+    warnings.warn(f"{path} has no JSON object and is ignored; delete it", stacklevel=2)
     return {}
 
 
 def remember(path: Path, facts: dict[str, Any]) -> None:
-    """Writes facts to a file, whole or not at all; where that cannot be, warns and goes on."""
+    """Writes a file completely or not at all; warns if that is not possible."""
     try:
         write_whole(path, json.dumps(facts, indent=1).encode())
     except OSError as error:
         why = error.strerror
-        warnings.warn(f"{path} cannot be written, so it is not remembered ({why})", stacklevel=2)
+        warnings.warn(f"{path} cannot be written, so nothing is stored ({why})", stacklevel=2)
 
 
 def can_write_to(path: Path) -> bool:
-    """Whether ``write_whole`` could write a file now, without making a folder for it."""
+    """Whether ``write_whole`` could write a file now, without creating a directory."""
     try:
         if _is_stream(path):
             return os.access(path, os.W_OK)
         folder = Path(os.path.realpath(path)).parent
         return folder.is_dir() and can_write(folder)
-    except OSError:  # a folder that may not be entered, or too long a name
+    except OSError:  # no permission to enter a directory, or too long a name
         return False
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file, the one that a link leads to, so that others see all of it or nothing.
+    """Writes a file atomically: others see the old content or all of the new one.
 
-    What is no file but a pipe or a device, or what this process has open, is written on. Raises
-    OSError, with the path, if it cannot be.
+    Links are followed. Pipes, devices and files that this process has open are appended to. Raises
+    OSError with the path.
     """
     try:
         if _is_stream(path):
@@ -114,14 +114,12 @@ def write_whole(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
-    except OSError as error:  # which may name a file that is not there any more, or none
+    except OSError as error:  # its own path may be that of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether no file may be put in place of what stands there: it is none, or /dev/stdout and
-    the like lead to one that others go on to write.
-    """
+    """Whether a path must not be replaced: it is no regular file, or it is open (/dev/stdout)."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
 
@@ -131,7 +129,7 @@ def _replace(path: Path, content: bytes) -> None:
     name = path.parent / f".{path.name}-{os.urandom(4).hex()}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with suppress(FileNotFoundError):  # who may read the file stays as it was
+        with suppress(FileNotFoundError):  # the permissions stay
             os.chmod(name, stat.S_IMODE(path.stat().st_mode))
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -195,7 +195,7 @@ class _Shared:
         if rounding not in self.samples:
             inputs = readable_inputs(plan, self.inputs)
             excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
-            self.samples[rounding] = sampling.sample(plan, inputs, rounding, excerpts)
+            self.samples |= sampling.samples(plan, inputs, [rounding], excerpts)
         return self.samples[rounding]
 
 
@@ -428,8 +428,9 @@ def _compare_results(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> 
             continue
         excerpt = operation.excerpt_at(name, index, p)
         inputs = readable_inputs(plan, shared.inputs)
+        samples = sampling.samples(plan, inputs, roundings, [excerpt])
         ours, its = (
-            sampling.judge({name: output}, sampling.sample(plan, inputs, rounding, [excerpt]))[0]
+            sampling.judge({name: output}, samples[rounding])[0]
             for output, rounding in zip((mine, theirs), roundings)
         )
         farther = other.label if its.error > ours.error else entry.row.kernel

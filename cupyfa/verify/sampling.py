@@ -1,4 +1,4 @@
-"""Judging results: all of them, or a sample of rows where the reference would take long."""
+"""Judges results: all rows, or a sample of them where the reference would take long."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from cupyfa.operations import OPERATIONS, Arrays, Excerpt, Operation
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 
-_WORK = 2e9  # products of scores that the reference makes in about a second
-_LEAST_WIDTH = 32  # products that the rest of its work on a score is worth
+_WORK = 2e9  # multiply-adds of the reference in about a second
+# The rest of the reference's work, in multiply-adds:
+_LEAST_WIDTH = 32  # for a score
 _OF_GRADIENTS = 4  # times the forward pass's work on a score
-_OF_ELEMENT = 40  # products that its work on an element of the arrays is worth
+_OF_ELEMENT = 40  # for an element of the arrays
 _ROWS = 64  # of an excerpt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What some rows of every output should be: excerpts, or [None] for all rows."""
+    """The expected elements of excerpts of every output, or of all rows for [None]."""
 
     operation: Operation
     problem: Problem
@@ -34,39 +35,38 @@ class Sample:
     @property
     def share(self) -> float:
         """The fraction of all rows that are in the sample."""
-        if self.excerpts == [None]:
-            return 1.0
-        p = self.problem
         rows = {
-            (w.batch, w.head, i)
-            for w in self.excerpts
-            if w is not None
-            for i in range(w.rows.start, w.rows.stop)
+            (x.batch, x.head, i)
+            for x in self.excerpts
+            if x is not None
+            for i in range(x.rows.start, x.rows.stop)
         }
-        return len(rows) / (p.batch * p.heads * p.M)
+        p = self.problem
+        return len(rows) / (p.batch * p.heads * p.M) if rows else 1.0
 
     def largest_bound(self, name: str) -> float:
         """The largest finite bound of an output's elements."""
-        return max(
-            float(x[name].bound.max(initial=0.0, where=np.isfinite(x[name].bound)))
-            for x in self.expected
-        )
+        bounds = (x[name].bound for x in self.expected)
+        return max(float(x.max(initial=0.0, where=np.isfinite(x))) for x in bounds)
 
 
-def sample(
-    plan: Plan, inputs: Arrays, rounding: str | None, excerpts: Sequence[Excerpt | None]
-) -> Sample:
-    """What the reference says of these excerpts, for kernels that round so."""
+def samples(
+    plan: Plan,
+    inputs: Arrays,
+    roundings: Sequence[str | None],
+    excerpts: Sequence[Excerpt | None],
+) -> dict[str | None, Sample]:
+    """The sample for kernels of each rounding; the reference shares its work among them."""
     operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-    expected = [operation.expected(inputs, p, rounding, excerpt) for excerpt in excerpts]
-    return Sample(operation, p, excerpts, expected)
+    found = [operation.reference(inputs, p, roundings, excerpt) for excerpt in excerpts]
+    return {r: Sample(operation, p, excerpts, [each[r] for each in found]) for r in roundings}
 
 
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
     """The excerpts to judge a problem by: [None], all of it, if that is quick.
 
-    The first and the last rows of the first and the last head, and others by the seed, two or as
-    many as are quick.
+    Otherwise the first and last rows of the first and last head, and random ones by the seed: at
+    least two, and as many as are quick.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
@@ -80,17 +80,15 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     if whole <= _WORK or p.M <= _ROWS:
         return [None]
     each = work(_ROWS * p.N, _ROWS + p.N)
-    if gradients:  # an excerpt has keys too, which all rows of a group read
+    if gradients:  # the excerpt of dK and dV needs all rows of a group
         keys = min(_ROWS, p.N)
         each += work(keys * p.M * p.group, keys + p.M * p.group)
-    pick = random.Random(seed)
-    last = p.M - _ROWS
+    pick, last = random.Random(seed), p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
-    others = max(2, int(_WORK / each) - len(places))
     places += [
         (pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1))
-        for _ in range(others)
+        for _ in range(max(2, int(_WORK / each) - len(places)))
     ]
     return [
         Excerpt(batch, head, slice(row, row + _ROWS)) for batch, head, row in sorted(set(places))
@@ -98,7 +96,7 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
 
 
 def judge(results: Arrays, expected: Sample, *, finite: bool = True) -> list[Verdict]:
-    """The worst verdict on each output. Outside the sample, NaN is wrong if ``finite``."""
+    """The worst verdict on each output. If ``finite``, NaN outside the sample is wrong, too."""
     return [_worst(name, array, expected, finite) for name, array in results.items()]
 
 
@@ -107,20 +105,12 @@ def _worst(name: str, array: np.ndarray, expected: Sample, finite: bool) -> Verd
     for chosen, values in zip(expected.excerpts, expected.expected):
         excerpt = chosen and expected.operation.place(name, chosen, expected.problem)
         (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
-        verdicts.append(_placed(verdict, excerpt))
-    if finite and expected.excerpts != [None]:
-        empty = np.isnan(array)
-        if empty.any():
-            index = np.unravel_index(int(empty.argmax()), array.shape)
-            place = tuple(int(i) for i in index)
-            count = int(empty.sum())
-            verdicts.append(Verdict(name, inf, 0.0, inf, place, nan, nan, count))
+        if excerpt and verdict.index:  # the index in the whole array
+            row = verdict.index[2] + excerpt.rows.start
+            index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
+            verdict = replace(verdict, index=index)
+        verdicts.append(verdict)
+    if finite and expected.excerpts != [None] and (empty := np.isnan(array)).any():
+        first = tuple(int(i) for i in np.argwhere(empty)[0])
+        verdicts.append(Verdict(name, inf, 0.0, inf, first, nan, nan, int(empty.sum())))
     return max(verdicts, key=lambda verdict: verdict.ratio)
-
-
-def _placed(verdict: Verdict, excerpt: Excerpt | None) -> Verdict:
-    """The verdict with the index that its element has in the whole array."""
-    if excerpt is None or not verdict.index:
-        return verdict
-    row = verdict.index[2] + excerpt.rows.start
-    return replace(verdict, index=(excerpt.batch, excerpt.head, row, *verdict.index[3:]))

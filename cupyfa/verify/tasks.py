@@ -1,4 +1,4 @@
-"""One case and the kernels that are to do it: the unit of work of a check."""
+"""A task, the unit of work of a check: one case and the kernels to run on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cupyfa.errors import (
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.arrays import readable_inputs
@@ -45,17 +44,17 @@ from cupyfa.verify.failures import (
 )
 from cupyfa.verify.sampling import Sample
 
-# Multiply-adds, scores and rows of a case that the simulator does in a minute with any kernel.
+# Multiply-adds, scores and rows of a case that any kernel finishes in the simulator in a minute.
 _SIMULATED = (2**29, 2**20, 2**16)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Kernels to run on one case, each by its name or its record, with constants fixed.
+    """Kernels to run on one case, by name or record, with some constants fixed.
 
-    reruns: how often each runs again, to see whether the result is the same to the bit.
-    timeout: seconds that a kernel may take, where that can be watched.
-    keep: whether the outcomes are to hold arrays, if these are not too large for a file.
+    reruns: how often each kernel runs again and must give the same bits.
+    timeout: seconds that a kernel may take; only worker processes hold to it.
+    keep: whether outcomes hold the arrays, unless these are too large for a file.
     """
 
     case: Case
@@ -68,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Doing:
-    """What comes next, and the outcome as far as it is known: a kernel is prepared, or it runs."""
+    """The next step, preparing or running a kernel, and what its outcome is so far."""
 
     outcome: Outcome
     runs: bool
@@ -80,17 +79,17 @@ def name_of(kernel: str | Kernel) -> str:
 
 
 def has_name(kernel: str | Kernel) -> bool:
-    """Whether its name finds it: nothing tells in which script a record of one's own stands."""
+    """Whether the kernel can be found by its name; a record from a script cannot."""
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
 def perform(
     engine: Backend, task: Task, inputs: dict[str, np.ndarray] | None = None
 ) -> Iterator[Doing | Outcome]:
-    """Runs a task: tells what it does next, and an outcome for each of its kernels.
+    """Runs a task and yields each next step and the outcome of each kernel.
 
-    inputs: in place of those that the case makes. Ends with the outcome DEVICE_LOST if there is
-    one. Raises CompilerNotFound if nothing can run here.
+    inputs: in place of the case's own. The outcome DEVICE_LOST is the last one. Raises
+    CompilerNotFound if there is no compiler for the simulator.
     """
     plans: dict[str, Plan] = {}
     for name, kernel in {name_of(x): x for x in task.kernels}.items():
@@ -129,7 +128,7 @@ def perform(
 
 
 def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
-    """The plan, if the kernel can do the case and this place can hold it."""
+    """The plan. Raises Unsupported if kernel or backend cannot run the case."""
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
     plan = select.plan(record, p, engine.limits, **task.constants)
@@ -138,36 +137,28 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
         scores = p.batch * p.heads * p.M * p.N
         sizes = (scores * (p.d + p.dv), scores, p.batch * p.heads * p.M)
         if any(size > most for size, most in zip(sizes, _SIMULATED)):
-            raise Unsupported(f"{p} would take too long", "too large for the simulator")
+            raise Unsupported(f"{p} takes too long in the simulator", "too large for the simulator")
     return plan
 
 
 def _expected(plans: Mapping[str, Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
-    """What is right, by what the kernels round to: computed once for all of them.
+    """What is right for each rounding of the plans, computed once for all of them.
 
-    Gradients take far longer than the forward pass: of large problems there is a sample.
+    Large gradients are sampled: their reference takes far longer than that of the forward pass.
     """
     if not plans:
         return {}
     plan = next(iter(plans.values()))
-    operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-    gradients = operation.name == "backward"
-    chosen = sampling.excerpts(p, case.seed, "backward") if gradients else [None]
+    gradients = plan.kernel.operation == "backward"
+    chosen = sampling.excerpts(plan.problem, case.seed, "backward") if gradients else [None]
     roundings = tuple(dict.fromkeys(plan.rounding for plan in plans.values()))
-    readable = readable_inputs(plan, inputs)
-    found = [operation.reference(readable, p, roundings, excerpt) for excerpt in chosen]
-    return {r: Sample(operation, p, chosen, [each[r] for each in found]) for r in roundings}
+    return sampling.samples(plan, readable_inputs(plan, inputs), roundings, chosen)
 
 
 def _outcome(
-    engine: Backend,
-    plan: Plan,
-    inputs: Arrays,
-    expected: Sample,
-    begun: Outcome,
-    task: Task,
+    engine: Backend, plan: Plan, inputs: Arrays, expected: Sample, begun: Outcome, task: Task
 ) -> Outcome:
-    """What comes of running a plan, once and then again."""
+    """The outcome of running a plan once and then ``task.reruns`` times more."""
     readable = readable_inputs(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
     kept = {**begun.arrays, **{f"actual_{x}": results[x] for x in results if begun.arrays}}
@@ -209,7 +200,7 @@ def difference(
 
 
 def _kind(engine: Backend, error: Exception) -> str:
-    """What kind of failure an error is."""
+    """The kind of outcome that an error is."""
     kinds = {
         WrongResult: WROTE_OUTSIDE,
         SimulatorFault: FAULT,
@@ -223,9 +214,9 @@ def _kind(engine: Backend, error: Exception) -> str:
 
 
 def _kept(inputs: Arrays, expected: Sample) -> Arrays:
-    """What a file of a failure holds beside the results, by the names it has there.
+    """The arrays of a failure's file besides the results, by name; none if they are too large.
 
-    What is expected is in it if that is known of all rows.
+    Expected values and bounds are among them unless only a sample is known.
     """
     whole = expected.expected[0] if expected.excerpts == [None] else {}
     values = {f"expected_{name}": pair.value for name, pair in whole.items()}

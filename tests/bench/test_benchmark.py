@@ -194,7 +194,8 @@ def test_a_sample_finds_errors_in_it_and_what_is_unwritten_anywhere(by_sample, i
     results = {"O": OPERATIONS["forward"].expected(inputs, p, None)["O"].value}
     if index:
         results["O"][index] = value
-    sample = sampling.sample(plan, inputs, None, [Excerpt(0, 0, slice(0, 64)), *_last(p)])
+    chosen = [Excerpt(0, 0, slice(0, 64)), *_last(p)]
+    sample = sampling.samples(plan, inputs, [None], chosen)[None]
     (verdict,) = sampling.judge(results, sample)
     assert verdict.passed != found
     assert not found or verdict.index == index

@@ -144,7 +144,7 @@ def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
     key = next(iter(json.loads(file.read_text())))
     file.write_text(damage.replace("KEY", key))
     if damage in ("{", "[]"):
-        with pytest.warns(UserWarning, match="passed over"):
+        with pytest.warns(UserWarning, match="is ignored"):
             rows = tune(laps, engine)
     else:
         rows = tune(laps, engine)
@@ -416,7 +416,7 @@ def test_a_damaged_file_of_tuned_facts_does_not_stop_a_plan(engine):
     file.parent.mkdir(exist_ok=True)
     file.write_text("{")
     engine.refresh()
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="is ignored"):
         assert engine.limits.tuned == ()
 
 
