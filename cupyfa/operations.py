@@ -45,18 +45,40 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
+class Input:
+    """An input array of an operation.
+
+    ``axes`` are its sizes by name. ``kind`` says what it holds: "scalar" (the problem's dtype),
+    "real" (the dtype of sums), "int" (int32) or "bool". ``when`` says which problems take it.
+    """
+
+    axes: str
+    kind: str = "scalar"
+    when: Callable[[Problem], bool] = lambda p: True
+
+    def shape(self, p: Problem) -> tuple[int, ...]:
+        """Its shape in a problem."""
+        return p.shape(self.axes)
+
+    def dtype(self, p: Problem) -> np.dtype:
+        """Its dtype in a problem."""
+        kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
+        return np.dtype(kinds.get(self.kind) or {"int": "i4", "bool": "?"}[self.kind])
+
+
+@dataclass(frozen=True)
 class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
-    ``inputs`` and ``outputs`` say each array's axes; outputs also whether it holds "scalar"
-    (the dtype of the inputs) or "real" (the dtype of sums), as the input lse does.
+    ``inputs`` are all that a problem may have; ``inputs_of`` are those that one does have.
+    ``outputs`` say each array's axes, and whether it holds "scalar" or "real".
     ``reference(inputs, problem, roundings, excerpt)`` is what is right, with bounds for each of
     these roundings: of all rows, or of an excerpt of them. ``flops`` counts 2 for a multiply-add,
     and a masked problem by the scores that are visible.
     """
 
     name: str
-    inputs: Mapping[str, str]
+    inputs: Mapping[str, Input]
     outputs: Mapping[str, tuple[str, str]]
     reference: Callable[..., dict[str | None, dict[str, Expected]]]
     flops: Callable[[Problem], int]
@@ -73,14 +95,17 @@ class Operation:
 
     def bytes(self, p: Problem) -> int:
         """The least that must move: every input is read once, every output is written once."""
-        read = ((axes, self.input_kind(name)) for name, axes in self.inputs.items())
-        sizes = {"scalar": p.itemsize, "real": p.dtype.sums.itemsize}
-        moved = (*read, *self.outputs.values())
-        return sum(prod(p.shape(axes)) * sizes[kind] for axes, kind in moved)
+        moved = [*self.inputs_of(p).values(), *(Input(*x) for x in self.outputs.values())]
+        return sum(prod(x.shape(p)) * x.dtype(p).itemsize for x in moved)
 
-    def input_kind(self, name: str) -> str:
-        """Whether an input holds "scalar" or "real"."""
-        return "real" if name == "lse" else "scalar"
+    def inputs_of(self, p: Problem) -> dict[str, Input]:
+        """The inputs that a problem has, by name."""
+        return {name: x for name, x in self.inputs.items() if x.when(p)}
+
+    def axes_of(self, p: Problem) -> dict[str, str]:
+        """The axes of every input that a problem has, and of every output."""
+        inputs = {name: x.axes for name, x in self.inputs_of(p).items()}
+        return inputs | {name: axes for name, (axes, _) in self.outputs.items()}
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
         """Which rows of an output belong to an excerpt."""
@@ -185,7 +210,7 @@ OPERATIONS = {
     for operation in (
         Operation(
             name="softmax",
-            inputs={"S": "batch heads M N"},
+            inputs={"S": Input("batch heads M N")},
             outputs={"P": ("batch heads M N", "scalar"), "lse": ("batch heads M", "real")},
             reference=_expected_softmax,
             flops=lambda p: 5 * p.batch * p.heads * p.M * p.N,
@@ -193,9 +218,9 @@ OPERATIONS = {
         Operation(
             name="forward",
             inputs={
-                "Q": "batch heads M d",
-                "K": "batch kv_heads N d",
-                "V": "batch kv_heads N dv",
+                "Q": Input("batch heads M d"),
+                "K": Input("batch kv_heads N d"),
+                "V": Input("batch kv_heads N dv"),
             },
             outputs={"O": ("batch heads M dv", "scalar"), "lse": ("batch heads M", "real")},
             reference=_expected_attention,
@@ -204,12 +229,12 @@ OPERATIONS = {
         Operation(
             name="backward",
             inputs={
-                "Q": "batch heads M d",
-                "K": "batch kv_heads N d",
-                "V": "batch kv_heads N dv",
-                "O": "batch heads M dv",
-                "lse": "batch heads M",
-                "dO": "batch heads M dv",
+                "Q": Input("batch heads M d"),
+                "K": Input("batch kv_heads N d"),
+                "V": Input("batch kv_heads N dv"),
+                "O": Input("batch heads M dv"),
+                "lse": Input("batch heads M", "real"),
+                "dO": Input("batch heads M dv"),
             },
             outputs={
                 "dQ": ("batch heads M d", "scalar"),

@@ -23,8 +23,8 @@ _PASSES = {"forward": 4, "backward": 10}
 
 def input_sizes(operation: str, p: Problem) -> dict[str, int]:
     """Bytes of each input."""
-    its = OPERATIONS[operation]
-    return {name: _size(p, axes, its.input_kind(name)) for name, axes in its.inputs.items()}
+    inputs = OPERATIONS[operation].inputs_of(p)
+    return {name: prod(x.shape(p)) * x.dtype(p).itemsize for name, x in inputs.items()}
 
 
 def output_bytes(operation: str, p: Problem) -> int:

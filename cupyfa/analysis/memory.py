@@ -218,11 +218,7 @@ def _measured(row: Footprint, engine: Backend, kernel: Kernel) -> Footprint:
 def _run(engine: Backend, plan: Plan) -> None:
     """Runs a plan on zeros."""
     p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
-    kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
-    zeros = {
-        name: np.zeros(p.shape(axes), kinds[operation.input_kind(name)])
-        for name, axes in operation.inputs.items()
-    }
+    zeros = {name: np.zeros(x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
     inputs = {name: engine.upload(x) for name, x in readable_inputs(plan, zeros).items()}
     outputs = {name: allocated(engine, plan, name) for name in plan.outputs}
     run(engine, plan, readable_inputs(plan, inputs), outputs)

@@ -24,6 +24,7 @@ _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # The struct Sizes of extent.cuh, and a struct without members, which has one byte in C++.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
 _NO_MODS = np.zeros((), "V1")
+_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # of an array's argument, by its form
 _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
 
@@ -205,8 +206,11 @@ def _arguments(
                 f"{launch.entry}: argument {name!r} is unknown; arrays are "
                 f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
             )
+    absent = operation.inputs.keys() - operation.inputs_of(problem)
     return tuple(
-        Argument(name, form, None if name in arrays else values[name])
+        Argument(name, form, np.zeros((), _BYTES[form]))
+        if name in absent
+        else Argument(name, form, None if name in arrays else values[name])
         for name, form in launch.arrays
     )
 

@@ -288,7 +288,7 @@ def _accurate(problem: Problem) -> Problem:
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
     """The problem with one column where it has none; softmax has neither d nor dv."""
-    if any("d" in axes.split() for axes in OPERATIONS[kernel.operation].inputs.values()):
+    if any("d" in x.axes.split() for x in OPERATIONS[kernel.operation].inputs.values()):
         return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
     return problem
 

@@ -54,7 +54,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
     """The row of a kernel in ``list``; ``largest_d`` is None if every d fits."""
     inputs = OPERATIONS[kernel.operation].inputs.values()
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
-    has_d = any("d" in axes.split() for axes in inputs)
+    has_d = any("d" in x.axes.split() for x in inputs)
     return {
         "operation": kernel.operation,
         "kernel": kernel.name,

@@ -155,7 +155,7 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
     """Whether a kernel can read an input as it is."""
-    shape = plan.problem.shape(OPERATIONS[plan.kernel.operation].inputs[name])
+    shape = OPERATIONS[plan.kernel.operation].inputs[name].shape(plan.problem)
     boxed = name not in plan.boxed or _can_be_boxed(array)
     return tuple(array.shape) == shape and _is_plain(plan, array) and boxed
 
@@ -176,8 +176,8 @@ def _is_plain(plan: Plan, array: Any) -> bool:
 
 def _shaped(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs with the shapes that were planned: zeros for one without columns."""
-    axes = OPERATIONS[plan.kernel.operation].inputs
-    shapes = {name: plan.problem.shape(axes[name]) for name in inputs}
+    known = OPERATIONS[plan.kernel.operation].inputs
+    shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
         name: array if tuple(array.shape) == shapes[name] else _like(array, shapes[name])
         for name, array in inputs.items()

@@ -76,17 +76,16 @@ class Case:
         """
         if engine is not None:
             self.require_reach(engine)
-        axes = OPERATIONS[self.operation].inputs
-        rng = np.random.default_rng(self.seed)
-        dtype = self.problem.dtype.numpy
+        p, rng = self.problem, np.random.default_rng(self.seed)
+        inputs = OPERATIONS[self.operation].inputs_of(p)
         arrays = {
-            name: _drawn(name, self.problem.shape(axes[name]), self.values, dtype, rng)
-            for name in axes
+            name: _drawn(name, x.shape(p), self.values, x.dtype(p), rng)
+            for name, x in inputs.items()
             if name not in ("O", "lse")
         }
-        if "lse" in axes:
-            arrays |= _left_by_forward(self.problem, arrays, engine)
-        return arranged({name: arrays[name] for name in axes}, self.layout)
+        if "lse" in inputs:
+            arrays |= _left_by_forward(p, arrays, engine)
+        return arranged({name: arrays[name] for name in inputs}, self.layout)
 
     def require_reach(self, engine: Backend) -> None:
         """Raises Unsupported if the layout is farther than the engine reaches."""
@@ -117,7 +116,11 @@ def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
     """The elements of one array, contiguous; scores are made by Q and K, or are S."""
-    makes_scores = name in "QKS"
+    makes_scores = name in ("Q", "K", "S")
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    if dtype.kind == "i":
+        return rng.integers(0, 3, shape, dtype)
     if values == "uniform":
         x = rng.random(shape, np.float32)
     elif values == "integers":
@@ -128,7 +131,7 @@ def _drawn(
         x[..., rows, rows % max(shape[3], 1)] = 1.0
     else:
         x = rng.standard_normal(shape, np.float32)
-    if values == "equal" and name in "KS":
+    if values == "equal" and name in ("K", "S"):
         x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
     elif values == "huge" and makes_scores:
         x *= 2500 if name == "S" else 50

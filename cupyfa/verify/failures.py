@@ -117,7 +117,8 @@ class Stored:
     @property
     def inputs(self) -> dict[str, np.ndarray]:
         """The inputs, contiguous."""
-        return {x: self.outcome.arrays[x] for x in OPERATIONS[self.case.operation].inputs}
+        names = OPERATIONS[self.case.operation].inputs_of(self.case.problem)
+        return {name: self.outcome.arrays[name] for name in names}
 
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
@@ -213,9 +214,9 @@ def read(path: str | Path) -> Stored:
 
 def _check_inputs(stored: Stored) -> None:
     problem = stored.case.problem
-    for name, axes in OPERATIONS[stored.case.operation].inputs.items():
+    for name, wanted in OPERATIONS[stored.case.operation].inputs_of(problem).items():
         x = stored.inputs[name]
-        if x.shape != problem.shape(axes) or x.dtype != problem.dtype.numpy:
+        if x.shape != wanted.shape(problem) or x.dtype != wanted.dtype(problem):
             raise ValueError(f"{name} is {x.dtype} {x.shape} in {problem}")
 
 

@@ -189,7 +189,7 @@ def cut(plan: Plan, limits: Limits, wanted: int, most: int) -> list[Piece]:
     """
     p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
     axes_of_outputs = [axes.split() for axes, _ in operation.outputs.values()]
-    axes = [*axes_of_outputs, *map(str.split, operation.inputs.values())]
+    axes = [x.split() for x in operation.axes_of(p).values()]
     by_rows = all("M" in x for x in axes_of_outputs)
     by_keys = (
         "O" in operation.outputs
@@ -312,13 +312,10 @@ def _ranges(total: int, step: int) -> list[range]:
 def _needed(whole: Plan, part: Plan) -> int:
     """Bytes on the device that a part takes."""
     operation = OPERATIONS[whole.kernel.operation]
-    p, sizes = (
-        part.problem,
-        {"scalar": part.problem.itemsize, "real": part.problem.dtype.sums.itemsize},
-    )
+    p = part.problem
     arrays = [
-        math.prod(_memory_shape(part, name, p.shape(axes))) * sizes[operation.input_kind(name)]
-        for name, axes in operation.inputs.items()
+        math.prod(_memory_shape(part, name, x.shape(p))) * x.dtype(p).itemsize
+        for name, x in operation.inputs_of(p).items()
     ]
     arrays += [
         math.prod(part.stored_shape(name)) * dtype.itemsize
@@ -357,11 +354,7 @@ class _Layout:
     def __init__(self, plan: Plan, orders: Orders) -> None:
         self.plan = plan
         operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-        kinds = {"scalar": p.dtype.numpy, "real": np.dtype(p.dtype.sums)}
-        arrays = {
-            name: (p.shape(axes), kinds[operation.input_kind(name)])
-            for name, axes in operation.inputs.items()
-        }
+        arrays = {name: (x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
         self.arrays = {
             name: _lying(plan, name, shape, dtype, orders[name])
             for name, (shape, dtype) in {**arrays, **plan.outputs}.items()
@@ -444,7 +437,7 @@ class _Call:
         self.given, self.results = tuple(inputs), dict(outputs)
         self.parts = parts
         operation = OPERATIONS[plan.kernel.operation]
-        self.axes = {**operation.inputs, **{x: axes for x, (axes, _) in operation.outputs.items()}}
+        self.axes = operation.axes_of(plan.problem)
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         self.sums: _Sums | None = None
         there = {name: x for name, x in {**inputs, **outputs}.items() if x.size}

@@ -1,0 +1,205 @@
+"""The options of attention on their way through the layers, and arguments of launches."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import own_kernel
+
+import cupyfa
+from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, operations
+from cupyfa.bench import sweeps
+from cupyfa.commands.options import attention_options, with_flag_values
+from cupyfa.operations import Input
+from cupyfa.options import OPTIONS
+from cupyfa.planner import select as planning
+from cupyfa.planner import source as sources
+from cupyfa.planner.source import ROOT
+from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.guard import run_guarded
+from cupyfa.verify.case import Case
+
+VALUES = [
+    *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
+    *({"window": (128, 0)}, {"window": (None, 3)}, {"window": (7, None), "causal": "top-left"}),
+    *({"scale": -0.3}, {"scale": 1e-7, "window": (0, 0), "precision": "float16"}),
+]
+SIZES = {"M": 40, "N": 30, "d": 16, "heads": 2}
+
+
+@pytest.mark.parametrize("given", VALUES, ids=str)
+def test_the_command_line_gives_back_the_options(given):
+    @click.command()
+    @attention_options
+    def command(**found):
+        options = AttentionOptions(**{name: x for name, x in found.items() if x is not None})
+        click.echo(repr(options))
+
+    options = AttentionOptions(**given)
+    done = CliRunner().invoke(command, with_flag_values(options.command_line()))
+    assert done.exit_code == 0 and done.output.strip() == repr(options)
+
+
+@pytest.mark.parametrize("given", VALUES, ids=str)
+def test_a_sweep_and_a_row_write_values_alike(given):
+    options = AttentionOptions(**given)
+    for name, value in options.changed.items():
+        assert sweeps.parsed(f"{name}={options.row()[name]}") == (name, [value])
+
+
+@pytest.mark.parametrize("given", VALUES, ids=str)
+def test_a_record_gives_back_the_problem(given):
+    p = Problem.of_sizes(**SIZES, **given)
+    assert Problem.of_record(p.record()) == p
+    assert {"M", "dtype", *OPTIONS} <= p.row().keys()
+
+
+def test_a_record_without_an_option_has_its_default():
+    record = Problem.of_sizes(**SIZES).record()
+    assert record["scale"] == 0.25  # so do files hold the default, which depends on d
+    del record["window"]
+    assert Problem.of_record(record) == Problem.of_sizes(**SIZES, options=AttentionOptions())
+
+
+def test_flags_take_no_value_that_is_another_argument():
+    assert with_flag_values(["--causal", "fa2"]) == ["--causal=bottom-right", "fa2"]
+    assert with_flag_values(["--causal", "top-left"]) == ["--causal", "top-left"]
+    assert with_flag_values(["fa2", "--causal"]) == ["fa2", "--causal=bottom-right"]
+
+
+def test_options_are_normal_forms():
+    assert AttentionOptions(causal=True) == AttentionOptions(causal="bottom-right")
+    assert AttentionOptions(causal=np.False_, window=[3, None]) == AttentionOptions(
+        window=(3, None)
+    )
+    assert AttentionOptions(causal=True, window=(3, 5)).window == (3, None)
+    assert hash(AttentionOptions(scale=2)) == hash(AttentionOptions(scale=2.0))
+    assert str(AttentionOptions(window=(5, None), scale=0.5)) == "window=5,- scale=0.5"
+
+
+def test_numbers_are_in_no_text():
+    def text(**options):
+        problem = Problem.of_sizes(**SIZES, **options)
+        record = cupyfa.kernel("fa2")
+        return sources.text(planning.plan(record, problem, Simulator().limits).launches[0])
+
+    assert text(window=(3, 2), scale=2.0) == text(window=(20, 7)) != text(window=(3, None))
+    assert text(causal=True) == text(window=(None, 5)) != text()
+
+
+def test_a_kernel_is_refused_options_that_it_lacks():
+    problem = Problem.of_sizes(**SIZES, window=(3, None))
+    with pytest.raises(Unsupported, match=r"v1 cannot do .*: it lacks window; kernels that can: "):
+        planning.plan(cupyfa.kernel("v1"), problem, Simulator().limits)
+
+
+def test_options_as_one_value_are_those_by_their_names():
+    q, k, v = (np.random.default_rng(i).normal(size=(5, 8)).astype("f4") for i in range(3))
+    options = AttentionOptions(causal=True, scale=0.5)
+    one = cupyfa.attention(q, k, v, options=options, backend="simulator")
+    other = cupyfa.attention(q, k, v, causal=True, scale=0.5, backend="simulator")
+    np.testing.assert_array_equal(one, other)
+
+
+# Arguments of launches
+
+STRUCTS = """\
+#include <attention/extent.cuh>
+#include <tile/tensor.cuh>
+
+extern "C" __global__ void mine(Tensor<scalar> O, Sizes sizes, Mods mods, int diagonal, int lower,
+                                Tensor<const real> gate) {
+  static_assert(sizeof(Mods) == 1);
+  const int row = threadIdx.x;
+  const int found[] = {sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset, diagonal, lower};
+  if (row < sizes.M)
+    for (int i = 0; i < dv; ++i)
+      O.row(0, 0, row)[i] = scalar(gate.data ? gate.row(0, 0, row)[0] : real(found[i]));
+}
+"""
+
+
+def structs(folder):
+    script = own_kernel.write(
+        folder,
+        STRUCTS,
+        own_kernel.SCRIPT.replace("Q K V O M N scale", "O sizes mods diagonal lower gate.")
+        .replace("gate.", "gate")
+        .replace('"strides", "dv"', '"strides", "dv", "causal", "window"'),
+    )
+    return cupyfa.kernel(f"{script}:mine")
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    """The forward operation with an input that causal problems have."""
+    plain = operations.OPERATIONS["forward"]
+    gate = Input("batch heads M", "real", when=lambda p: p.causal is not None)
+    changed = replace(plain, inputs={**plain.inputs, "gate": gate})
+    monkeypatch.setitem(operations.OPERATIONS, "forward", changed)
+    return changed
+
+
+def test_structs_reach_a_kernel_and_an_absent_input_is_null(gated, tmp_path):
+    p = Problem.of_sizes(M=5, N=7, d=4, dv=6, window=(1, 2))
+    engine, case = Simulator(), Case("forward", p)
+    plan = planning.plan(structs(tmp_path), p, engine.limits)
+    inputs = case.inputs()
+    assert list(inputs) == ["Q", "K", "V"] == list(gated.inputs_of(p))
+    out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
+    expected = (5, 7, p.causal_offset, p.window_offset, p.causal_offset, p.window_offset)
+    np.testing.assert_array_equal(out[0, 0], [expected] * 5)
+
+
+def test_an_optional_input_reaches_a_kernel(gated, tmp_path):
+    p = Problem.of_sizes(M=5, N=7, d=4, dv=6, causal=True)
+    engine, case = Simulator(), Case("forward", p)
+    plan = planning.plan(structs(tmp_path), p, engine.limits)
+    inputs = case.inputs()
+    assert inputs["gate"].shape == (1, 1, 5) and inputs["gate"].dtype == np.float32
+    assert gated.bytes(p) == sum(x.nbytes for x in inputs.values()) + 4 * (5 * 6 + 5)
+    out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
+    np.testing.assert_array_equal(out[0, 0], np.repeat(inputs["gate"][0, 0, :, None], 6, 1))
+
+
+def test_the_numbers_of_options_are_members_of_mods(gated, tmp_path):
+    p = Problem.of_sizes(M=5, N=7, d=4, dv=6)
+    launch = planning.plan(structs(tmp_path), p, Simulator().limits).launches[0]
+    assert "struct Mods {};\n" in sources.text(launch)
+    more = sources.text(replace(launch, mods=("softcap", "slope")))
+    assert "struct Mods { real softcap; real slope; };\n" in more
+
+
+# Types
+
+TYPED = """\
+import numpy as np
+import cupyfa
+
+x = np.zeros((4, 8), np.float32)
+out: np.ndarray = cupyfa.attention(x, x, x, causal="top-left", scale=2.0, tiles={"Br": 64})
+pair: tuple[np.ndarray, np.ndarray] = cupyfa.attention(x, x, x, return_lse=True)
+cupyfa.attention(x, x, x, causal="botom")  # refused
+cupyfa.attention(x, x, x, is_causal=True)  # refused
+cupyfa.attention(x, x, x, layout="bhds")  # refused
+cupyfa.attention(x, x, x, Br=64)  # refused
+wrong: np.ndarray = cupyfa.attention(x, x, x, return_lse=True)  # refused
+cupyfa.compile(x, x, x, precision="fp8")  # refused
+cupyfa.attention_backward(x, x, x, x, x, x, window=3)  # refused
+cupyfa.attention_vjp(x, x, x, causal=True, dropout=0.1)  # refused
+cupyfa.plan(M=5, d=8, causal="top")  # refused
+"""
+
+
+def test_type_checkers_refuse_what_calls_would(tmp_path):
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", file]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    refused = [i for i, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# refused")]
+    errors = [x for x in done.stdout.splitlines() if ": error:" in x]
+    assert sorted({int(x.split(":")[1]) for x in errors}) == refused, done.stdout + done.stderr
