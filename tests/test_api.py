@@ -1,12 +1,12 @@
 """What a call means: every sentence of docs/semantics.md, on every backend."""
 
-import threading
 import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers.problems import FORWARD, name
+from helpers.threads import in_threads
 
 import cupyfa
 from cupyfa.bench.sweeps import usual_dtype
@@ -419,20 +419,13 @@ def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
 def test_several_threads_at_once(backend):
     q, k, v = arrays(2, 2, 40, 8)
     want = {d: cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend) for d in range(1, 9)}
-    failures = []
 
     def work(d):
         for _ in range(5):
             got = cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend)
-            if not (got == want[d]).all():
-                failures.append(d)
+            np.testing.assert_array_equal(got, want[d])
 
-    threads = [threading.Thread(target=work, args=(d,)) for d in want]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, want)
 
 
 def test_kernels_lists_every_record():

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.problems import FORWARD, name, planned
+from helpers.threads import in_threads
 
 import cupyfa
 from cupyfa import Simulator, Unsupported
@@ -448,19 +449,9 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
 def test_threads_share_a_bound_call(near):
     bound = compiled(near, *arrays(2, 3, 20, 16))
     problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]
-    results = {}
-
-    def call(i):
-        for _ in range(3):
-            results[i] = bound(*problems[i])
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, problem in enumerate(problems):
-        np.testing.assert_array_equal(results[i], right(*problem))
+    results = in_threads(lambda problem: [bound(*problem) for _ in range(3)][-1], problems)
+    for result, problem in zip(results, problems):
+        np.testing.assert_array_equal(result, right(*problem))
 
 
 # What the driver is given
@@ -586,11 +577,7 @@ def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, mo
         for _ in range(20):
             launcher(addresses, 0)
 
-    threads = [threading.Thread(target=call, args=(x,)) for x in launchers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, launchers)
     count = len(plan.launches)
     for at in range(0, len(launched), count):
         assert len({thread for thread, _ in launched[at : at + count]}) == 1

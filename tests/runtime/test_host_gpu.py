@@ -1,9 +1,8 @@
 """The host's side on a GPU: buffers, overlap, graphs, threads, streams of others."""
 
-import threading
-
 import numpy as np
 import pytest
+from helpers.threads import in_threads
 
 import cupyfa
 from cupyfa.runtime import transfer
@@ -151,11 +150,7 @@ def test_eight_threads_with_streams_of_their_own(kernel):
                 if not (out == right[i]).all():
                     wrong.append(i)
 
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, range(8))
     assert not wrong
 
 
@@ -169,11 +164,7 @@ def test_eight_threads_with_numpy_arrays():
             if not (cupyfa.attention(*problems[i]) == right[i]).all():
                 wrong.append(i)
 
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, range(8))
     assert not wrong
 
 

@@ -5,13 +5,13 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers.device_code import INCLUDE, answer, fault, fresh, in_new_process, launch
+from helpers.threads import in_threads
 
 from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
 from cupyfa.runtime.simulator import dynamic_shared, machine
@@ -925,28 +925,21 @@ def test_the_fault_reported_is_that_of_the_first_block():
 
 
 def test_launches_from_several_python_threads():
-    results = {}
-
     def run(number):
         A = np.full(64, number, np.float32)
         body = NEIGHBOUR if number % 2 else NEIGHBOUR.replace("63 -", "62 -")
         try:
             for _ in range(20):
                 launch(body, A, threads=64, workers=2)
-            results[number] = A
         except SimulatorFault as caught:
-            results[number] = caught
+            return caught
+        return A
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(8):
+    for number, result in enumerate(in_threads(run, range(8))):
         if number % 2:
-            assert (results[number] == number).all()
+            assert (result == number).all()
         else:
-            assert "is out of bounds for 'float" in results[number].what
+            assert "is out of bounds for 'float" in result.what
 
 
 # Compilers and the cache

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.far_device import FarDevice
 from helpers.far_device import Mark as FarMark
+from helpers.threads import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -351,14 +352,10 @@ def test_no_more_results_are_pinned_than_may_be(far):
     transfer.fresh(far, (size,), np.dtype("u1"))
     far.pinned = lambda size, pinned=far.pinned: time.sleep(0.02) or pinned(size)
 
-    def ask():
+    def ask(_=None):
         held.append(transfer.fresh(far, (size,), np.dtype("u1")))
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, range(6))
     assert sum(far.is_pinned(x) for x in held) == 2
     assert transfer.held() == 2 * 4096
     held.clear()
@@ -374,19 +371,10 @@ def test_no_more_results_are_pinned_than_may_be(far):
 
 def test_several_threads_may_call_at_once(far):
     problems = [arrays(2, 3, 40 + seed, 16, seed=seed) for seed in range(4)]
-    results = {}
-
-    def call(i):
-        results[i] = cupyfa.attention(*problems[i], kernel="fa2", backend=far)
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for i, problem in enumerate(problems):
+    results = in_threads(lambda x: cupyfa.attention(*x, kernel="fa2", backend=far), problems)
+    for problem, result in zip(problems, results):
         right = cupyfa.attention(*problem, kernel="fa2", backend="simulator")
-        np.testing.assert_array_equal(results[i], right)
+        np.testing.assert_array_equal(result, right)
 
 
 def of_transfer():
