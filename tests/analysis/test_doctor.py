@@ -1,16 +1,13 @@
 """The doctor: every probe on its own, probes that hang or crash, and the command."""
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from helpers.cli import MAIN
+from helpers.cli import MODULE, process
+from helpers.cli import cli as in_this_process
 
 import cupyfa
 from cupyfa import store
@@ -48,14 +45,7 @@ def no_driver(monkeypatch, tmp_path):
 
 def cli(*args, env=None, code=0):
     """``doctor`` in a process of its own."""
-    package = str(Path(cupyfa.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "cupyfa", "doctor", *args],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": package, **(env or {})},
-        check=False,
-    )
+    done = process(["doctor", *args], begin=MODULE, env=env)
     assert done.returncode == code, done.stderr
     return done
 
@@ -170,8 +160,7 @@ def test_the_exit_code_says_whether_anything_can_run(monkeypatch, hinders, place
     made = [Finding("x", FAULT, "?") for _ in hinders] + [Finding("y", MISSING, "")]
     findings = [Probe("x", lambda x=x: x, y) for x, y in zip(made, [*hinders, ()])]
     probes(monkeypatch, *findings)
-    done = CliRunner().invoke(MAIN, ["doctor"], prog_name="cupyfa")
-    assert done.exit_code == (0 if places else 3)
+    done = in_this_process("doctor", code=0 if places else 3)
     assert f"can run on: {', '.join(places) or 'nothing'}" in done.stderr
 
 

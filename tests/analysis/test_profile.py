@@ -3,15 +3,16 @@
 import csv
 import io
 import json
-import runpy
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
+import helpers.cli
 import pytest
-from click.testing import CliRunner
 from helpers import own_kernel
+from helpers.cli import line_of
 
 import cupyfa
 from cupyfa import DeviceError, Problem, Unsupported
@@ -21,7 +22,6 @@ from cupyfa.planner import source as sources
 from cupyfa.report import tables as report
 from cupyfa.verify.case import Case
 
-MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 SMALL = Case("forward", Problem.of_sizes(batch=1, heads=2, M=70, N=45, d=33, causal=True), seed=7)
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
@@ -85,18 +85,12 @@ Generating '/tmp/nsys-report-1.qdstrm'
 """
 
 
-def cli(*args, code=0):
-    done = CliRunner().invoke(MAIN, ["profile", *map(str, args)], prog_name="cupyfa")
-    assert isinstance(done.exception, (SystemExit, type(None))), done.exception
-    assert done.exit_code == code, done.output
-    return done
+cli = partial(helpers.cli.cli, "profile")
 
 
 def refused(*args, code=3):
     """The one line, besides notes, that is left on stderr."""
-    lines = [x for x in cli(*args, code=code).stderr.splitlines() if not x.startswith("note: ")]
-    assert len(lines) == 1, lines
-    return lines[0]
+    return line_of(cli(*args, code=code).stderr)
 
 
 @pytest.fixture
@@ -330,7 +324,7 @@ def test_nsys_tells_times(tools):
 def test_without_ncu_the_commands_are_printed(without_tools):
     done = cli("fa2", code=3)
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["ncu", "nsys"]
-    assert refused("fa2").startswith("cupyfa: ncu is not on the PATH; it is part of Nsight Comp")
+    assert refused("fa2").startswith("ncu is not on the PATH; it is part of Nsight Comp")
     with pytest.raises(Unsupported, match="nsys is not on the PATH; it is part of Nsight Systems"):
         profiling.timeline("fa2")
 
@@ -342,13 +336,13 @@ def test_without_a_gpu(tools, monkeypatch):
     tools("ncu", "")
     monkeypatch.setattr(profiling, "backend_named", none)
     remedy = "profile on another machine: --print prints the commands"
-    assert refused("fa2") == f"cupyfa: no CUDA device (no driver); {remedy}"
+    assert refused("fa2") == f"no CUDA device (no driver); {remedy}"
 
 
 def test_the_simulator_has_no_counters():
     message = refused("fa2", "--backend", "simulator")
     assert message == (
-        "cupyfa: the simulator has no counters; profile on a GPU: --print prints the commands"
+        "the simulator has no counters; profile on a GPU: --print prints the commands"
     )
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from click.testing import CliRunner
 from helpers import own_kernel
-from helpers.cli import MAIN
+from helpers.cli import cli
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, store
@@ -421,12 +420,6 @@ def test_a_damaged_file_of_tuned_facts_does_not_stop_a_plan(engine):
 
 
 # The command
-
-
-def cli(*args, code=0):
-    done = CliRunner().invoke(MAIN, [str(x) for x in args], prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
 
 
 SIZES = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--budget", 60, "--backend", "simulator")

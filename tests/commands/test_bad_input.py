@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import SIMULATOR, SMALL, command, files, line_of, says, still_works
+from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works
 from helpers.problems import FORWARD
 
 import cupyfa
@@ -288,7 +288,7 @@ def test_a_bad_file_is_one_line(tmp_path, spoil, words, how):
 def refused(args, code, words):
     """A command line that must end with a code and one line, and leave all as it was."""
     before = files()
-    done = command(*args, code=code)
+    done = cli(*args, code=code)
     assert done.stdout == ""
     says(line_of(done.stderr), *words)
     assert files() == before
@@ -323,7 +323,7 @@ def test_a_compilers_words_name_the_kernels_own_file_and_line(tmp_path, change, 
     script = own_kernel.write(tmp_path, cu=change)
     rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32", "-d", 3]
     before = files()
-    stderr = command(how, f"{script}:mine", *rest, code=2).stderr
+    stderr = cli(how, f"{script}:mine", *rest, code=2).stderr
     place = rf"{tmp_path}/mine\.cu[:(]{line}[:)]"
     assert re.search(rf"{place}.*error.*{words}", stderr), stderr
     assert "Traceback" not in stderr
@@ -333,7 +333,7 @@ def test_a_compilers_words_name_the_kernels_own_file_and_line(tmp_path, change, 
 
 def test_what_a_script_prints_is_not_among_the_data(tmp_path):
     script = own_kernel.write(tmp_path, py=(BEFORE, f"print('hello')\n{BEFORE}"))
-    done = command("run", f"{script}:mine", *SIMULATOR, *SMALL, "--format", "json", code=0)
+    done = cli("run", f"{script}:mine", *SIMULATOR, *SMALL, "--format", "json", code=0)
     assert json.loads(done.stdout)[0]["passed"]
     assert done.stderr == "hello\n"
 
@@ -341,7 +341,7 @@ def test_what_a_script_prints_is_not_among_the_data(tmp_path):
 def test_a_script_leaves_the_path_of_modules_alone(tmp_path):
     script = own_kernel.write(tmp_path, py=(BEFORE, f"import sys\nsys.path.clear()\n{BEFORE}"))
     before = list(sys.path)
-    command("run", f"{script}:mine", *SIMULATOR, *SMALL, code=0)
+    cli("run", f"{script}:mine", *SIMULATOR, *SMALL, code=0)
     assert sys.path == before
 
 
@@ -353,7 +353,7 @@ def results(tmp_path_factory):
     """A folder with a file of ``bench --save``, and with others that are none."""
     folder = tmp_path_factory.mktemp("results")
     save = ("--budget", "0", "--alone", "--save", folder / "good.json")
-    command("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)
+    cli("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)
     good = (folder / "good.json").read_text()
     (row,) = json.loads(good)["rows"]
     for name, rows in {

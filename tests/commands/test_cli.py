@@ -228,11 +228,11 @@ def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():
 
 def test_data_goes_to_stdout_and_notes_to_stderr():
     without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
-    done = process([*CLI, "run", "fa2", *SIZES, "--format", "json"], env=without_gpu)
+    done = process(["run", "fa2", *SIZES, "--format", "json"], env=without_gpu)
     assert done.returncode == 0, done.stderr
     assert strict(done.stdout)[0]["passed"]
     assert re.fullmatch(r"note: no CUDA device .*: running in the simulator.*\n", done.stderr)
-    done = process([*MODULE, "list", "--format", "json"], env=without_gpu)
+    done = process(["list", "--format", "json"], begin=MODULE, env=without_gpu)
     assert len(strict(done.stdout)) == len(KERNELS)
     assert all(line.startswith("note: ") for line in done.stderr.splitlines())
 
@@ -265,16 +265,16 @@ def test_colours_only_in_a_terminal_that_wants_them():
     shown = in_a_terminal(command)
     assert COLOUR.search(shown) and "PASS" in shown
     assert not COLOUR.search(in_a_terminal(command, NO_COLOR="1"))
-    assert "\x1b" not in process(command).stdout
+    assert "\x1b" not in process(command[len(CLI) :]).stdout
 
 
 @pytest.mark.parametrize("command", [CLI, MODULE], ids=["cli.py", "-m cupyfa"])
 def test_as_a_process_from_another_folder(tmp_path, command):
-    done = process([*command, "run", "fa2", *SIMULATOR, *SIZES], cwd=tmp_path)
+    done = process(["run", "fa2", *SIMULATOR, *SIZES], begin=command, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "PASS"), done.stderr
-    done = process([*command, "--version"], cwd=tmp_path)
+    done = process(["--version"], begin=command, cwd=tmp_path)
     assert done.stdout == f"cupyfa, version {cupyfa.__version__}\n"
-    done = process([*command, "run", "nope"], cwd=tmp_path)
+    done = process(["run", "nope"], begin=command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
 
 

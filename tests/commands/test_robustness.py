@@ -22,7 +22,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import SIMULATOR, SMALL, command, files, line_of, says, still_works
+from helpers.cli import (
+    CLI,
+    PACKAGE,
+    SIMULATOR,
+    SMALL,
+    cli,
+    files,
+    line_of,
+    process,
+    says,
+    still_works,
+)
 
 import cupyfa
 from cupyfa import Problem, store
@@ -34,9 +45,7 @@ from cupyfa.runtime.simulator import machine
 from cupyfa.verify import grids
 from cupyfa.verify.case import Case
 
-CLI = [sys.executable, str(sources.ROOT / "cli.py")]
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
-PACKAGE = str(Path(cupyfa.__file__).parent.parent)
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +64,6 @@ def own_folders(monkeypatch, tmp_path, warm):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(warm))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-
-
-def process(args, *, begin=None, env=None, **options):
-    """One command in a process of its own; variables that are None in env are not set."""
-    changed = {**os.environ, "PYTHONPATH": PACKAGE, **(env or {})}
-    return subprocess.run(
-        [*(CLI if begin is None else begin), *map(str, args)],
-        env={name: str(value) for name, value in changed.items() if value is not None},
-        **{"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **options},
-        check=False,
-        timeout=60,
-    )
 
 
 def passed(done):
@@ -143,9 +140,9 @@ def test_odd_terminals(warm, env):
 )
 def test_a_narrow_terminal_loses_nothing(own_folders, monkeypatch, columns, args):
     monkeypatch.setenv("COLUMNS", "200")
-    wide = command(*args, code=0).stdout.split()
+    wide = cli(*args, code=0).stdout.split()
     monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = command(*args, code=0).stdout
+    narrow = cli(*args, code=0).stdout
     assert "…" not in narrow
     lost = {word for word in wide if word.isalpha()} - set(narrow.split())
     assert not lost
@@ -258,10 +255,10 @@ def test_damaged_facts_are_passed_over(tmp_path, monkeypatch, warm, kind, conten
     engine = cupyfa.Simulator()
     engine.refresh()
     try:
-        command(*RUN, code=0)
+        cli(*RUN, code=0)
         one = ("-B", 1, "-H", 1, "-M", 5, "-N", 4, "-d", 3, "--budget", 0)
-        command("tune", "fa2", *SIMULATOR, *one, code=0)
-        command("bench", "fa2", "--alone", *SIMULATOR, *one, code=0)
+        cli("tune", "fa2", *SIMULATOR, *one, code=0)
+        cli("bench", "fa2", "--alone", *SIMULATOR, *one, code=0)
     finally:
         monkeypatch.undo()
         engine.refresh()
@@ -282,7 +279,7 @@ def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_
     target = tmp_path / "results.json"
     target.write_text("old")
     monkeypatch.setattr(store.os, call, full)
-    done = command(*GOOD, "--save", target, code=3)
+    done = cli(*GOOD, "--save", target, code=3)
     assert line_of(done.stderr) == f"{target}: No space left on device"
     says(done.stdout, "kernel +fa2")
     monkeypatch.undo()
@@ -293,10 +290,10 @@ def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_
 def test_a_full_disk_leaves_the_old_picture_whole(own_folders, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
-    command(*GOOD, "--save", results, code=0)
+    cli(*GOOD, "--save", results, code=0)
     picture.write_text("old")
     monkeypatch.setattr(store.os, "replace", full)
-    done = command("ladder", "--from", results, "--plot", picture, code=3)
+    done = cli("ladder", "--from", results, "--plot", picture, code=3)
     says(line_of(done.stderr), "No space left on device")
     monkeypatch.undo()
     assert picture.read_text() == "old"
@@ -305,16 +302,16 @@ def test_a_full_disk_leaves_the_old_picture_whole(own_folders, monkeypatch, tmp_
 
 def test_a_full_disk_leaves_the_table_of_the_ladder(own_folders, monkeypatch, tmp_path):
     results, copy = tmp_path / "results.json", tmp_path / "copy.json"
-    command(*GOOD, "--save", results, code=0)
+    cli(*GOOD, "--save", results, code=0)
     monkeypatch.setattr(store.os, "replace", full)
-    done = command("ladder", "--from", results, "--save", copy, code=3)
+    done = cli("ladder", "--from", results, "--save", copy, code=3)
     assert line_of(done.stderr) == f"{copy}: No space left on device"
     says(done.stdout, "^the simulator: batch=1")
 
 
 @pytest.mark.parametrize("args", [GOOD, ("ladder", "--from", "results.json")])
 def test_results_are_saved_though_the_table_finds_no_room(own_folders, warm, tmp_path, args):
-    command(*GOOD, "--save", tmp_path / "results.json", code=0)
+    cli(*GOOD, "--save", tmp_path / "results.json", code=0)
     saves = (*args, "--save", "copy.json")
     env = {"CUPYFA_CACHE_DIR": warm}
     done = process(saves, begin=redirected(">/dev/full"), env=env, cwd=tmp_path)
@@ -331,10 +328,10 @@ def test_a_check_is_not_lost_where_its_failures_cannot_be_written(
     monkeypatch.setattr(grids, "cases", lambda *_, **__: cases)
     folder = Path("/proc/failures") if call is None else tmp_path / "failures"
     check = ("check", f"{record}:mine", *SIMULATOR, "--jobs", "0", "--failures")
-    command(*check, tmp_path / "first", code=1)  # compiles, for which there is room
+    cli(*check, tmp_path / "first", code=1)  # compiles, for which there is room
     if call:
         monkeypatch.setattr(store.os, call, full)
-    done = command(*check, folder, code=1)
+    done = cli(*check, folder, code=1)
     says(done.stderr, f"^note: {folder} cannot be written to", "No such file|No space left")
     says(done.stdout, "0 of 2 runs right")
     monkeypatch.undo()
@@ -392,7 +389,7 @@ def test_what_is_no_file_is_written_into(own_folders, tmp_path, linked):
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    command(*GOOD, "--save", link if linked else pipe, code=0)
+    cli(*GOOD, "--save", link if linked else pipe, code=0)
     said = os.read(reader, 65536)
     os.close(reader)
     assert b'"kernel": "fa2"' in said
@@ -462,7 +459,7 @@ def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, scri
         patch.setattr(machine, "_runtime_memo", {})
         patch.setattr(machine, "_LONGEST", 0.3)
         patch.setattr(machine, "_PATIENCE", 0.2)
-        done = command(*RUN, code=3)
+        done = cli(*RUN, code=3)
         says(line_of(done.stderr), *words)
         assert not files()
     assert not left_running(str(path))
@@ -486,14 +483,14 @@ def test_a_compiler_that_may_not_be_run(own_folders, fresh, monkeypatch, tmp_pat
     compiler(tmp_path, "exit 0").chmod(0o644)
     with monkeypatch.context() as patch:
         patch.setenv("CUPYFA_COMPILER", str(tmp_path / "compiler"))
-        says(line_of(command(*RUN, code=3).stderr), "is not a program", "or unset it")
+        says(line_of(cli(*RUN, code=3).stderr), "is not a program", "or unset it")
     still_works()
 
 
 def test_flags_that_are_none(own_folders, fresh, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("CUPYFA_COMPILER_FLAGS", '-O0 "-g')
-        says(line_of(command(*RUN, code=2).stderr), "CUPYFA_COMPILER_FLAGS is '-O0", "or unset it")
+        says(line_of(cli(*RUN, code=2).stderr), "CUPYFA_COMPILER_FLAGS is '-O0", "or unset it")
     still_works()
 
 
@@ -502,7 +499,7 @@ def test_no_compiler_at_all(own_folders, fresh, monkeypatch, tmp_path):
         patch.setenv("PATH", str(tmp_path))
         patch.delenv("CUPYFA_COMPILER", raising=False)
         patch.setitem(sys.modules, "ziglang", None)
-        says(line_of(command(*RUN, code=3).stderr), "needs a C", "install g", "cupyfa.compiler")
+        says(line_of(cli(*RUN, code=3).stderr), "needs a C", "install g", "cupyfa.compiler")
     still_works()
 
 
@@ -969,7 +966,7 @@ REGISTERS = """\
 def test_more_registers_than_a_block_has(cuda, tmp_path):
     change = (": 64,\n        ),", ": 1024,\n        ),")
     script = own_kernel.write(tmp_path, cu=(BODY, f"{REGISTERS}  {BODY}"), py=change)
-    done = command("run", f"{script}:mine", *CUDA, code=3)
+    done = cli("run", f"{script}:mine", *CUDA, code=3)
     says(
         line_of(done.stderr), r"mine takes \d+ registers a thread", "1024 threads", "smaller tiles"
     )
@@ -979,7 +976,7 @@ def test_more_registers_than_a_block_has(cuda, tmp_path):
 @pytest.mark.gpu
 def test_no_kernel_of_that_name_on_the_gpu(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=("void mine", "void yours"))
-    done = command("run", f"{script}:mine", *CUDA, code=2)
+    done = cli("run", f"{script}:mine", *CUDA, code=2)
     says(line_of(done.stderr), r"mine\.cu has no kernel mine", "write there")
     works_on(cuda)
 

@@ -19,6 +19,7 @@ from cupyfa.planner import source as sources
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 CLI = [sys.executable, str(sources.ROOT / "cli.py")]
+PACKAGE = str(Path(cupyfa.__file__).parents[1])
 MODULE = [sys.executable, "-m", "cupyfa"]
 SIMULATOR = ("--backend", "simulator")
 SIZES = ("-B", "1", "-H", "2", "-M", "9", "-N", "7", "-d", "8", "--seed", "3")
@@ -40,21 +41,23 @@ def strict(text):
     return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
-def process(command, *, env=None, **options):
-    """One command in a process of its own, without a terminal."""
-    package = str(Path(cupyfa.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": package, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, **options)
+def process(args, *, begin=CLI, env=None, **options):
+    """One command in a process of its own; variables that are None in env are not set."""
+    changed = {**os.environ, "PYTHONPATH": PACKAGE, **(env or {})}
+    return subprocess.run(
+        [*begin, *map(str, args)],
+        env={name: str(value) for name, value in changed.items() if value is not None},
+        **{"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **options},
+        check=False,
+        timeout=120,
+    )
 
 
 def refused(*args, code):
     """The one line, besides notes, that a command leaves on stderr; stdout stays empty."""
     done = cli(*args, code=code)
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("cupyfa: ")
-    return lines[0].removeprefix("cupyfa: ")
+    return line_of(done.stderr)
 
 
 def still_works():
@@ -68,14 +71,6 @@ def files():
     folders = (store.folder(), tempfile.gettempdir())
     found = {os.path.join(at, x) for folder in folders for at, _, xs in os.walk(folder) for x in xs}
     return {path for path in found if not COMPILED.fullmatch(os.path.basename(path))}
-
-
-def command(*args, code):
-    """One command line in this process, which must end with a code and without a traceback."""
-    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
-    assert isinstance(done.exception, (SystemExit, type(None))), repr(done.exception)
-    assert done.exit_code == code, done.output
-    return done
 
 
 def line_of(stderr):

@@ -1,13 +1,12 @@
 """Windows: what they mean, who can do them, and that keys nobody sees cost nothing."""
 
 import json
-import runpy
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from helpers.cli import cli
 from helpers.problems import FORWARD, inputs_of, name
 
 import cupyfa
@@ -27,7 +26,6 @@ from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures
 from cupyfa.verify import shrink as shrinking
 
-MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 ABLE = [kernel for kernel in FORWARD.values() if "window" in kernel.features]
 UNABLE = [kernel for kernel in FORWARD.values() if "window" not in kernel.features]
 EACH = pytest.mark.parametrize("kernel", ABLE, ids=name)
@@ -305,12 +303,6 @@ def test_attention_takes_a_window(backend):
         *(x.swapaxes(1, 2) for x in (q, k, v)), window=(4, 1), layout="bshd", backend=backend
     )
     np.testing.assert_allclose(bshd.swapaxes(1, 2), expected_out, atol=1e-5)
-
-
-def cli(*args, code=0):
-    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
 
 
 SIZES = ("-B", 1, "-H", 2, "-M", 20, "-N", 30, "-d", 16, "--backend", "simulator")

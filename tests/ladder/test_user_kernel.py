@@ -4,16 +4,14 @@ import runpy
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from helpers import own_kernel
+from helpers.cli import cli
 from helpers.problems import DTYPES
 
 import cupyfa
 from cupyfa import Kernel, Launch
 from cupyfa.numerics import reference
-from cupyfa.planner import source as sources
 
-MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 BARE = """\
 // mine: one thread for every query row; arrays are bare pointers to contiguous memory.
 #include <helper.cuh>
@@ -120,15 +118,9 @@ def test_a_changed_kernel_is_seen_by_the_next_call(backend, tmp_path):
 # By its script's name
 
 
-def cli(*args, code):
-    done = CliRunner().invoke(MAIN, ["run", *args], prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
-
-
 def test_run_on_every_backend(backend, tmp_path):
     script = own_kernel.write(tmp_path)
-    shown = cli(f"{script}:mine", "--backend", backend.name, code=0).stdout.splitlines()
+    shown = cli("run", f"{script}:mine", "--backend", backend.name, code=0).stdout.splitlines()
     assert shown[-1] == "PASS"
     assert shown[0] == "kernel   mine: a kernel of my own"
 
@@ -139,18 +131,18 @@ def test_run_in_the_users_own_folder(tmp_path, monkeypatch):
     script.write_text("from beside import helped\n" + script.read_text())
     (tmp_path / "beside.py").write_text("helped = None\n")
     monkeypatch.chdir(tmp_path)
-    assert cli("script.py:mine", "--backend", "simulator", code=0).stdout.endswith("PASS\n")
+    assert cli("run", "script.py:mine", "--backend", "simulator", code=0).stdout.endswith("PASS\n")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sizes_suit_the_kernel(tmp_path, seed):
     script = own_kernel.write(tmp_path, py=('"strides", "dv"', '"strides",'))
-    cli(f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
+    cli("run", f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
 
 
 def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
     script = own_kernel.write(tmp_path, cu=('extern "C" __global__', "__global__"))
-    done = cli(f"{script}:mine", "--backend", "simulator", code=2)
+    done = cli("run", f"{script}:mine", "--backend", "simulator", code=2)
     assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr
 
 

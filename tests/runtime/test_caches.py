@@ -4,17 +4,16 @@ import json
 import os
 import re
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers.cli
 import pytest
-from click.testing import CliRunner
-from helpers.cli import MAIN
 
 import cupyfa
 from cupyfa import Kernel, Launch, Problem, store
@@ -69,10 +68,7 @@ def files(folder):
     return {str(x.relative_to(folder)) for x in folder.rglob("*") if not x.is_dir()}
 
 
-def cli(*args, code=0):
-    done = CliRunner().invoke(MAIN, ["cache", *map(str, args)], prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
+cli = partial(helpers.cli.cli, "cache")
 
 
 def rows(*args, code=0):
@@ -243,14 +239,8 @@ def test_files_that_others_remove_meanwhile_are_not_missed(home, monkeypatch):
 
 def process(*args, folder, cupy=None, **options):
     """One command with caches of its own."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(cupyfa.__file__).parents[1]),
-        "CUPYFA_CACHE_DIR": str(folder),
-        "CUPY_CACHE_DIR": str(cupy or folder / "cupy"),
-    }
-    command = [sys.executable, "-m", "cupyfa", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, **options)
+    env = {"CUPYFA_CACHE_DIR": folder, "CUPY_CACHE_DIR": cupy or folder / "cupy"}
+    return helpers.cli.process(args, env=env, **options)
 
 
 def test_what_is_warmed_is_found_by_the_next_process(tmp_path):
@@ -336,8 +326,8 @@ def test_a_full_disk_leaves_the_old_facts_whole(tmp_path):
         "    store.remember(Path(sys.argv[1]), {'new': 'x' * 5000})\n"
         "assert 'cannot be written' in str(said[0].message), said\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(cupyfa.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", code, str(file)], env=env, check=True)
+    done = helpers.cli.process([file], begin=[sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
     assert store.recall(file) == {"old": 1}
     assert files(tmp_path) == {"facts/x.json"}
 

@@ -4,25 +4,22 @@ import csv
 import itertools
 import json
 import os
-import runpy
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from helpers import broken_kernels, own_kernel
+from helpers.cli import CLI, cli
 
 import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner import source as sources
 from cupyfa.verify import check as checking
 from cupyfa.verify import grids, sampling, tasks
 from cupyfa.verify.case import Case
@@ -41,9 +38,6 @@ from cupyfa.verify.failures import (
     Outcome,
 )
 from cupyfa.verify.tasks import Task, perform
-
-MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
-CLI = [sys.executable, str(sources.ROOT / "cli.py")]
 
 
 def shows_all_faults(seed):
@@ -73,12 +67,6 @@ def the_failure(checked):
     """The one failure, for shrinking leaves one of those that are alike."""
     (failure,) = checked.failures
     return failure
-
-
-def command_line(*args, code=0):
-    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
 
 
 def repeat(failure, **options):
@@ -304,7 +292,7 @@ def test_progress_is_told():
 def test_the_command_line_tells_failures_commands_files_and_counts(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = ("--backend", "simulator", "--jobs", 2, "--failures", tmp_path / "files")
-    done = command_line("check", kernel, *FUZZ_OPTIONS, *options, code=1)
+    done = cli("check", kernel, *FUZZ_OPTIONS, *options, code=1)
     (file,) = (tmp_path / "files").iterdir()
     lines = [line.strip() for line in done.stdout.splitlines()]
     assert str(file) in lines
@@ -320,7 +308,7 @@ def test_the_command_line_as_data(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
     asked = ("--failures", tmp_path / "files", "--format", "json")
-    shown = command_line("check", kernel, "softmax_online", *options, *asked, code=1)
+    shown = cli("check", kernel, "softmax_online", *options, *asked, code=1)
     mine, other = json.loads(shown.stdout)
     assert (mine["kernel"], other["kernel"]) == (kernel, "softmax_online")
     assert (other["runs"], other["right"], other["failures"]) == (12, 12, [])
@@ -328,7 +316,7 @@ def test_the_command_line_as_data(tmp_path):
     assert failure["ratio"] > 1
     assert failure["command"].startswith("cupyfa run ")
     assert Path(failure["file"]).is_file()
-    shown = command_line("check", "softmax_online", *options, "--format", "csv")
+    shown = cli("check", "softmax_online", *options, "--format", "csv")
     (row,) = csv.DictReader(shown.stdout.splitlines())
     assert (row["right"], row["failures"]) == ("12", "[]")
     assert shown.stderr.startswith("note: 12 of 12 runs right")
@@ -336,11 +324,11 @@ def test_the_command_line_as_data(tmp_path):
 
 def test_exit_codes():
     few = ("--backend", "simulator", "--samples", 1, "--jobs", 0)
-    command_line("check", "softmax_safe", *few)
-    command_line("check", "v3", *few, "--dtype", "float64", code=3)
-    command_line("check", "fa2", *few, "--grid", "none", code=2)
-    command_line("check", *few, code=2)
-    command_line("check", "nope", *few, code=2)
+    cli("check", "softmax_safe", *few)
+    cli("check", "v3", *few, "--dtype", "float64", code=3)
+    cli("check", "fa2", *few, "--grid", "none", code=2)
+    cli("check", *few, code=2)
+    cli("check", "nope", *few, code=2)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -349,7 +337,7 @@ def test_the_table_fits_the_terminal(monkeypatch, tmp_path, columns):
     monkeypatch.chdir(tmp_path)
     broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
-    shown = command_line("check", "script.py:mine", "softmax_online", *options, code=1)
+    shown = cli("check", "script.py:mine", "softmax_online", *options, code=1)
     table = shown.stdout.split("\n\n")[0]
     assert max(map(len, table.splitlines())) <= columns
 

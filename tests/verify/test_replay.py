@@ -1,26 +1,23 @@
 """`cupyfa.replay`: a failure from its file, and files that are none."""
 
 import json
-import runpy
 import zipfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from helpers import broken_kernels
+from helpers.cli import SIMULATOR, cli
 from helpers.problems import DTYPES
 
 import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner import source as sources
 from cupyfa.verify import failures
 from cupyfa.verify.case import LAYOUTS, Case
 from cupyfa.verify.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Failure
 from cupyfa.verify.tasks import Task, perform
 
-MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
 CASE = Case("softmax", Problem.of_row_sizes(5, 19, "float32"), seed=4, layout="gaps")
 
 
@@ -37,10 +34,7 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
 
 
 def replay(file, *args, code):
-    options = ("replay", str(file), "--backend", "simulator", *args)
-    done = CliRunner().invoke(MAIN, options, prog_name="cupyfa")
-    assert done.exit_code == code, done.output
-    return done
+    return cli("replay", file, *SIMULATOR, *args, code=code)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
