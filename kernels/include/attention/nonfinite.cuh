@@ -1,12 +1,91 @@
 #pragma once
-// Rows that a masked key's infinity or NaN got into: its weight is 0, but 0 * NaN is NaN. That is
-// rare, so products take all keys of a tile, and rows that came out strange are computed once more.
+// Rows that come out wrong are computed again, one score after the other. That is rare, and keeps
+// the products simple: they take all keys of a tile. Two things make a row wrong:
+//  - A hidden key's P is 0, but 0 * NaN and 0 * infinity are NaN: its V gets into O.
+//  - S * scale2 - maximum is rounded once. For the largest score it is not 0 but the rounding error
+//    of the maximum, which above 2^26 is more than 2, and 2 to the power of it may overflow.
 
-#include <attention/row_state.cuh>
 #include <attention/mask.cuh>
+#include <attention/row_state.cuh>
+#include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
+// Whether a maximum, in powers of two, is too large for exponents relative to it.
+__device__ __forceinline__ bool is_huge(float maximum) {
+  return !(fabs(maximum) < float(1 << 26));
+}
+
+// Whether a row of the warp is to be computed again. A row that sees no key has the lowest maximum.
+template <int m, int n, int pack_gqa>
+__device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
+                                             const Rows<m * step, pack_gqa>& rows) {
+  bool wrong = false;
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+    const int query = rows.row(i / 2, i % 2) / pack_gqa;
+    const bool sees_key = rows.extent.kv_begin(query) < rows.extent.kv_end(query);
+    wrong |= !(rows.sum[i / 2][i % 2] < infinity);
+    wrong |= sees_key && is_huge(rows.maximum[i / 2][i % 2]);
+#pragma unroll
+    for (int j = 0; has_mask && j < n; ++j) {
+      const float (&o)[4] = O[i / 2][j];
+      wrong |= o[i % 2 * 2] != o[i % 2 * 2] || o[i % 2 * 2 + 1] != o[i % 2 * 2 + 1];
+    }
+  }
+  return __any_sync(full_warp, wrong);
+}
+
+// One row of O and lse, computed by a warp from the keys that the query sees. Maxima are those of
+// unscaled scores, so that exponents are right for scores of any size.
+template <int d, int dv, class T, class Scores>
+__device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, scalar* out, real* lse,
+                           const Extent& extent, int query, int batch, int kv_head,
+                           const Scores& scorer) {
+  constexpr int count =
+      dv > 8 * warp_size ? 8 : cdiv(dv, warp_size);  // columns that a lane sums at a time
+  const int lane = threadIdx.x % warp_size;
+  const float scale2 = scorer.scale2();
+  for (int first_col = lane; first_col < dv + lane; first_col += count * warp_size) {
+    float maximum = -infinity, sum = 0, o[count] = {};
+    for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
+      const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key);
+      float product = 0;
+      for (int j = lane; j < d; j += warp_size) product += float(q[j]) * float(k[j]);
+      const float x = scorer.applied(warp_sum(product)), before = maximum;
+      maximum = fmax(maximum, x);
+      const float origin = maximum == -infinity ? 0.0f : maximum;
+      const float factor = exp2f((before - origin) * scale2), p = exp2f((x - origin) * scale2);
+      sum = sum * factor + p;
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const int col = first_col + j * warp_size;
+        if (col < dv) o[j] = o[j] * factor + p * float(v[col]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      const int col = first_col + j * warp_size;
+      if (col < dv) out[col] = scalar(sum == 0 ? 0.0f : o[j] / sum);
+    }
+    if (first_col == 0) *lse = maximum * (scale2 / log2e) + log(sum);
+  }
+}
+
+// The same for all rows of a warp.
+template <int d, int dv, int Wr, int pack_gqa, class T, class Scores>
+__device__ void repair_rows(Tensor<const T> Q, Tensor<const T> K, Tensor<const T> V,
+                            Tensor<scalar> O, Tensor<real> lse, const Rows<Wr, pack_gqa>& rows,
+                            int batch, int head, int kv_head, const Scores& scorer) {
+  const int first = __shfl_sync(full_warp, rows.first, 0);
+  for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
+    const int query = row / pack_gqa, own_head = head * pack_gqa + row % pack_gqa;
+    repair_row<d, dv>(Q.row(batch, own_head, query), K, V, O.row(batch, own_head, query),
+                      lse.row(batch, own_head, query), rows.extent, query, batch, kv_head, scorer);
+  }
+}
+
+// Until all kernels call needs_repair and repair_rows.
 // Whether one of the warp's sums is NaN.
 template <int m, int blocks>
 __device__ __forceinline__ bool has_nonfinite(const float (&O)[m][blocks][4]) {

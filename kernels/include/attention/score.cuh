@@ -39,14 +39,17 @@ struct Scorer {
   __device__ __forceinline__ T scale2() const {
     return T(log2e) * (has_score_mod ? T(1) : scale == 0 ? T(1) : fabs(scale));
   }
+  __device__ __forceinline__ T applied(T product) const {
+    if constexpr (has_score_mod) return modified(product * scale).score;
+    return product * (scale > 0 ? T(1) : scale < 0 ? T(-1) : T(0));
+  }
   template <int m, int n>
   __device__ __forceinline__ void apply(T (&products)[m][n][4]) const {
     if (!has_score_mod && scale > 0) return;
-    const T sign = scale < 0 ? T(-1) : T(0);
 #pragma unroll
     for (int i = 0; i < m * n * 4; ++i) {
       T& x = products[i / (4 * n)][i / 4 % n][i % 4];
-      x = has_score_mod ? modified(x * scale).score : x * sign;
+      x = applied(x);
     }
   }
 };
