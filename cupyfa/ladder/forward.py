@@ -336,7 +336,12 @@ def mma_kernel(
         launches=(
             Launch(
                 name,
-                args=f"Q K V O lse{scratch} " + ("sizes heads group scale mods" if name in ("mma_split_q", "mma_swizzled") else "M N heads group diagonal lower scale"),
+                args=f"Q K V O lse{scratch} "
+                + (
+                    "sizes heads group scale mods"
+                    if name in ("mma_split_q", "mma_swizzled")
+                    else "M N heads group diagonal lower scale"
+                ),
                 grid=blocks,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,

@@ -146,8 +146,9 @@ def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
     assert unseen.sum() == 512 - 40 - 16
     inputs["K"][:, :, unseen] = inputs["V"][:, :, unseen] = poison
     spoilt = guard.checked(backend, plan, inputs, {})
-    np.testing.assert_array_equal(spoilt["lse"], clean["lse"])
-    np.testing.assert_allclose(spoilt["O"], clean["O"], atol=2e-3)  # sums in another order
+    # Repaired rows are summed in another order.
+    np.testing.assert_allclose(spoilt["lse"], clean["lse"], rtol=1e-6)
+    np.testing.assert_allclose(spoilt["O"], clean["O"], atol=2e-3)
     # Key 480 is seen by some rows of the tile alone, and its value spoils their columns.
     inputs["V"][:, :, 480, 3] = poison
     some = guard.checked(backend, plan, inputs, {})
@@ -161,8 +162,8 @@ def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
 LOOPS = {
     "fa2": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
     "fa2_coalesced": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
-    "mma_split_q": "first_key < seen_by_some; first_key += Bc) {\n",
-    "mma_swizzled": "first_key < seen_by_some; first_key += Bc) {\n",
+    "mma_split_q": "first_key < tile.kv_end; first_key += Bc) {\n",
+    "mma_swizzled": "first_key < tile.kv_end; first_key += Bc) {\n",
     "mma_async": "first_key < end; first_key += Bc) {\n",
     "mma_tf32": "first_key < end; first_key += Bc) {\n",
     "wgmma": "turn.advance()) {\n    const int i = turn.stage;\n    wait(shared.K_empty",
@@ -179,6 +180,7 @@ def test_tiles_that_nobody_sees_are_passed_over(tmp_path, kernel):
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
     sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "work.row"}[kernel.split("_")[0]]
     sees = "task.row" if kernel == "wgmma_persistent" else sees
+    sees = "tile.row" if " tile.kv_end" in LOOPS[kernel] else sees
     trap = TRAP.format(first=f"{sees} + 480 - 16", end=f"{sees} + Br + 480 + 2")
     assert text.count(LOOPS[kernel]) == 1
     loop = LOOPS[kernel].replace("{\n", "{\n" + trap, 1)
