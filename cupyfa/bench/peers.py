@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import Unsupported
-from cupyfa.options import NO_WINDOW
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
@@ -36,6 +35,7 @@ PACKAGES = dict.fromkeys(_TORCH, "torch") | {
     "jax": "jax",
 }
 NAMES = tuple(PACKAGES)
+OPTIONS_OF_PEERS = ("causal", "scale")
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,20 @@ def peer(
     check_names([name])
     prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
     with _reasons(label(name), p):
-        if p.window != NO_WINDOW:
-            raise Unsupported(
-                "scaled_dot_product_attention has no windows"
-                if name in _TORCH
-                else "its windows are not used here"
-            )
-        if p.precision not in (None, "float32"):
-            raise Unsupported(f"its attention has no {p.precision} for float32 inputs")
+        _check_options(p)
         if operation == "backward":
             if name not in _TORCH:
                 raise Unsupported("its gradients are not timed here")
             return _torch(name, engine, p, [arrays[x] for x in "QKV"], arrays["dO"])
         return prepare(name, engine, p, [arrays[x] for x in "QKV"])
+
+
+def _check_options(p: Problem) -> None:
+    """Raises Unsupported for options that peers do not have, or that are not used here."""
+    row = p.options.row()
+    asked = [name for name in p.options.changed if (name, row[name]) != ("precision", "float32")]
+    if others := [f"{name}={row[name]}" for name in asked if name not in OPTIONS_OF_PEERS]:
+        raise Unsupported(f"its attention has no {', '.join(others)} here")
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from itertools import combinations, product
 from typing import Any
 
 from cupyfa.dtypes import DTYPES
-from cupyfa.options import Window
+from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 
@@ -30,6 +30,7 @@ GRIDS = {
     "fuzz": "random cases",
 }
 FUZZ_SAMPLES = 200  # by default
+_OTHERS = 0.25  # the share of random cases that have an option besides masks and scales
 
 Axes = Mapping[str, Sequence[Any]]
 Choice = Mapping[str, Any]  # a value for each axis
@@ -80,6 +81,10 @@ def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY)
     values = pick.choice(("normal", "normal", *VALUES))
     make = _random_softmax if operation == "softmax" else _random_attention
     problem = make(pick, compiled, dtypes, values)
+    for name in _other_options() if operation != "softmax" else ():
+        other = random.Random(f"{seed} {i // 64} {i % 16} {name}")
+        if other.random() < _OTHERS:
+            problem = problem.with_options(**{name: other.choice(OPTIONS[name].tried)})
     return Case(operation, problem, pick.randrange(2**31), values, pick.choice(_NEAR))
 
 
@@ -294,7 +299,7 @@ _ODD: Axes = {
     "layout": _NEAR,
 }
 _WINDOWS = ((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000))
-_ODD_CASES, _ODD_WINDOWS = 200, 50
+_ODD_CASES, _ODD_WINDOWS, _ODD_OTHERS = 200, 50, 50
 
 
 def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
@@ -306,6 +311,15 @@ def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     odd = {**_ODD, "dtype": dtypes}
     yield from _paired(odd, _ODD_CASES, _is_valid)
     yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_valid)
+    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in _other_options()}
+    if others:
+        yield from _paired({**odd, "window": _WINDOWS, **others}, _ODD_OTHERS, _is_valid)
+
+
+def _other_options() -> list[str]:
+    """The options with values to try, besides those that grids have as axes of their own."""
+    own = ("causal", "window", "scale")
+    return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
 def _is_valid(chosen: Choice) -> bool:
@@ -451,7 +465,7 @@ def _paired(
 
 def _fields(case: Case) -> Choice:
     """The values of a case."""
-    return {**vars(case.problem), "values": case.values, "layout": case.layout}
+    return {**case.problem.record(), "values": case.values, "layout": case.layout}
 
 
 def _pairs(chosen: Choice) -> set[Any]:

@@ -164,7 +164,7 @@ def test_a_record_may_round_to_what_it_likes():
 
 def test_peers_have_no_such_option():
     for peer in peers.NAMES:
-        with pytest.raises(Unsupported, match="its attention has no tf32 for float32 inputs"):
+        with pytest.raises(Unsupported, match="its attention has no precision=tf32 here"):
             peers.peer(peer, Simulator(), problem("tf32"), {})
 
 
