@@ -1,9 +1,7 @@
 """Benchmarks: how calls are timed, how results are judged first, and which rows come of it."""
 
-import csv
 import json
 import os
-import warnings
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -245,17 +243,6 @@ def test_peaks_are_measured_once_and_remembered(facts):
     assert engine.timed == timed
     assert peaks.copy_rate(engine) == pytest.approx(2 * 2**22 / 1e9)
     assert set(json.loads(facts.read_text())) == {"float32", "copy"}
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"float32": "x"}', '{"float32": -1}'])
-def test_damaged_peaks_are_measured_again(facts, content):
-    facts.parent.mkdir()
-    facts.write_text(content)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rate = peaks.product_rate(Fast(), "float32")
-    assert rate > 0
-    assert json.loads(facts.read_text())["float32"] == rate
 
 
 def test_without_a_library_for_products_there_is_no_peak(facts):
@@ -644,27 +631,6 @@ def test_bench_as_json():
     ]
     assert all(row["ms"] > 0 and row["note"] == "" for row in rows)
     assert {row["device"] for row in rows} == {"the simulator"}
-
-
-def test_bench_as_csv_and_markdown():
-    table = cli("bench", "fa2", *SMALL, "--alone", "--format", "csv").stdout
-    (row,) = csv.DictReader(table.splitlines())
-    assert (row["kernel"], row["M"]) == ("fa2", "20")
-    assert float(row["ms"]) > 0
-    head = cli("bench", "fa2", *SMALL, "--alone", "--format", "md").stdout.splitlines()[0]
-    assert {" ms ", " TFLOP/s ", " % of peak "} <= set(head.split("|"))
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_bench_for_people_fits_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = cli("bench", "fa2_coalesced", *OF_ANY_M, "-p", "M=16,32").stdout
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= columns
-    assert "…" not in shown
-    assert lines[0].startswith("device=the simulator")
-    assert "seed=0" in lines[0]
-    assert [line.split()[0] for line in lines[-6:]] == ["baseline", "fa2", "fa2_coalesced"] * 2
 
 
 def test_what_was_measured_before_an_error_is_told_and_saved(tmp_path):

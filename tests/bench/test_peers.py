@@ -140,11 +140,6 @@ def test_versions_are_those_of_the_packages():
     assert set(found) == {name for name in ("torch", "jax") if installed(name)}
 
 
-def test_an_unknown_peer():
-    with pytest.raises(ValueError, match="peer 'fa3' is unknown; there are fa2, cudnn"):
-        peers.peer("fa3", Simulator(), Problem.of_sizes(**SIZES), {})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", peers.NAMES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

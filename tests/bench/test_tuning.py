@@ -410,15 +410,6 @@ def test_a_later_tuning_takes_the_place_of_an_earlier(engine):
     assert [dict(x.constants)["Br"] for x in tuned.on("a device")] == [16, 64]
 
 
-def test_a_damaged_file_of_tuned_facts_does_not_stop_a_plan(engine):
-    file = store.facts_file("tuned", engine.limits.device)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("{")
-    engine.refresh()
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert engine.limits.tuned == ()
-
-
 # The command
 
 

@@ -83,17 +83,6 @@ def test_list_as_markdown():
     assert [row.split(" | ")[1] for row in rows] == KERNELS
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_list_fits_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = cli("list", *SIMULATOR).stdout
-    assert max(map(len, shown.splitlines())) <= columns
-    words = " ".join(shown.split())
-    for kernels in LADDER.values():
-        for kernel in kernels.values():
-            assert f"{kernel.name} {kernel.adds}" in words
-
-
 def test_the_largest_d_depends_on_the_dtype():
     largest = {
         dtype: {
@@ -105,6 +94,33 @@ def test_the_largest_d_depends_on_the_dtype():
     assert largest["float32"]["fa2"] > largest["float64"]["fa2"] > 0
     assert (largest["float32"]["v3"], largest["float64"]["v3"]) == ("any", 0)
     assert "v3" in cli("list", *SIMULATOR, "--dtype", "float64").stdout
+
+
+# What a command prints for people, and words of it.
+TABLES = {
+    "list": [f"{x.name} {x.adds}" for kernels in LADDER.values() for x in kernels.values()],
+    "run baseline -B 1 -H 2 -M 9 -N 7 -d 8 --seed 3 --causal": [
+        *("seed=3", "causal=bottom-right", "layout=bhsd", "ms, the median of", "O error", "PASS"),
+    ],
+    "bench fa2_coalesced -B 1 -H 2 -d 8 --budget 0 -p M=16,32": [
+        *("device=the simulator", "seed=0", "baseline", "fa2", "fa2_coalesced"),
+    ],
+    "cache list": ["compiled", "tuned"],
+}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("args", TABLES)
+def test_tables_fit_the_terminal(monkeypatch, tmp_path, columns, args):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if args == "cache list":
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("CUPYFA_CACHE_DIR", "ours")
+        monkeypatch.setenv("CUPY_CACHE_DIR", "cupys")
+    shown = cli(*args.split(), *SIMULATOR * (args != "cache list")).stdout
+    assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
+    words = " ".join(shown.split())
+    assert not [part for part in TABLES[args] if part not in words]
 
 
 # run
@@ -198,17 +214,6 @@ def test_run_as_markdown():
     assert {"passed", "milliseconds", "tflops", "seed", "O error", "lse error"} <= set(row)
     assert (row["passed"], row["seed"]) == ("True", "3")
     assert float(row["O error"]) == pytest.approx(run("fa2")["O_error"], rel=1e-3)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_run_for_people_fits_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = cli("run", "baseline", *SIMULATOR, *SIZES, "--causal").stdout
-    assert max(map(len, shown.splitlines())) <= columns
-    assert shown.splitlines()[-1] == "PASS"
-    words = " ".join(shown.split())
-    for part in ("seed=3", "causal=bottom-right", "layout=bhsd", "ms, the median of", "O error"):
-        assert part in words
 
 
 def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():

@@ -30,6 +30,7 @@ from cupyfa.planner import source as sources
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
 
 PARTS = 3
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (32, None)}}
 TENSOR_CORES = re.compile(r"#include <[\w/]*mma\w*\.cuh>")
 
 
@@ -38,8 +39,8 @@ def plans(arch, d):
     for kernels in LADDER.values():
         for kernel in kernels.values():
             for dtype in DTYPES:
-                for causal in (False, True):
-                    problem = Problem.of_sizes(M=64, d=d, dtype=dtype, causal=causal)
+                for mask in MASKS if arch == "90" else ("full", "causal"):
+                    problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **MASKS[mask])
                     if planning.can(kernel, problem, limits_of(arch)):
                         yield planning.plan(kernel, problem, limits_of(arch))
 
@@ -51,8 +52,7 @@ def cases():
         for plan in plans(arch, d):
             for launch in plan.launches:
                 key = (launch.dtype.name, *launch.constants.items())
-                mask = "causal" if plan.problem.causal else "full"
-                name = f"{launch.entry}-{launch.dtype.name}-{mask}-d{d}-sm_{arch}"
+                name = f"{launch.entry}-{launch.dtype.name}-{plan.problem.causal}-d{d}-sm_{arch}"
                 param = pytest.param(arch, launch, id=name)
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
@@ -79,7 +79,6 @@ def test_every_kernel_for_every_architecture(record_property, arch, launch):
 # Bytes that are known to be spilled: the measured fastest tiles need more registers than there are.
 # On sm_90 "auto" takes wgmma instead.
 SPILLED = {("mma_async", "90", 128, "causal"): 4, ("mma_async", "90", 128, "window"): 40}
-MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (32, None)}}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 

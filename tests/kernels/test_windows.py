@@ -11,7 +11,7 @@ from helpers.problems import FORWARD, inputs_of, name
 
 import cupyfa
 from cupyfa import Case, Problem
-from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.analysis.resources import limits_of
 from cupyfa.bench import peers
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
@@ -199,18 +199,6 @@ def test_tiles_that_nobody_sees_are_passed_over(tmp_path, kernel):
             guard.checked(engine, plan, inputs, {})
 
 
-@pytest.mark.parametrize("kernel", ["fa2_coalesced", "mma_async"])
-def test_a_window_takes_less_time(kernel):
-    """The work is that of the keys that are seen: here about 1/16 of all."""
-    sizes = {"batch": 1, "heads": 1, "M": 64, "N": 4096, "d": 32, "dtype": "float16"}
-    windows = [(None, None), (100, 100)]
-    rows = cupyfa.bench(
-        kernel, backend="simulator", budget=0.1, alone=True, window=windows, **sizes
-    )
-    whole, windowed = (row.time for row in rows)
-    assert windowed < whole / 4
-
-
 FAULTS = {
     "one key too many": ("fa2", ("first_in_tile(row,", "first_in_tile(row - 1,")),
     "one key too few": ("fa2", ("first_in_tile(row,", "first_in_tile(row + 1,")),
@@ -231,20 +219,6 @@ def test_a_wrong_window_is_found(tmp_path, backend, fault):
     plan = planning.plan(broken, p, backend.limits, Br=32, Bc=32)
     with pytest.raises(cupyfa.WrongResult, match="window=9,-"):
         guard.checked(backend, plan, inputs_of(plan), {})
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@EACH
-def test_windowed_kernels_compile_without_warnings(kernel, causal):
-    dtype = usual_dtype(kernel)
-    p = Problem.of_sizes(M=64, d=64, dtype=dtype, causal=causal, window=(9, None))
-    arches = [x for x in ("80", "90", "120") if planning.can(kernel, p, limits_of(x))]
-    assert "90" in arches
-    for arch in arches:
-        for launch in planning.plan(kernel, p, limits_of(arch)).launches:
-            made = compile_launch(launch, arch)
-            assert made.warnings == ()
-            assert made.spilled_bytes == 0 or not launch.entry.startswith(("mma_", "wgmma"))
 
 
 # Planning

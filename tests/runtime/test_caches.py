@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import resource
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -96,15 +94,6 @@ def test_the_size_is_one_number_for_each_kind_and_for_all_of_ours(home):
     sizes = {kind: row["bytes"] for kind, row in rows("size").items()}
     assert sizes["compiled"] == 6 and sizes["cupy"] == 13
     assert sizes["all but cupy"] == sum(sizes[kind] for kind in OURS)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_list_fits_the_terminal(home, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("CUPYFA_CACHE_DIR", "ours")
-    monkeypatch.setenv("CUPY_CACHE_DIR", "cupys")
-    assert max(map(len, cli("list").stdout.splitlines())) <= columns
 
 
 def test_nothing_is_there_where_nothing_was_kept(tmp_path, monkeypatch):
@@ -310,33 +299,3 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_one_for_the_process(tmp_pat
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert store.chosen_folder() == tmp_path / "file" / "cache"
     assert store.folder().is_dir() and tmp_path not in store.folder().parents
-
-
-def test_a_full_disk_leaves_the_old_facts_whole(tmp_path):
-    file = tmp_path / "facts" / "x.json"
-    store.remember(file, {"old": 1})
-    code = (
-        "import resource, signal, sys, warnings\n"
-        "from pathlib import Path\n"
-        "from cupyfa import store\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
-        "    warnings.simplefilter('always')\n"
-        "    store.remember(Path(sys.argv[1]), {'new': 'x' * 5000})\n"
-        "assert 'cannot be written' in str(said[0].message), said\n"
-    )
-    done = helpers.cli.process([file], begin=[sys.executable, "-c", code])
-    assert done.returncode == 0, done.stderr
-    assert store.recall(file) == {"old": 1}
-    assert files(tmp_path) == {"facts/x.json"}
-
-
-def test_warming_on_a_full_disk_says_so(tmp_path):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    args = ["cache", "warm", "v1", "-d", "8", "--backend", "simulator"]
-    done = process(*args, folder=tmp_path, preexec_fn=limit)
-    assert done.returncode in (2, 3) and "Traceback" not in done.stderr, done.stderr
-    assert not list(tmp_path.glob("*.so"))

@@ -1,7 +1,6 @@
 """The simulator itself: what CUDA C++ means, what it forbids, and how objects are built."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from helpers.device_code import INCLUDE, answer, fault, fresh, in_new_process, launch
 from helpers.threads import in_threads
 
-from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
+from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 # Without it, a fault of a plain access names no line.
@@ -945,12 +944,6 @@ def test_launches_from_several_python_threads():
 # Compilers and the cache
 
 
-def test_errors_of_the_compiler_come_unchanged():
-    text = '#line 1 "kernels/forward/some.cu"\nextern "C" __global__ void test() {\n  foo();\n}'
-    with pytest.raises(CompileError, match=r"kernels/forward/some\.cu:2:3: error: .*foo"):
-        machine.build(text, INCLUDE, "test")
-
-
 def test_a_frame_too_large_for_a_fiber_does_not_compile():
     with pytest.raises(CompileError, match="frame"):
         launch("volatile int x[100000]; x[threadIdx.x] = 1; A[0] = x[s0];", ones(),
@@ -971,17 +964,6 @@ def test_the_headers_compile_without_warnings(tmp_path):
         command += ["-o", str(tmp_path / "out.o")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-
-
-def test_no_compiler_says_how_to_get_one(monkeypatch):
-    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CompilerNotFound, match=r"cupyfa\[compiler\]"):
-        machine.compiler()
-    monkeypatch.setenv("CUPYFA_COMPILER", "no-such-compiler")
-    with pytest.raises(CompilerNotFound, match="no-such-compiler"):
-        machine.compiler()
 
 
 def test_zig_is_found_where_nothing_else_is(monkeypatch):
@@ -1014,19 +996,6 @@ def test_both_compilers_run_and_check(monkeypatch, compiler):
     assert "writes 16 bytes, just past the end of A" in copied.what
 
 
-@pytest.mark.parametrize("damage", ["cut short", "emptied", "overwritten"])
-def test_a_damaged_object_is_made_anew(tmp_path, damage):
-    assert answer(in_new_process(tmp_path, 41)) == "41"
-    objects = list(tmp_path.glob("*.so"))
-    assert len(objects) == 2
-    for path in objects:
-        content = path.read_bytes()
-        path.unlink()
-        damaged = {"cut short": content[:5000], "emptied": b"", "overwritten": b"?" * 9000}
-        path.write_bytes(damaged[damage])
-    assert answer(in_new_process(tmp_path, 41)) == "41"
-
-
 def test_a_text_beyond_ascii_in_the_c_locale(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert answer(in_new_process(tmp_path, "45 /* \u03b1 = \u221ad */", **plain)) == "45"
@@ -1037,12 +1006,6 @@ def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     assert [answer(process) for process in processes] == ["51 52"] * 3
     assert len(list(tmp_path.glob("*.so"))) == 3  # the runtime and two kernels
     assert not list(tmp_path.glob("build-*"))
-
-
-def test_a_cache_that_cannot_be_written(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    assert answer(in_new_process(blocked / "cache", 61)) == "61"
 
 
 @pytest.mark.parametrize("file", ["number.cuh", "helper.h", "deep/er/number.hpp"])
