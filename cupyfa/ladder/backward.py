@@ -215,10 +215,8 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of K and V; N may be 0."""
     return replace(
         columns_launch(name, outputs),
-        args=f"{INPUTS} {outputs} M N kv_heads group causal_offset window_offset scale",
         threads=lambda p, c: WARP * c.warps,
         shared=mma_columns_shared,
-        constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
     )
 
 
@@ -510,10 +508,9 @@ KERNELS = (
             mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
             Launch(
                 "mma_round",
-                args="dQ_sum.data lse dQ M heads scale",
+                args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
                 grid=row_tiles,
                 threads=lambda p, c: WARP * c.warps,
-                constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
             ),
         ),
         tiles=MMA_TILES,
@@ -538,7 +535,7 @@ KERNELS = (
             mma_columns_launch("mma_two_pass_columns", "dK dV"),
             Launch(
                 "mma_two_pass_rows",
-                args=f"{INPUTS} dQ M N heads group diagonal lower scale",
+                args=f"{INPUTS} dQ sizes heads group scale mods",
                 grid=lambda p, c: cdiv(p.M, c.Qr) * p.heads * p.batch,
                 threads=lambda p, c: WARP * c.Qr // c.Qw,
                 shared=mma_rows_shared,
@@ -547,7 +544,6 @@ KERNELS = (
                     "Bc": lambda p, c: c.Qc,
                     "Wr": lambda p, c: c.Qw,
                     "stages": lambda p, c: c.Qs,
-                    "pack_gqa": lambda p, c: 1,
                 },
             ),
         ),

@@ -1,38 +1,45 @@
 // mma_round: dQ from its finished sums, which lie in the order of mma_columns's registers.
 //
-//   dQ_sum: the tiles of rows, as red.cuh has them    lse [batch, heads, M]
-//   dQ [batch, heads, M, d]
+//   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, threads, shared_bytes; Wr
-//   and pack_gqa for row_state.cuh
-#include <backward/parts/gradient_products.cuh>
+//   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, causal, windowed, threads,
+//   shared_bytes
+#include <backward/parts/mma_gradients.cuh>
 #include <ptx/red.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
-extern "C" __global__ __launch_bounds__(threads) void mma_round(const float* dQ_sum,
-                                                                Tensor<const real> lse,
-                                                                Tensor<scalar> dQ, int M, int heads,
-                                                                real scale) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  const int lane = threadIdx.x % warp_size;
-  constexpr int fours = QueryPart::fours, blocks = QueryPart::cols / 8;
+constexpr int depth = cdiv(d, step) * step;
+constexpr int query_slices = depth > 128 ? 2 : 1;
+using Queries = QueryPart<Br, depth, warps, query_slices>;
+
+extern "C" __global__ __launch_bounds__(threads) void mma_round(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const float* dQ_sum,
+    Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const Extent extent = extent_of(sizes, batch);
+  constexpr int fours = Queries::fours, blocks = Queries::cols / 8;
   const float* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
   for (int slice = 0; slice < query_slices; ++slice) {
-    const QueryPart own(slice);
-    QueryPart::Sums sums;
+    const Queries own(slice);
+    Queries::Sums sums;
 #pragma unroll
-    for (int i = 0; i < 2 * (QueryPart::rows / step); ++i) {
-      const int row = tile * Br + own.row + i * 8 + lane / 4;
-      const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
+    for (int n = 0; n < fours; ++n) {
 #pragma unroll
-      for (int j = 0; j < 2 * blocks; ++j) {
-        const int four = slice * fours + i / 2 * blocks + j / 2;
-        const float sum = from[place_of_sum(four, i % 2 * 2 + j % 2)];
-        sums[i / 2][j / 2][i % 2 * 2 + j % 2] = counts ? sum : 0.0f;
-      }
+      for (int e = 0; e < 4; ++e)
+        sums[n / blocks][n % blocks][e] = from[place_of_sum(slice * fours + n, e)];
     }
-    // What lies behind the end of a warp's part is another's, of the next slice.
-    store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, M, lane, own.end);
+    if (all_finite(sums)) {
+      // Columns behind the end of a warp's part are another warp's, of the next slice.
+      store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, extent.M, own_lane(),
+                        own.end);
+      continue;
+    }
+    const Repair<d, dv, operand, StatsInMemory> repair = {
+        extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, head / group};
+    const int first = tile * Br + own.row;
+    repair.rows<Queries::cols>(dQ, head, first, first + Queries::rows, own.col);
   }
 }

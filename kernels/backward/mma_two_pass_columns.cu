@@ -1,17 +1,158 @@
 // mma_two_pass_columns: `mma_columns` without dQ, which another pass sums.
 //
+// What is left stays on chip from the first row to the last, so nothing is added to memory, and
+// every sum has one order.
+//
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; Wr and pack_gqa for row_state.cuh
-#include <backward/parts/gradient_columns.cuh>
+//   shared_bytes
+#include <backward/parts/mma_gradients.cuh>
+#include <ptx/cp_async.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+
+struct Shared {
+  operand K[Bc][depth];
+  operand V[Bc][width];
+  operand Q[stages][Br][depth];
+  operand dO[stages][Br][width];
+  operand P[Br][Bc];
+  operand dS[Br][Bc];
+  float lse2[2][Br];
+  float delta[2][Br];
+};
+using Scores = Part<Br, Bc, warps>;
+using KeyPart = Part<Bc, depth, warps>;
+using ValuePart = Part<Bc, width, warps>;
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Scores::whole, "warps divide S evenly");
+
+// Steps of S and of dP that are unrolled, as many as there are registers for: beside P there are
+// fewer, and tiles are largest up to d = 64.
+constexpr int S_steps = depth > 64 ? 4 : 2;
+constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
+
+// The block's tiles of rows, head by head, from the last of each to the first: blocks that begin
+// together are at the same rows, under a causal mask too.
+struct Walk {
+  Tensor<const operand> Q, dO;
+  Tensor<const real> lse, delta;
+  int M, batch, head, first_row, first, last, left;
+
+  __device__ __forceinline__ void advance() {
+    --left;
+    first_row -= Br;
+    if (first_row >= first) return;
+    first_row = last;
+    ++head;
+  }
+  // The addresses of heads are computed here again: registers do not keep them.
+  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
+    copy_rows<d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
+    copy_rows<dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
+  }
+  __device__ __forceinline__ RowLoads<Br> load_stats() const {
+    RowLoads<Br> stats;
+    stats.load(lse, delta, opaque(batch), opaque(head), first_row, M);
+    return stats;
+  }
+};
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
+// begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
+template <bool masked>
+__device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
+                                          KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
+                                          const Scorer<float>& scorer) {
+  const int stage = stages == 2 ? turn : 0;
+  walk.advance();
+  const bool more = walk.left > 0;
+  RowLoads<Br> next;
+  {
+    const Scores own;
+    const int lane = own_lane();
+    Scores::Sums S = {}, dP = {};
+    multiply_transposed<S_steps>(S, shared.Q[stage], shared.K, own, lane);
+    // The addresses of the next tile are computed while these products go on.
+    if (more) next = walk.load_stats();
+    if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
+    cp_async_commit_group();
+    if constexpr (has_score_mod) {
+      multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
+      compute_P_and_dS<masked>(S, dP, shared.lse2[turn], shared.delta[turn], own, pair, scorer,
+                               lane);
+      store_tile(shared.P, S, own, lane);
+    } else {
+      compute_P<masked>(S, shared.lse2[turn], own, pair, scorer.scale * log2e, lane);
+      store_tile(shared.P, S, own, lane);
+      multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
+      compute_dS(dP, S, shared.delta[turn], own, lane);
+    }
+    store_tile(shared.dS, dP, own, lane);
+  }
+  if (more) next.store(shared.lse2[1 - turn], shared.delta[1 - turn]);
+  __syncthreads();  // P and dS are there
+
+  multiply_tiles<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
+  multiply_tiles<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
+  if (stages == 1) {
+    __syncthreads();  // before the next tile overwrites Q and dO
+    if (more) walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+  }
+}
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int kv_heads, int group, int causal_offset, int window_offset,
-    real scale) {
-  sum_columns<false>(Q, K, V, dO, lse, delta, nullptr, dK, dV, M, N, kv_heads, group, causal_offset,
-                     window_offset, scale);
+    Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const int first_key = tile * Bc;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<float> scorer = {scale, mods};
+  const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
+  const int tiles = end > start ? cdiv(end - start, Br) : 0;
+  const int last = start + (tiles - 1) * Br;
+  Walk walk = {Q,    dO,    lse,  delta,        extent.M, batch, kv_head * group,
+               last, start, last, tiles * group};
+  KeyPart::Sums sums_K = {};
+  ValuePart::Sums sums_V = {};
+  if (walk.left > 0) {
+    const RowLoads<Br> first = walk.load_stats();
+    copy_rows<d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
+    copy_rows<dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
+    walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+    first.store(shared.lse2[0], shared.delta[0]);
+    cp_async_wait_group<0>();
+    __syncthreads();  // the tiles are there
+  }
+  for (int turn = 0; walk.left > 0; turn = 1 - turn) {
+    const TilePair<Br, Bc> pair = {extent, walk.first_row, first_key};
+    if (first_key + Bc <= extent.N && pair.sees_all())
+      step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+    else
+      step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+    cp_async_wait_group<0>();
+    __syncthreads();  // the next tile is there, and this one is no longer read
+  }
+  const KeyPart keys;
+  const ValuePart values;
+  const Repair<d, dv, operand, StatsInMemory> repair = {
+      extent, Q, K, V, dO, {lse, delta, batch}, scorer, batch, kv_head};
+  if (all_finite(sums_K))
+    store_gradient<d>(dK, sums_K, scale, keys, batch, kv_head, first_key, extent.N, own_lane());
+  else
+    repair.keys<false, KeyPart::cols>(dK, group, first_key + keys.row,
+                                      first_key + keys.row + KeyPart::rows, keys.col);
+  if (all_finite(sums_V))
+    store_gradient<dv>(dV, sums_V, 1, values, batch, kv_head, first_key, extent.N, own_lane());
+  else
+    repair.keys<true, ValuePart::cols>(dV, group, first_key + values.row,
+                                       first_key + values.row + ValuePart::rows, values.col);
 }

@@ -8,17 +8,20 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
-//   shared_bytes; pack_gqa for row_state.cuh
+//   shared_bytes
+#include <backward/parts/mma_gradients.cuh>
 #include <ptx/cp_async.cuh>
-#include <backward/parts/gradient_products.cuh>
 #include <tile/shared.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
 
 struct Shared {
   operand Q[Br][depth];
   operand dO[Br][width];
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
-  float lse[Br];
+  float lse2[Br];
   float delta[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -56,33 +59,8 @@ __device__ __forceinline__ void multiply_keys(const Fragments<Wr, Bc>& dS, opera
   }
 }
 
-// The same where K holds infinities or NaN, by the keys that each row sees alone.
-__device__ __forceinline__ void multiply_visible_keys(const Fragments<Wr, Bc>& dS,
-                                                      operand (&K)[Bc][depth],
-                                                      Fragments<Wr, depth>& dQ, const OwnRows& own,
-                                                      const Pairs& pairs, int lane) {
-#pragma unroll 1
-  for (int key = 0; key < Bc; ++key) {
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      unsigned mine = 0;
-#pragma unroll
-      for (int c = 0; c < Bc / 4; ++c)
-        mine |= bits_if(key / 8 * 2 + key % 2 == c, dS[i / 2][c / 2][i % 2 * 2 + c % 2]);
-      const float weight =
-          __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
-      const bool sees = pairs.see(own.row + i * 8 + lane / 4, key);
-#pragma unroll
-      for (int j = 0; j < depth / 4; ++j) {
-        const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-        const float k = float(at(K, key, col / in_chunk)[col % in_chunk]);
-        if (sees) dQ[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * k;
-      }
-    }
-  }
-}
-
-// The keys and values of a head. Registers do not keep where they begin: that is found once more.
+// The keys and values of a head. The addresses of heads are computed here again: registers do not
+// keep them.
 struct Keys {
   Tensor<const operand> K, V;
   int batch, head, N;
@@ -93,32 +71,30 @@ struct Keys {
   }
 };
 
-// One tile of keys. K and V are there when it begins, and the next are when it ends.
+// One tile of keys: P, dS and dQ += dS K. K and V are there when it begins, and the next are when
+// it ends. Unless it is `masked` every row sees every key.
 template <bool masked>
-__device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, const Pairs& pairs,
-                                           int end, int buffer, Fragments<Wr, depth>& dQ,
-                                           float scale2, const OwnRows& own, int lane) {
-  const bool more = pairs.first_key + Bc < end;
-  if (stages == 2 && more) {
-    keys.begin_copies(shared, pairs.first_key + Bc, 1 - buffer);
-  }
+__device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
+                                           const TilePair<Br, Bc>& pair, int end, int buffer,
+                                           Fragments<Wr, depth>& dQ, const Scorer<float>& scorer,
+                                           const OwnRows& own, int lane) {
+  const bool more = pair.first_key + Bc < end;
+  if (stages == 2 && more) keys.begin_copies(shared, pair.first_key + Bc, 1 - buffer);
   cp_async_commit_group();
-  bool nonfinite = false;
-  if constexpr (has_mask && masked) nonfinite = __syncthreads_or(has_nonfinite(shared.K[buffer]));
-  Fragments<Wr, Bc> P = {}, dS = {};
-  multiply_transposed(P, shared.Q, shared.K[buffer], own, lane);
-  weigh<masked>(P, shared.lse, own, pairs, scale2, lane);
-  multiply_transposed(dS, shared.dO, shared.V[buffer], own, lane);
-  slope<masked>(dS, P, shared.lse, shared.delta, own, pairs, lane);
-  if (has_mask && masked && nonfinite)
-    multiply_visible_keys(dS, shared.K[buffer], dQ, own, pairs, lane);
-  else
-    multiply_keys(dS, shared.K[buffer], dQ, own, lane);
+  Fragments<Wr, Bc> S = {}, dP = {};
+  multiply_transposed(S, shared.Q, shared.K[buffer], own, lane);
+  if constexpr (has_score_mod) {
+    multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
+    compute_P_and_dS<masked>(S, dP, shared.lse2, shared.delta, own, pair, scorer, lane);
+  } else {
+    compute_P<masked>(S, shared.lse2, own, pair, scorer.scale * log2e, lane);
+    multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
+    compute_dS(dP, S, shared.delta, own, lane);
+  }
+  multiply_keys(dP, shared.K[buffer], dQ, own, lane);
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites K and V
-    if (more) {
-      keys.begin_copies(shared, pairs.first_key + Bc, 0);
-    }
+    if (more) keys.begin_copies(shared, pair.first_key + Bc, 0);
     cp_async_commit_group();
   }
   cp_async_wait_group<0>();
@@ -128,50 +104,43 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys, con
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ,
-    int M, int N, int heads, int group, int causal_offset, int window_offset, real scale) {
+    Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads);
-  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const int row_tiles = cdiv(sizes.M, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
+  const int first_row = (row_tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<float> scorer = {scale, mods};
+  const RowTile rows = row_tile<Br, Bc>(extent, first_row, head, batch);
   const int lane = threadIdx.x % warp_size;
   const OwnRows own = {int(threadIdx.x) / warp_size * Wr};
-  const int start = kv_begin(first_row, N, window_offset) / Bc * Bc;
-  const int end = kv_end(min(first_row + Br, M) - 1, N, causal_offset);
-  const Keys keys = {K, V, batch, head / group, N};
+  const Keys keys = {K, V, batch, head / group, extent.N};
 
-  RowSums sums;
-  sums.load(lse, delta, batch, head, first_row, M);
-  copy_rows<d>(shared.Q, Head(Q, batch, head, M), first_row);
-  copy_rows<dv>(shared.dO, Head(dO, batch, head, M), first_row);
-  keys.begin_copies(shared, start, 0);
+  RowLoads<Br> stats;
+  stats.load(lse, delta, batch, head, first_row, extent.M);
+  copy_rows<d>(shared.Q, Head(Q, batch, head, extent.M), first_row);
+  copy_rows<dv>(shared.dO, Head(dO, batch, head, extent.M), first_row);
+  keys.begin_copies(shared, rows.kv_begin, 0);
   cp_async_commit_group();
-  sums.store(shared.lse, shared.delta);
+  stats.store(shared.lse2, shared.delta);
   cp_async_wait_group<0>();
-  const bool dead = __syncthreads_or(sums.dead);  // the tiles are there
-  if (dead) {
-    clear_dead_rows(shared.Q, shared.lse);
-    clear_dead_rows(shared.dO, shared.lse);
-    __syncthreads();  // the zeros are there
-  }
-  const bool whole = first_row + Br <= M && !dead;
-  Fragments<Wr, depth> rows = {};
+  __syncthreads();  // the tiles are there
+  Fragments<Wr, depth> sums = {};
   int buffer = 0;
-  for (int first_key = start; first_key < end; first_key += Bc) {
-    const Pairs pairs = {first_row, first_key, M, N, causal_offset, window_offset};
-    if (whole && first_key + Bc <= N && pairs.all())
-      step_along<false>(shared, keys, pairs, end, buffer, rows, scale * log2e, own, lane);
+  for (int first_key = rows.kv_begin; first_key < rows.kv_end; first_key += Bc) {
+    const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+    if (first_key + Bc <= extent.N && pair.sees_all())
+      step_along<false>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);
     else
-      step_along<true>(shared, keys, pairs, end, buffer, rows, scale * log2e, own, lane);
+      step_along<true>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);
     buffer = stages - 1 - buffer;
   }
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const bool counts = shared.lse[own.row + i * 8 + lane / 4] != -infinity;
-#pragma unroll
-    for (int j = 0; j < depth / 4; ++j) {
-      float& sum = rows[i / 2][j / 2][i % 2 * 2 + j % 2];
-      sum = counts ? sum : 0.0f;  // 0 * NaN of a key would not be 0
-    }
+  if (all_finite(sums)) {
+    store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, extent.M, lane);
+  } else {
+    const Repair<d, dv, operand, StatsInMemory> repair = {
+        extent, Q, K, V, dO, {lse, delta, batch}, scorer, batch, head / group};
+    const int first = first_row + own.row;
+    repair.rows<depth>(dQ, head, first, first + Wr, 0);
   }
-  store_gradient<d>(dQ, rows, scale, own, batch, head, first_row, M, lane);
 }
