@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.kernel import WITH_THEIR_OWN, Kernel, cdiv
+from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
 from cupyfa.options import AttentionOptions
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
@@ -92,9 +92,9 @@ class Compiled:
 
 def limits_of(arch: str) -> Limits:
     """The limits of an architecture's devices, "90" or with its own instructions "90a"."""
-    family = arch.removesuffix("a") if arch in WITH_THEIR_OWN else arch
+    family = arch.removesuffix("a") if arch in ARCH_SPECIFIC else arch
     if family not in MULTIPROCESSORS:
-        known = ", ".join([*MULTIPROCESSORS, *WITH_THEIR_OWN])
+        known = ", ".join([*MULTIPROCESSORS, *ARCH_SPECIFIC])
         raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
     return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[family].shared_of_block, arch=family)
 

@@ -1,8 +1,8 @@
-"""The records that describe a kernel to everything else; one record per version.
+"""The records that describe kernels: all that planning, launching and reports know of one.
 
 A kernel is one or more launches of ``.cu`` files (or matrix products, for the baselines). Its
-record says which arguments, grid, threads and shared memory each launch takes, as one-line
-arithmetic on the problem ``p`` and the constants ``c``. Users write records for their own files.
+record gives arguments, grid, threads and shared memory of each launch as one-line formulas of the
+problem ``p`` and the constants ``c``. Users write records for their own files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
 FEATURES = (*OPTION_FEATURES, "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
-WITH_THEIR_OWN = ("90a", "100a", "120a")  # instructions, which no other architecture has
+ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other architecture has
 MOST_BOX_ROWS = 256
 _FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
 ROUNDINGS = ("float64", *PRECISIONS)
-# Fields that records had, and what takes their place.
+# Fields that records had, and what to write instead.
 _FORMER = {
     **{
         f"tiles_{name}": f"give tiles=TileChoice(…, {name}=…)"
@@ -55,34 +55,35 @@ def padded(width: int, itemsize: int) -> int:
 class Launch:
     """One launch of a kernel.
 
-    ``entry`` is the name of the ``extern "C"`` function and of its file; ``file`` says where that
-    is if not in the folder of the kernel's operation. ``args`` are the arguments in order, out of
+    entry: the name of the ``extern "C"`` function and of its file.
+    args: the arguments in order, separated by blanks:
 
-    - arrays: the operation's (``Q K V O lse``, of gradients also ``dO dQ dK dV``; or ``S P lse``)
-      and the kernel's scratch, each passed as the struct Tensor of tensor.cuh, as a bare pointer if
-      written ``Q.data``, or as the struct TensorMap of tma.cuh if written ``Q.map``;
-    - int32: ``M N heads kv_heads batch group``, of the mask ``causal_offset window_offset`` (also
-      named ``diagonal lower``), and those of ``numbers``, which are more of them, as
-      ``{"name": lambda p, c: …}``;
-    - ``scale``, as float (as double for float64);
-    - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
-    - ``mods``, the struct Mods that the host declares above the file: the numbers of the options
-      that change scores. It is empty if the problem has none.
+        - arrays: those of the operation (``Q K V O lse``; of gradients also ``dO dQ dK dV``; of a
+          softmax ``S P lse``) and the kernel's scratch. ``Q`` is passed as the struct Tensor of
+          tensor.cuh, ``Q.data`` as a bare pointer, ``Q.map`` as the struct TensorMap of tma.cuh;
+        - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``
+          (also named ``diagonal lower``), and the names in ``numbers``;
+        - ``scale`` as float (double for float64);
+        - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
+        - ``mods``, the struct Mods that the host declares above the file: the numbers of the
+          options that modify scores. It is empty if the problem has none.
 
-    ``grid`` counts blocks (one number, or up to three), ``threads`` a block's threads and
-    ``shared`` the bytes of dynamic shared memory of one block. ``constants`` are more for its text,
-    as ``{"name": lambda p, c: …}``: bools, whole numbers, or floats, which are declared as float.
-    ``when`` says which problems need this launch at all. A grid of
-    blocks that stay and take one tile after another finds in ``c.multiprocessors`` how many the
-    device has, as numbers do; the simulator has few, so that a block has several tiles there too.
+    grid, threads, shared: the number of blocks (or up to three numbers), the threads of a block and
+        its bytes of dynamic shared memory.
+    constants: more constants to declare above the file, as ``{"name": lambda p, c: …}``: bools,
+        whole numbers, or floats, which are rounded to single precision.
+    file: where the file is, if not in the folder of the kernel's operation.
+    when: whether a problem needs this launch.
+    boxes: the rows, at most 256, of a box of each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
+        has 64 columns of 16 bits or 128 of 8 bits. Its rows must begin at multiples of 16 bytes: an
+        array whose rows do not (an odd d, a negative or broadcast axis, an odd offset) is copied to
+        memory where they do; an output is copied back.
+    numbers: more int32 arguments, as ``{"name": lambda p, c: …}``.
+    in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
 
-    A kernel with ``rounds`` repeats the launches that are ``in_rounds``; their grids and numbers
-    find in ``c.round`` which round it is, from 0 on.
-
-    ``boxes`` says for each ``Q.map`` how many rows, at most 256, a box of the array has, as
-    ``{"Q": lambda p, c: c.Br}``; it has 64 columns of 16 bits, or 128 of 8. The copies of boxes
-    need rows that begin at multiples of 16 bytes: an array that has none (an odd d, a negative or a
-    broadcast axis, an odd offset) is copied to memory where they do, or, if an output, from there.
+    Formulas of grids and numbers also find ``c.multiprocessors``, the multiprocessors of the device
+    (few in the simulator, so that a persistent block has several tiles there too), and ``c.round``,
+    the number of the round, from 0.
     """
 
     entry: str
@@ -112,16 +113,17 @@ class Launch:
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """The names of its arguments, and how they are passed: "", "data" or "map"."""
-        parts = (name.partition(".") for name in self.args.split())
-        return tuple((name, form) for name, _, form in parts)
+        split = (name.partition(".") for name in self.args.split())
+        return tuple((name, form) for name, _, form in split)
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """``out = a b * scale`` per head, left to cuBLAS; ``"K.T"`` is K transposed.
+    """``out = a b * scale`` for each head, by cuBLAS; ``"K.T"`` is K transposed.
 
-    Heads of ``b`` may be shared by groups of ``a``'s, and heads of ``out`` by groups of both, whose
-    products are added up. The inputs' dtype may go in and that of sums come out.
+    Groups of heads of ``a`` may share one head of ``b``. Where groups of heads share one of
+    ``out``, their products are added up. Inputs may have the problem's dtype and ``out`` that of
+    sums.
     """
 
     out: str
@@ -135,40 +137,39 @@ class Kernel:
     """One version of an operation.
 
     adds: what this version adds to the one before, in a few words.
-    after: the rungs of its family that its files are read after, as small changes of theirs.
     tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
         others by head dimension, architecture and number of rows.
-    candidates: the values of each constant that ``cupyfa tune`` tries in all combinations that keep
-        the rules, as ``{"Br": (16, 32)}``; without any it tries the tiles.
-    rules: what constants must keep, as ``{"in words": c -> bool}``; there c has d and dv too.
-    features: what it can do beyond the plain case: "causal" (a limit to the keys on the right,
-        also a window's), "window" (one on the left), "gqa", "strides" (else inputs are copied to be
-        contiguous), "lse" (else it is not returned), "dv" (dv other than d).
-    scratch: temporaries, as ``{name: (axes, kind)}``, of a kind "real", "scalar", "operand" or
-        "byte"; a problem has those that its launches name. ``d8`` and ``dv8`` are d and dv rounded
-        up to a multiple of 8, ``d16`` is d to one of 16 and ``N32`` is N to one of 32. In place of
-        axes a formula may count the elements, ``lambda p, c: …``, as grids with
+    candidates: the values of each constant that ``cupyfa tune`` combines, as
+        ``{"Br": (16, 32)}``; without any it tries the tiles.
+    rules: what constants must satisfy, as ``{"in words": c -> bool}``; c has d and dv too.
+    features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
+        window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
+        be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), and the
+        options that modify scores.
+    scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar", "operand"
+        or "byte"; those that the launches of a problem name are allocated. ``d8`` and ``dv8`` are d
+        and dv rounded up to a multiple of 8, ``d16`` is d to one of 16, ``N32`` is N to one of 32.
+        A formula of the number of elements may take the place of axes; it has
         ``c.multiprocessors``.
-    rounds: how often the launches that are ``in_rounds`` follow one another, in the place of the
-        first of them, so that scratch need not hold all at once.
-    arch: the least compute capability; or one with the instructions that only it has, as "90a",
-        which then runs on devices of that one alone.
-    dtype_arch: that of a dtype that needs more, as ``{"bfloat16": "80"}``.
-    largest_d: of d and dv, if there is a limit beside shared memory.
-    rounding: the precision that operands are rounded to by design, where that is not the dtype's.
-    precisions: others that it can round float32 inputs to, whether float32 is among its dtypes or
-        not; its launches tell them by ``p.precision``, which is None for float32 itself.
+    rounds: how often the launches that are ``in_rounds`` are repeated, one after another, so that
+        scratch need not hold everything at once.
+    arch: the least compute capability; or one with instructions of its own, as "90a": the kernel
+        runs on devices of that one only.
+    dtype_arch: the least compute capability of dtypes that need more, as ``{"bfloat16": "80"}``.
+    largest_d: the limit of d and dv, if there is one besides shared memory.
+    rounding: the precision that operands are rounded to by design, if not that of the dtype.
+    precisions: others that it can round float32 inputs to, even if float32 is not among its dtypes;
+        launches see it as ``p.precision``, which is None for float32 itself.
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
-        and the like for precisions, at batch 4, heads 16, M = N = 2048, or where its page measures
-        it; a softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it, and never
-        takes a kernel that was not measured, unless that is so of all that can do a precision, or
-        of all that have a dtype.
-    made_for: the problems that it was made for, ``lambda p, c: bool``, as grids with
-        ``c.multiprocessors``. ``kernel="auto"`` takes it for these, once it was measured, and for
-        no others.
-    unordered: outputs that are sums in any order, as of atomics, so that their last bits differ
-        from run to run.
+        and the like for precisions: at batch 4, heads 16, M = N = 2048 or what its page measures; a
+        softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it. It takes a kernel
+        that was not measured only where no kernel of that precision or dtype was.
+    made_for: the problems that it was made for, ``lambda p, c: bool`` with ``c.multiprocessors``.
+        ``kernel="auto"`` takes it for these, once it was measured, and for no others.
+    unordered: outputs that are summed in any order, as by atomics: their last bits differ from run
+        to run.
     folder: where the files of a kernel from outside the project are.
+    after: the rungs of its family that its files are read after, as small changes of theirs.
     """
 
     name: str
@@ -222,8 +223,8 @@ class Kernel:
 
     @property
     def target(self) -> str | None:
-        """The architecture that it has to be compiled for, if it has instructions of its own."""
-        return self.arch if self.arch in WITH_THEIR_OWN else None
+        """The architecture it must be compiled for, if it uses instructions of that one only."""
+        return self.arch if self.arch in ARCH_SPECIFIC else None
 
     def arch_for(self, dtype: str) -> str:
         """The least compute capability for a dtype."""
@@ -236,21 +237,21 @@ class Kernel:
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
     def precisions_of(self, dtype: str) -> tuple[str, ...]:
-        """The PRECISIONS in which it computes inputs of a dtype, where that is to be chosen."""
+        """The PRECISIONS in which it computes inputs of a dtype; empty if there is no choice."""
         if dtype == "float32":
             return self.float32_as
         return (FLOAT8,) if self.rounding == FLOAT8 else ()
 
     def suits(self, precision: str | None) -> bool:
-        """Whether it may be taken unnamed: what rounds to float8 is for who asks for float8."""
+        """Whether "auto" may take it: a kernel that rounds to float8 only where float8 is asked."""
         return self.rounding != FLOAT8 or precision == FLOAT8
 
     def takes(self, dtype: str) -> bool:
-        """Whether it computes inputs of a dtype, in whatever precision."""
+        """Whether it computes inputs of a dtype, in any precision."""
         return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
 
     def resolved(self, p: Problem) -> Problem:
-        """The problem, with the kernel's own precision if none is given and that is not float32."""
+        """The problem, with the kernel's own precision if none is given and it is not float32."""
         if p.precision or not self.precisions_of(p.dtype.name):
             return p
         if p.dtype.name == "float32" and "float32" in self.float32_as:
@@ -258,7 +259,7 @@ class Kernel:
         return p.with_options(precision=self.precisions_of(p.dtype.name)[0])
 
     def tiles_for(self, p: Problem, arch: str | None, multiprocessors: int) -> tuple[Tile, ...]:
-        """The constants to try for a problem on a device, in order of preference."""
+        """The constants to try for a problem on a device, best first."""
         formulas = (x.constants.get("pack_gqa") for x in self.launches if isinstance(x, Launch))
         pack_gqa = next(filter(None, formulas), lambda p, c: 1)
         return self.choice.ordered(
@@ -266,22 +267,22 @@ class Kernel:
         )
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
-        """The launches that a problem needs."""
+        """The launches and products that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
 def _without_former(cls: type, fields: Mapping[str, Any]) -> Any:
-    """A new record. Raises TypeError for a field that records no longer have."""
+    """A new, empty record. Raises TypeError for a field that records no longer have."""
     for name in fields.keys() & _FORMER.keys():
         raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
     return object.__new__(cls)
 
 
-# What records must be, in words, and whether one is.
+# What the fields of records must be.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
-    "args is one string, names with blanks between": lambda x: isinstance(x.args, str),
+    "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),
     f"args name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
         {form for _, form in x.arrays} <= set(_FORMS)
     ),
@@ -289,11 +290,11 @@ _LAUNCH_RULES: Rules = {
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
-    "numbers are {name: lambda p, c: …}, of names that the args have": lambda x: (
+    "numbers are {name: lambda p, c: …}, of names in args": lambda x: (
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))
     ),
-    "boxes are {array: rows, lambda p, c: …}, one for each Q.map of the args": lambda x: (
+    "boxes are {array: rows, lambda p, c: …}, one for each Q.map in args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}
         and all(map(callable, x.boxes.values()))
     ),
@@ -325,14 +326,14 @@ _KERNEL_RULES: Rules = {
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     "rounds is a formula, lambda p, c: …": lambda x: callable(x.rounds),
-    f"arch is one of {', '.join((*ARCHES, *WITH_THEIR_OWN))}": lambda x: (
-        x.arch in (*ARCHES, *WITH_THEIR_OWN)
+    f"arch is one of {', '.join((*ARCHES, *ARCH_SPECIFIC))}": lambda x: (
+        x.arch in (*ARCHES, *ARCH_SPECIFIC)
     ),
     f"arch is at least {_BOXES_SINCE} if launches have boxes": lambda x: (
         int(x.arch.removesuffix("a")) >= _BOXES_SINCE
         or not any(isinstance(step, Launch) and step.boxes for step in x.launches)
     ),
-    "dtype_arch are {dtype: compute capability}, beside an arch that is one": lambda x: (
+    "dtype_arch are {dtype: compute capability}, if arch is a compute capability": lambda x: (
         set(x.dtype_arch) <= set(x.dtypes)
         and set(x.dtype_arch.values()) <= set(ARCHES)
         and not (x.dtype_arch and x.target)

@@ -1,4 +1,4 @@
-"""Kernels by name: those of the ladder, and those that a user's script makes.
+"""Kernels by name: those of the ladder, and those of users' scripts.
 
 Records hold functions, which cannot be pickled: a record is pickled as its name, and unpickled by
 looking that name up.
@@ -38,7 +38,7 @@ def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
 def kernel(name: str) -> Kernel:
     """The record of one kernel: of the ladder by its name, or of a script by ``script.py:name``.
 
-    A script is run for that, each time. Raises ValueError, with the nearest name, if there is no
+    The script is run each time. Raises ValueError, with the nearest name, if there is no
     such kernel.
     """
     if not isinstance(name, str):
@@ -64,7 +64,7 @@ def record_named(name: str) -> Kernel:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What an unknown name may have meant, for an error; empty if nothing is near."""
+    """What an unknown name may mean, for an error message; empty if no known name is near."""
     if name in RENAMED:
         return f" (it is now called {RENAMED[name]!r})"
     close = get_close_matches(name, list(known), 1)
@@ -93,9 +93,9 @@ def _from_script(name: str) -> Kernel:
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
-    """What a script defines, run as Python runs a script: with its folder on the path.
+    """The variables of a script, run as Python runs one: with its folder on the path.
 
-    What it prints goes to stderr, for stdout is kept for data.
+    Its output goes to stderr, because stdout is for data.
     """
     path = list(sys.path)
     sys.path.insert(0, str(script.parent))
@@ -108,7 +108,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
         ]
         place = f"{script}:{lines[-1]}" if lines else str(script)
         what = " ".join(str(error).split())  # in one line
-        raise ValueError(f"{place}: {type(error).__name__}: {what}; mend the script") from error
+        raise ValueError(f"{place}: {type(error).__name__}: {what}; correct the script") from error
     finally:
         sys.path[:] = path
 

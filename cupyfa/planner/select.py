@@ -1,4 +1,4 @@
-"""Record + problem + device limits → the kernel and constants to take, or why there are none.
+"""Record + problem + device limits → the kernel and its constants, or why there are none.
 
 Nothing here needs a GPU or a compiler.
 """
@@ -25,7 +25,7 @@ from cupyfa.planner.evaluate import evaluated, plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
 
-_ALIKE = 0.98  # speeds that differ by less than one measurement from another may
+_ALIKE = 0.98  # two measurements of one kernel may differ by as much
 
 
 def select(
@@ -36,10 +36,10 @@ def select(
     *,
     deterministic: bool = False,
 ) -> Kernel:
-    """The record of a kernel given by name, by itself, or as "auto".
+    """The record of a kernel given by name, as a record, or as "auto".
 
-    With ``deterministic`` it is one whose results are the same bits in every run: Unsupported is
-    raised of others.
+    With ``deterministic`` its results are the same bits in every run; Unsupported is raised for a
+    kernel whose results are not.
     """
     if deterministic:
         return _deterministic(kernel, operation, problem, limits)
@@ -72,7 +72,7 @@ def _deterministic(
     record = select(kernel, operation, problem, limits)
     if record.unordered:
         raise Unsupported(
-            f"{record.name} adds up {', '.join(record.unordered)} in any order, so their last bits "
+            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
             f"differ from run to run; deterministic kernels: {', '.join(ordered) or 'none'}",
             "it is not deterministic",
         )
@@ -80,9 +80,9 @@ def _deterministic(
 
 
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
-    """The plan of a kernel for a problem on a device, with constants the caller may fix.
+    """The plan of a kernel for a problem on a device; the caller may fix constants.
 
-    Zero columns are planned as one, whose elements are 0.
+    Zero columns are planned as one column of zeros.
 
     Raises ValueError for constants that the kernel does not have or that break its rules, and
     Unsupported if the kernel or the device cannot do the problem.
@@ -106,10 +106,10 @@ def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
-    """The plans to choose from by measuring: the record's own choice, then all others that fit,
-    those that differ least from it first.
+    """The plans to measure: first the record's own choice, then all others that fit, the most
+    similar first.
 
-    Raises Unsupported if the kernel's own choice of constants cannot be.
+    Raises Unsupported if the kernel cannot do the problem.
     """
     own = plan(kernel, problem, replace(limits, tuned=()))
     combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
@@ -130,12 +130,12 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
 
 
 def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
-    """The largest head dimension that fits the device: 0 if none does, None if every one does."""
+    """The largest head dimension that fits the device: 0 if none fits, None if all do."""
 
     def too_large(d: int) -> bool:
         return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
 
-    unbounded = limits.shared_bytes + 1  # not even one byte for each column would fit
+    unbounded = limits.shared_bytes + 1  # one byte for each column would not fit
     return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
 
 
@@ -147,11 +147,11 @@ def folder_of(kernel: Kernel) -> str | None:
 def _fastest(
     operation: str, problem: Problem, limits: Limits, ladder: Mapping[str, Kernel] | None = None
 ) -> Kernel:
-    """The kernel for a problem that nobody chose one for.
+    """The kernel that "auto" stands for.
 
-    That is one that was made for such problems; else the one that was measured fastest; else, if
-    none of those measured can do the problem, one by what is known of it. The facts of the records
-    decide, and a plan is made only of what they leave: one or two for almost every problem.
+    That is one made for such problems; else the one measured fastest; else, if no measured kernel
+    can do the problem, the best of the others. The facts of the records decide; only kernels that
+    they leave are planned, at most two for almost every problem.
     """
     problem = _accurate(problem)
     kernels = list((LADDER[operation] if ladder is None else ladder).values())
@@ -179,7 +179,7 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
     p = kernel.resolved(_with_columns(kernel, problem))
     if not asked(p, next(_constants_to_try(kernel, p, limits))):
-        return False  # nor would it be with the smaller tiles that a plan may have to take
+        return False  # smaller tiles, which a plan may need, make more blocks still
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
@@ -190,8 +190,9 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
     """The kernel that was measured fastest of those that can do the problem on the device.
 
-    Measured here, or else on an H100: such speeds are scaled by what this device made of those
-    that were measured on both. Of kernels that are equally fast it is the ladder's last.
+    Speeds measured on this device come first. Those measured on an H100 are scaled by the ratio
+    of the two devices, where kernels were measured on both. Of equally fast kernels it is the
+    ladder's last.
     """
     measured = [k for k in general if problem.arithmetic in k.tflops]
     recorded = {kernel.name: kernel.tflops[problem.arithmetic] for kernel in measured}
@@ -213,11 +214,11 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 
 
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """A kernel where none that was measured can do the problem.
+    """A kernel for a problem that no measured kernel can do.
 
-    Of a precision it is the one that was measured fastest for inputs of that dtype, or else the
-    ladder's last. Of a dtype in which nothing was measured it is the last whose results are the
-    same in every run.
+    For a precision it is the one measured fastest for inputs of that dtype, or else the ladder's
+    last. For a dtype in which nothing was measured it is the last with the same results in every
+    run.
     """
     rounded = problem.arithmetic != problem.dtype.name
     last_first = [k for k in reversed(general) if not _lack(k, problem, limits)]
@@ -248,7 +249,9 @@ def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """TFLOP/s of a kernel of the ladder on this device by d: with dv = d, or of this d and dv."""
+    """TFLOP/s of a kernel of the ladder, measured on this device, by d: those with dv = d, and
+    that of this d and dv.
+    """
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     exact = {t.d: t.tflops for t in mine if _is_for(t, problem)}
@@ -258,8 +261,8 @@ def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, flo
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
     """The speed at the head dimension that is nearest by its ratio.
 
-    Below the least one, products cost less and weights as much: the speed is between the same and
-    one that falls with d, and the geometric mean of both is taken.
+    Below the least one measured, products cost less and the softmax costs as much: the speed lies
+    between that speed and one proportional to d; their geometric mean is taken.
     """
     nearest = min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))
     share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
@@ -280,22 +283,22 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
 
 
 def _accurate(problem: Problem) -> Problem:
-    """The problem for a kernel that nobody named: float32 is rounded only if that is asked for."""
+    """The problem for "auto": float32 is rounded only if a precision is given."""
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
     return problem.with_options(precision="float32")
 
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
-    """The problem with one column where it has none; softmax has neither d nor dv."""
+    """The problem with one column in place of none; softmax has neither d nor dv."""
     if any("d" in x.axes.split() for x in OPERATIONS[kernel.operation].inputs.values()):
         return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
     return problem
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """The plan with the constants tuned for the problem, or the first of the kernel's tiles that
-    fits; the last one's refusal if none does.
+    """The plan with the constants tuned for the problem, or with the first of the kernel's tiles
+    that fits. If none fits, raises what the last one was refused for.
     """
     if reason := _lack(kernel, problem, limits):
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
@@ -303,7 +306,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
     for constants in _tuned_for(kernel, problem, limits):
-        with suppress(Exception):  # the record, and what it can take, may have changed since
+        with suppress(Exception):  # the record may have changed since it was tuned
             return plan_of(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
@@ -332,13 +335,13 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
 def _constants_to_try(
     kernel: Kernel, problem: Problem, limits: Limits
 ) -> Iterator[Mapping[str, int]]:
-    """Those that were tuned for the problem, then the kernel's tiles."""
+    """The constants tuned for the problem, then the kernel's tiles."""
     yield from _tuned_for(kernel, problem, limits)
     yield from kernel.tiles_for(problem, limits.arch, limits.multiprocessors)
 
 
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """What the kernel cannot do, or the machine lacks, whatever the constants; None if nothing."""
+    """Why the kernel cannot do a problem on a device with any constants; None if it may."""
     problem = _with_columns(kernel, problem)
     needed = [
         *problem.options.features,
@@ -367,7 +370,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def _check_arrays(kernel: Kernel) -> None:
-    """Whether a record's arrays are those of its operation and scratch of its own."""
+    """Refuses records whose arrays are neither those of its operation nor its own scratch."""
     if kernel.operation not in OPERATIONS:
         known = ", ".join(OPERATIONS)
         raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
@@ -395,4 +398,4 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
                 f"{kernel.name} has no constant {name!r}; it has {', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} is no tile size; give a whole number from 1")
+            raise ValueError(f"{name}={value!r} must be a positive integer")

@@ -1,4 +1,4 @@
-"""What ``tune`` found best on each device, kept on disk for the plans to come."""
+"""The constants that ``tune`` measured fastest on each device, kept on disk for later plans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cupyfa.planner.plan import Tuned
 
 
 def on(device: str) -> tuple[Tuned, ...]:
-    """What was tuned on a device, as far as it can be read."""
+    """The entries tuned on a device that can be read."""
     facts = store.recall(store.facts_file("tuned", device))
     return tuple(tuned for tuned in map(_parsed, facts.values()) if tuned)
 
 
 def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
-    """Keeps what was tuned, and what about it a person may want to know."""
+    """Keeps an entry, with facts ``about`` it for a person to read."""
     file = store.facts_file("tuned", device)
     name = " ".join(map(str, (tuned.kernel, tuned.dtype, f"d={tuned.d}", f"dv={tuned.dv}")))
     name = f"{name} {tuned.folder}" if tuned.folder else name
@@ -27,7 +27,7 @@ def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
 
 
 def _parsed(fact: Any) -> Tuned | None:
-    """The entry of a file that anybody may have changed, or None if it makes no sense."""
+    """The entry of a file that anybody may have changed; None if it is not valid."""
     try:
         tuned = Tuned(
             kernel=fact["kernel"],

@@ -206,13 +206,13 @@ SCRIPTS = {
     "script raises": (
         (BEFORE, f"raise OSError('a\\n\\nb')\n{BEFORE}"),
         2,
-        r":5: OSError: a b; mend",
+        r":5: OSError: a b; correct",
     ),
-    "script exits": ((BEFORE, f"exit(0)\n{BEFORE}"), 2, r"script\.py:5: SystemExit: 0; mend"),
-    "script recurs": ((BEFORE, f"def f(): f()\nf()\n{BEFORE}"), 2, "5: RecursionError: .*; mend"),
-    "script imports": ((BEFORE, f"import nothing_there\n{BEFORE}"), 2, "No module named", "mend"),
-    "script breaks off": (("launches=(", "launches=["), 2, "SyntaxError: .*line", "mend"),
-    "script divides by zero": ((BEFORE, f"1 / 0\n{BEFORE}"), 2, "5: ZeroDivisionError: .*; mend"),
+    "script exits": ((BEFORE, f"exit(0)\n{BEFORE}"), 2, r"script\.py:5: SystemExit: 0; correct"),
+    "script recurs": ((BEFORE, f"def f(): f()\nf()\n{BEFORE}"), 2, "5: RecursionError: .*; correct"),
+    "script imports": ((BEFORE, f"import nothing_there\n{BEFORE}"), 2, "No module named", "correct"),
+    "script breaks off": (("launches=(", "launches=["), 2, "SyntaxError: .*line", "correct"),
+    "script divides by zero": ((BEFORE, f"1 / 0\n{BEFORE}"), 2, "5: ZeroDivisionError: .*; correct"),
     "no such record": (
         (BEFORE, "other = Kernel"),
         2,
@@ -258,11 +258,11 @@ FILES = {
     ),
     "script not text": (
         lambda x: (x / "script.py").write_bytes(b'x = "\xff"\n'),
-        *(r"script\.py: SyntaxError: .*0xff", "mend the script"),
+        *(r"script\.py: SyntaxError: .*0xff", "correct the script"),
     ),
     "script of null bytes": (
         lambda x: (x / "script.py").write_bytes(b"x = 1\0\n"),
-        *(r"script\.py: SyntaxError: .*null bytes", "mend the script"),
+        *(r"script\.py: SyntaxError: .*null bytes", "correct the script"),
     ),
 }
 
