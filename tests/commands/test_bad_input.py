@@ -209,10 +209,23 @@ SCRIPTS = {
         r":5: OSError: a b; correct",
     ),
     "script exits": ((BEFORE, f"exit(0)\n{BEFORE}"), 2, r"script\.py:5: SystemExit: 0; correct"),
-    "script recurs": ((BEFORE, f"def f(): f()\nf()\n{BEFORE}"), 2, "5: RecursionError: .*; correct"),
-    "script imports": ((BEFORE, f"import nothing_there\n{BEFORE}"), 2, "No module named", "correct"),
+    "script recurs": (
+        (BEFORE, f"def f(): f()\nf()\n{BEFORE}"),
+        2,
+        "5: RecursionError: .*; correct",
+    ),
+    "script imports": (
+        (BEFORE, f"import nothing_there\n{BEFORE}"),
+        2,
+        "No module named",
+        "correct",
+    ),
     "script breaks off": (("launches=(", "launches=["), 2, "SyntaxError: .*line", "correct"),
-    "script divides by zero": ((BEFORE, f"1 / 0\n{BEFORE}"), 2, "5: ZeroDivisionError: .*; correct"),
+    "script divides by zero": (
+        (BEFORE, f"1 / 0\n{BEFORE}"),
+        2,
+        "5: ZeroDivisionError: .*; correct",
+    ),
     "no such record": (
         (BEFORE, "other = Kernel"),
         2,
