@@ -8,6 +8,7 @@ from cupyfa.api import (
     attention_backward,
     attention_vjp,
     compile,
+    compile_backward,
     configure_transfer,
     empty_pinned,
     free_buffers,
@@ -30,7 +31,7 @@ from cupyfa.ladder.tiles import TileChoice, cdiv
 from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime.prepared import Bound
+from cupyfa.runtime.prepared import Prepared
 from cupyfa.runtime.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOptions",
-    "Bound",
     "Case",
     "CompilerNotFound",
     "DeviceError",
@@ -63,6 +63,7 @@ __all__ = [
     "Measurement",
     "OutOfMemory",
     "Plan",
+    "Prepared",
     "Problem",
     "Simulator",
     "SimulatorFault",
@@ -79,6 +80,7 @@ __all__ = [
     "check",
     "compare",
     "compile",
+    "compile_backward",
     "configure_transfer",
     "doctor",
     "empty_pinned",
@@ -116,6 +118,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Bound":
+        raise AttributeError(f"module {__name__!r} has no attribute 'Bound'; it is Prepared now")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

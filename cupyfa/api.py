@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from inspect import signature
-from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cupyfa.dtypes import dtype_named
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import described
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import (
@@ -26,11 +24,11 @@ from cupyfa.options import (
 )
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem, four_axes
-from cupyfa.runtime import arrays as calls
+from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
-from cupyfa.runtime.backend import Backend, overlap
-from cupyfa.runtime.prepared import Bound, Form, Progress, form, rows_of
+from cupyfa.runtime.arrays import require_one_device
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 from cupyfa.runtime.transfer import Transfer
 
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
 Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
-_MOST_BOUND = 256  # calls that are remembered, each by its arrays' forms and options
+_MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
 
 
 Array = np.ndarray[Any, Any]
@@ -141,15 +139,16 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", unknown)
-    engine = owner(backend, q, k, v)
-    if engine is None:
-        engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-        forms = form(engine, q), form(engine, k), form(engine, v)
-    else:
-        forms = engine.form(q), engine.form(k), engine.form(v)
+    engine, arrays, forms = _adopted(backend, ("q", "k", "v"), (q, k, v))
     asked = precision, causal, window, scale
-    bound = _found(engine, (q, k, v), forms, kernel, asked, options, layout, return_lse, tiles)
-    return bound.run(q, k, v, out, check=check, progress=progress)
+    key = "forward", forms, _which(kernel), repr(asked), options, layout, return_lse, repr(tiles)
+    prepared = _known(engine, key)
+    if prepared is None:
+        chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
+        prepared = _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
+        _keep(engine, key, prepared)
+    targets = None if out is None else (out,)
+    return prepared.run(arrays, targets, check=check, progress=progress)
 
 
 def compile(
@@ -165,27 +164,51 @@ def compile(
     tiles: Tiles | None = None,
     return_lse: bool = False,
     **keywords: Unpack[OptionKeywords],
-) -> Bound:
+) -> Prepared:
     """``attention`` with all but the arrays decided, its kernels compiled: call it on arrays.
 
     q, k and v are arrays like those to come, or the shapes of contiguous ones of ``dtype`` in the
-    backend's own memory (CuPy's; NumPy's in the simulator). The
-    other arguments are those of ``attention``.
+    backend's own memory (CuPy's; NumPy's in the simulator). The other arguments are those of
+    ``attention``.
 
-    Returns what ``bound(q, k, v, out=None)`` calls, in a few microseconds for CuPy arrays. It
+    Returns what ``prepared(q, k, v, out=None)`` calls, in a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides or dtypes, or on another device. Raises what
     ``attention`` would.
     """
     chosen = _options("compile", options, keywords)
-    if {isinstance(x, tuple | list) for x in (q, k, v)} != {dtype is not None}:
-        raise TypeError("give q, k and v as arrays, or as three shapes, and with those a dtype")
-    if dtype is not None:
-        engine = backend_named(backend)
-        shapes = [_shape(f"the shape of {name}", x) for name, x in zip("qkv", (q, k, v))]
-        with engine.working_on(None):
-            q, k, v = (engine.empty(x, dtype_named(dtype).numpy) for x in shapes)
-    engine, (q, k, v) = adopt(backend, q=q, k=k, v=v)
-    return _bind(engine, (q, k, v), kernel, chosen, layout, return_lse, tiles, keep=True)
+    engine, arrays = _arrays(backend, dtype, q=q, k=k, v=v)
+    return _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=True)
+
+
+def compile_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dtype: str | None = None,
+    options: AttentionOptions | None = None,
+    deterministic: bool = False,
+    kernel: str | Kernel = "auto",
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> Prepared:
+    """``attention_backward`` with all but the arrays decided, its kernels compiled.
+
+    The arrays are like those to come, or all are shapes of contiguous arrays of ``dtype`` (lse of
+    float32, or float64 for float64). The other arguments are those of ``attention_backward``.
+
+    Returns what ``prepared(dout, q, k, v, out, lse, grads=None)`` calls, in a few microseconds for
+    CuPy arrays. It refuses arrays of other shapes, strides or dtypes, or on another device. Raises
+    what ``attention_backward`` would.
+    """
+    chosen = _options("compile_backward", options, keywords)
+    engine, arrays = _arrays(backend, dtype, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    return _backward(engine, arrays, kernel, chosen, layout, deterministic, tiles, keep=True)
 
 
 def attention_backward(
@@ -222,32 +245,20 @@ def attention_backward(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
-    chosen = _options("attention_backward", options, keywords)
-    engine, (dout, q, k, v, out, lse) = adopt(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    problem = Problem.of(q, k, v, options=chosen, layout=layout)
-    shape = (*q.shape[:-1], problem.dv)
-    _check_like("dout", dout, shape, problem.dtype.numpy)
-    _check_like("out", out, shape, problem.dtype.numpy)
-    _check_like("lse", lse, rows_of(q, layout), problem.dtype.sums)
-    calls.require_one_device(engine, {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse})
-    with engine.working_on(q):
-        parts = _planned(engine, kernel, problem, tiles, deterministic=deterministic)
-        view = partial(four_axes, layout=layout)
-        named = {"Q": q, "K": k, "V": v, "O": out, "dO": dout}
-        inputs = {name: view(array) for name, array in named.items()}
-        inputs["lse"] = lse.reshape(problem.shape("batch heads M"))
-        given = _three(grads)
-        results = [
-            calls.target(engine, mine, tuple(x.shape), problem.dtype.numpy, inputs, view, name)
-            for x, mine, name in zip(
-                (q, k, v), given, ("dq of grads", "dk of grads", "dv of grads")
-            )
-        ]
-        _check_apart(engine, given)
-        outputs = dict(zip(("dQ", "dK", "dV"), map(view, results)))
-        calls.fill(engine, parts.plan, inputs, outputs, check=check, parts=parts)
-        dq, dk, dv = map(calls.deliver, results, given)
-        return dq, dk, dv
+    names = ("dout", "q", "k", "v", "out", "lse")
+    engine, arrays, forms = _adopted(backend, names, (dout, q, k, v, out, lse))
+    asked = repr(keywords) if keywords else None
+    how = _which(kernel), asked, options, layout, bool(deterministic), repr(tiles)
+    key = ("backward", forms, *how)
+    prepared = _known(engine, key)
+    if prepared is None:
+        chosen = _options("attention_backward", options, keywords)
+        prepared = _backward(
+            engine, arrays, kernel, chosen, layout, deterministic, tiles, keep=False
+        )
+        _keep(engine, key, prepared)
+    targets = None if grads is None else prepared.targets(None, grads)
+    return prepared.run(arrays, targets, check=check)
 
 
 def attention_vjp(
@@ -307,16 +318,20 @@ def softmax(
     """
     if unknown:
         raise _unknown("softmax", unknown)
-    engine, (x,) = adopt(backend, x=x)
-    problem = Problem.of_rows(x)
-    with engine.working_on(x):
-        plan = _plan(engine, "softmax", kernel, problem, tiles)
-        view = partial(_rows_of_scores, problem=problem)
-        inputs = {"S": view(x)}
-        p = calls.target(engine, out, x.shape, problem.dtype.numpy, inputs, view)
-        lse = calls.new(engine, x, x.shape[:-1], problem.dtype.sums)
-        outputs = {"P": view(p), "lse": lse.reshape(problem.shape("batch heads M"))}
-        return _answer(engine, plan, inputs, outputs, (p, lse), out, return_lse, check)
+    engine, arrays, forms = _adopted(backend, ("x",), (x,))
+    key = "softmax", forms, _which(kernel), return_lse, repr(tiles)
+    prepared = _known(engine, key)
+    if prepared is None:
+        (x,) = arrays
+        results = [Result("P", tuple(x.shape), "out")]
+        if return_lse:
+            results.append(Result("lse", tuple(x.shape[:-1]), None))
+        problem = Problem.of_rows(x)
+        with engine.working_on(x):
+            plan = _plan(engine, "softmax", kernel, problem, tiles)
+            prepared = Prepared(engine, plan, {"x": x}, results, layout=None, keep=False)
+        _keep(engine, key, prepared)
+    return prepared.run(arrays, None if out is None else (out,), check=check)
 
 
 def plan(
@@ -407,41 +422,40 @@ def free_buffers() -> None:
     transfer.release()
 
 
-def _found(
+def _adopted(
+    backend: BackendName | Backend, names: Sequence[str], arrays: Sequence[Any]
+) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
+    """The backend for arrays, the arrays as its own or NumPy's, and their forms."""
+    engine = owner(backend, *arrays)
+    if engine is not None:
+        return engine, arrays, tuple(map(engine.form, arrays))
+    engine, arrays = adopt(backend, **dict(zip(names, arrays)))
+    return engine, arrays, tuple([form(engine, x) for x in arrays])
+
+
+def _arrays(
+    backend: BackendName | Backend, dtype: str | None, **given: Any
+) -> tuple[Backend, Sequence[Any]]:
+    """The arrays to compile for, made from their shapes if there is a dtype."""
+    if {isinstance(x, tuple | list) for x in given.values()} != {dtype is not None}:
+        *names, last = given
+        raise TypeError(
+            f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
+        )
+    if dtype is None:
+        return adopt(backend, **given)
+    engine, of = backend_named(backend), dtype_named(dtype)
+    sizes = {name: _shape(f"the shape of {name}", x) for name, x in given.items()}
+    with engine.working_on(None):
+        return engine, [
+            engine.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
+            for name, x in sizes.items()
+        ]
+
+
+def _forward(
     engine: Backend,
-    arrays: tuple[Any, Any, Any],
-    forms: tuple[Form, Form, Form],
-    kernel: str | Kernel,
-    asked: tuple[Any, ...],
-    options: AttentionOptions | None,
-    layout: str,
-    return_lse: bool,
-    tiles: Tiles | None,
-) -> Bound:
-    """What a call like this one was bound to before; a kernel from outside may have changed.
-
-    ``asked`` are the values of OPTIONS in their order. They are told apart by how they are
-    written, for True, 1 and 1.0 are equal and not all allowed.
-    """
-    key: Any = (
-        *(forms, _which(kernel), repr(asked), options, layout, return_lse),
-        repr(tiles) if tiles else None,
-    )
-    try:
-        found = engine.bound.get(key)
-    except TypeError:  # an argument that cannot be compared and will be refused
-        found, key = None, None
-    if found is None:
-        chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
-        found = _bind(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
-        if key is not None and not found.plan.is_from_outside:
-            _keep(engine, key, found)
-    return found
-
-
-def _bind(
-    engine: Backend,
-    arrays: tuple[Any, Any, Any],
+    arrays: Sequence[Any],
     kernel: str | Kernel,
     options: AttentionOptions,
     layout: str,
@@ -449,17 +463,55 @@ def _bind(
     tiles: Tiles | None,
     *,
     keep: bool,
-) -> Bound:
-    """The call for arrays like these. With ``keep`` everything is compiled, too."""
+) -> Prepared:
+    """``attention`` for arrays like these."""
     q, k, v = arrays
     problem = Problem.of(q, k, v, options=options, layout=layout)
-    calls.require_one_device(engine, {"q": q, "k": k, "v": v})
+    inputs = {"q": q, "k": k, "v": v}
+    require_one_device(engine, inputs)
+    results = [Result("O", (*q.shape[:-1], v.shape[-1]), "out")]
+    if return_lse:
+        results.append(Result("lse", _rows_of(q, layout), None))
     with engine.working_on(q):
         plan = _plan(engine, "forward", kernel, problem, tiles)
-        if keep:
-            for launch in plan.programs:
-                engine.prepare(launch)
-        return Bound(engine, plan, (q, k, v), layout=layout, return_lse=return_lse, keep=keep)
+        return Prepared(engine, plan, inputs, results, layout=layout, keep=keep)
+
+
+def _backward(
+    engine: Backend,
+    arrays: Sequence[Any],
+    kernel: str | Kernel,
+    options: AttentionOptions,
+    layout: str,
+    deterministic: bool,
+    tiles: Tiles | None,
+    *,
+    keep: bool,
+) -> Prepared:
+    """``attention_backward`` for arrays like these."""
+    dout, q, k, v, out, lse = arrays
+    problem = Problem.of(q, k, v, options=options, layout=layout)
+    shape = (*q.shape[:-1], problem.dv)
+    _check_like("dout", dout, shape, problem.dtype.numpy)
+    _check_like("out", out, shape, problem.dtype.numpy)
+    _check_like("lse", lse, _rows_of(q, layout), problem.dtype.sums)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    require_one_device(engine, inputs)
+    inputs = {"dout": dout, **{name: x for name, x in inputs.items() if name != "dout"}}
+    results = [
+        Result(f"d{name}", tuple(x.shape), f"d{name.lower()} of grads")
+        for name, x in zip("QKV", (q, k, v))
+    ]
+    with engine.working_on(q):
+        plan = _plan(engine, "backward", kernel, problem, tiles, deterministic=deterministic)
+        return Prepared(engine, plan, inputs, results, layout=layout, keep=keep)
+
+
+def _rows_of(q: Any, layout: str) -> tuple[int, ...]:
+    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
+    if layout == "bshd" and q.ndim > 2:
+        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return tuple(q.shape[:-1])
 
 
 def _plan(
@@ -529,34 +581,26 @@ def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
     return TypeError(f"{function}() has no argument {name!r}; {remedy}")
 
 
-def _planned(
-    engine: Backend,
-    kernel: str | Kernel,
-    problem: Problem,
-    tiles: Tiles | None,
-    *,
-    deterministic: bool,
-) -> transfer.Parts:
-    """The plan for gradients, and what calls like this one have found out of it."""
-    key = engine.device, _which(kernel), problem, bool(deterministic), repr(tiles)
-    found = engine.bound.get(key)
-    if found is None:
-        plan = _plan(engine, "backward", kernel, problem, tiles, deterministic=deterministic)
-        found = transfer.Parts(plan, engine.limits)
-        if not plan.is_from_outside:  # that may have changed by the next call
-            _keep(engine, key, found)
-    return found
-
-
 def _which(kernel: str | Kernel) -> str | int:
     """A kernel in the key of what is kept, with which a record is kept, too."""
     return str(kernel) if isinstance(kernel, str) else id(kernel)
 
 
-def _keep(engine: Backend, key: Any, found: Any) -> None:
-    if len(engine.bound) >= _MOST_BOUND:
-        engine.bound.clear()
-    engine.bound[key] = found
+def _known(engine: Backend, key: Any) -> Prepared | None:
+    """The call for arrays and arguments like these, if there was one."""
+    try:
+        return engine.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        return None
+
+
+def _keep(engine: Backend, key: Any, prepared: Prepared) -> None:
+    """Remembers a call; not of a kernel from outside, whose source may have changed by the next."""
+    if prepared.plan.is_from_outside:
+        return
+    if len(engine.known) >= _MOST_KNOWN:
+        engine.known.clear()
+    engine.known[key] = prepared
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -568,50 +612,3 @@ def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) 
         )
     if str(array.dtype) != str(dtype):
         raise TypeError(f"{name} is {array.dtype}, and q, k and v make it {dtype}; convert it")
-
-
-def _three(grads: Any) -> tuple[Any, Any, Any]:
-    """The arrays to write the gradients to; None for a new one."""
-    if grads is None:
-        return None, None, None
-    if not isinstance(grads, tuple | list) or len(grads) != 3:
-        many = isinstance(grads, tuple | list)
-        what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
-        raise TypeError(
-            f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
-        )
-    return grads[0], grads[1], grads[2]
-
-
-def _check_apart(engine: Backend, grads: tuple[Any, Any, Any]) -> None:
-    """Raises if two of the caller's arrays share memory."""
-    names = [(name, x) for name, x in zip(("dq", "dk", "dv"), grads) if x is not None]
-    for (one, a), (other, b) in combinations(names, 2):
-        on_host = isinstance(a, np.ndarray)
-        if np.may_share_memory(a, b) if on_host else overlap(engine, a, b):
-            raise ValueError(f"{one} and {other} of grads overlap; give each memory of its own")
-
-
-def _rows_of_scores(x: Any, problem: Problem) -> Any:
-    """The rows of x as the scores of one head."""
-    return x.reshape(problem.shape("batch heads M N"))
-
-
-def _answer(
-    engine: Backend,
-    plan: Plan,
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    results: tuple[Any, Any],
-    out: Any,
-    return_lse: bool,
-    check: bool,
-) -> Any:
-    """Fills the outputs, of which ``results`` are the caller's views, and hands them over."""
-    if return_lse and "lse" not in plan.outputs:
-        raise Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
-    if not return_lse and not all(map(engine.owns, inputs.values())):
-        outputs = {name: array for name, array in outputs.items() if name != "lse"}
-    calls.fill(engine, plan, inputs, outputs, check=check)
-    result = calls.deliver(results[0], out)
-    return (result, results[1]) if return_lse else result

@@ -15,8 +15,9 @@ from cupyfa import Problem
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import allocated, run
+from cupyfa.runtime.launcher import run
 from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.workspace import allocated
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of

@@ -32,9 +32,11 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import can, plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import Backend, allocated, run
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.launcher import run
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
 _MB = 1e6

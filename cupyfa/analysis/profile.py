@@ -24,10 +24,11 @@ from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.source import ROOT
-from cupyfa.runtime import backend as backends
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.launcher import run
 from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
 TOOLS = {
@@ -166,9 +167,9 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     with engine.working_on(None):
         readable = readable_inputs(plan, case.inputs(engine))
         inputs = timing.placed(engine, readable, {})
-        outputs = {name: backends.allocated(engine, plan, name) for name in plan.outputs}
+        outputs = {name: allocated(engine, plan, name) for name in plan.outputs}
         for _ in range(2):
-            backends.run(engine, plan, inputs, outputs)
+            run(engine, plan, inputs, outputs)
         engine.synchronize()
 
 

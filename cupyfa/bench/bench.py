@@ -24,9 +24,10 @@ from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.select import select
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import Backend, execute
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
@@ -344,7 +345,7 @@ def _check_kernel(
         return entry.refuse(error)
     try:
         with engine.working_on(None):
-            prepared = [engine.prepare(launch) for launch in plan.launches]
+            kernels = [engine.prepare(launch) for launch in plan.programs]
             readable = readable_inputs(plan, shared.inputs)
             results = run_guarded(engine, plan, readable, {})
             arrays = timing.arrays_of(engine, plan, readable, shared.memory)
@@ -354,7 +355,7 @@ def _check_kernel(
         return entry.reject(str(error))
     expected = shared.expected(plan, plan.rounding)
     verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
-    resources = [engine.resources(x) for x in prepared]
+    resources = [engine.resources(x) for x in kernels]
     entry.row = replace(
         entry.row,
         checked=expected.share,
@@ -366,7 +367,7 @@ def _check_kernel(
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return entry.reject("; ".join(wrong))
     entry.plan, entry.results = plan, results
-    entry.call = partial(execute, engine, plan, prepared, arrays)
+    entry.call = replay(engine, plan, arrays)
     entry.capture = partial(_captured, engine, plan, entry.call, arrays, results)
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime.backend import Backend, allocated, extent
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.workspace import allocated
 
 Call = Callable[[], Any]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -17,8 +16,9 @@ from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import Backend, execute
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.launcher import replay
 from cupyfa.verify.tasks import difference
 
 _LONGEST = 0.5  # seconds of timing
@@ -89,7 +89,6 @@ def random_sizes(seed: int) -> dict[str, int]:
 
 def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
     """Milliseconds of several runs, with what an earlier one left in the caches."""
-    prepared = [engine.prepare(launch) for launch in plan.launches]
-    call = partial(execute, engine, plan, prepared, timing.arrays_of(engine, plan, inputs, {}))
+    call = replay(engine, plan, timing.arrays_of(engine, plan, inputs, {}))
     (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
     return times

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -36,8 +36,9 @@ from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import Backend, execute, gist
+from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify.case import Case
 
@@ -218,9 +219,8 @@ class _Tuning:
         """Milliseconds of each plan in each round."""
         timed = []
         for plan in plans:
-            prepared = [self.engine.prepare(launch) for launch in plan.launches]
             arrays = timing.arrays_of(self.engine, plan, self.inputs, self.memory)
-            timed.append(partial(execute, self.engine, plan, prepared, arrays))
+            timed.append(replay(self.engine, plan, arrays))
         return timing.measure(self.engine, timed, cold=True, **how)
 
     def undecided(self) -> list[str]:

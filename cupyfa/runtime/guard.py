@@ -20,7 +20,9 @@ from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime.backend import Backend, execute, extent
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import replay
 
 MARGIN = 4096  # bytes on each side: at least 512 elements of any dtype
 _ONES = 0xFF
@@ -43,7 +45,6 @@ def run_guarded(
 
     Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
     """
-    prepared = [backend.prepare(launch) for launch in plan.launches]
     guarded, original = {}, {}
     for name, array in inputs.items():
         guarded[name] = _like(backend, array)
@@ -55,7 +56,8 @@ def run_guarded(
             if name in outputs
             else _guarded(backend, shape, dtype, _contiguous(plan.stored_shape(name), dtype), 0)
         )
-    execute(backend, plan, prepared, {name: g.array for name, g in guarded.items()})
+    launch = replay(backend, plan, {name: g.array for name, g in guarded.items()})
+    launch()
 
     results = {
         name: backend.download(guarded[name].bits.copy()).view(dtype)

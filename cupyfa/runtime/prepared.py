@@ -1,320 +1,482 @@
-"""Attention with everything decided once: what ``attention`` finds again, and ``compile`` gives."""
+"""A call with everything decided but the arrays: what the functions of the library find again."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
 
-from cupyfa.errors import Unsupported
-from cupyfa.ladder.kernel import cdiv
-from cupyfa.planner.plan import Plan
-from cupyfa.problem import four_axes
-from cupyfa.runtime import arrays as calls
-from cupyfa.runtime import transfer
-from cupyfa.runtime.backend import Backend, allocated, extent
-from cupyfa.runtime.select import adopt
+from cupyfa.errors import Unsupported, described
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.problem import Problem, four_axes
+from cupyfa.runtime import guard, transfer
+from cupyfa.runtime.arrays import (
+    address_of,
+    extent,
+    is_readable,
+    is_writable,
+    overlap,
+    readable_inputs,
+    target,
+    with_planned_shapes,
+)
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import Launcher, compiled, run
+from cupyfa.runtime.select import adopt, writable_view
+from cupyfa.runtime.workspace import NO_SPACE, PER_THREAD, Workspace, allocated
 
 Form = tuple[Any, ...]
 Progress = Callable[[int, int, str], None]
-_NAMES = ("q", "k", "v")
-_BELOW_16 = 15  # address bits that are 0 where memory begins at a multiple of 16 bytes
-_PER_THREAD = 2  # the stream that is another one in every thread
-_SPACE = 4 << 20  # bytes for temporaries that are kept for a stream, for calls of ``attention``
-_MOST_SPACES = 16  # that calls of ``attention`` share in all; streams of a Bound
-_ALIGNMENT = 512  # bytes
-# Temporaries of calls of ``attention`` that became graphs: nobody says when these are gone.
-_of_graphs: list[list[Any]] = []
+# Callers' names of arrays, where they are not the operation's.
+NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
+_ALIGNMENT = 16  # bytes, of the first element of an array that TMA copies
 
 
-def form(engine: Backend, array: Any) -> Form:
+class Result(NamedTuple):
+    """An array that a call returns, or that the caller gives for it."""
+
+    name: str  # the operation's
+    shape: tuple[int, ...]  # the caller's
+    given: str | None  # what messages call the caller's array; None if there can be none
+
+
+class _Recorded(NamedTuple):
+    """Launches of a call on certain arrays, for the same arrays again."""
+
+    ids: tuple[int, ...]  # of the inputs, and of the arrays for the results
+    alive: list[ref]  # of these arrays; empty as soon as one of them is gone
+    stream: int | None
+    launch: Callable[[], Any]
+    memory: Any  # of arguments and temporaries
+
+
+def form(backend: Backend, array: Any) -> Form:
     """What decides how a call sees an array: shape, strides and dtype, and the device.
 
-    Of arrays of the host that a device cannot reach the strides do not matter.
+    For an array of the host that a device cannot reach the strides do not matter.
     """
-    if engine.owns(array):
-        return engine.form(array)
-    return tuple(array.shape), None, array.dtype, engine.device
+    if backend.owns(array):
+        return backend.form(array)
+    return tuple(array.shape), None, array.dtype, backend.device
 
 
-_Space = tuple[Any, Sequence[int]]  # memory, and where in it each temporary begins
-# The arrays of a call, the addresses it was launched with, and the stream: the same for the same;
-# and the temporaries, which have to be there until the launch.
-_Last = tuple[ref, ref, ref, ref, tuple[int, ...], int | None, _Space]
-_NO_SPACE: _Space = (None, ())
-_BYTE = np.dtype(np.uint8)
-_threads = threading.local()
+def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
+    """A caller's array as the kernel sees it, with these axes; without a layout they are rows."""
+    if layout is None or len(axes.split()) != 4:
+        return array.reshape(problem.shape(axes))
+    return four_axes(array, layout)
 
 
-def _this_thread() -> object:
-    """Something of this thread's own; its number may be another's once it has ended."""
-    try:
-        return _threads.token
-    except AttributeError:
-        _threads.token = object()
-        return _threads.token
+class Prepared:
+    """A call for arrays of the same shapes, strides and dtypes on the same device.
 
-
-def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
-    """Where each temporary begins in memory for all, and the bytes of that."""
-    kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
-    for name in names:
-        starts.append(end)
-        size = prod(plan.stored_shape(name)) * kinds[name][1].itemsize
-        end += cdiv(size, _ALIGNMENT) * _ALIGNMENT
-    return starts, end
-
-
-class Bound:
-    """Attention for arrays of the same shapes, strides and dtypes on the same device.
-
-    ``plan`` is what was decided. A call launches it in CuPy's current stream, also in one that is
-    being captured; the graph may be launched as long as the Bound is there, and not at the same
-    time as another that was captured in that stream or in a later one at its address, for these
-    share temporaries. Any number of threads may call. It is fastest with an ``out``, and with the
-    very arrays of the call before, which it knows by their identity.
+    ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
+    grads=None)`` is ``attention_backward``, with the options that it was made with; ``plan`` is
+    what was decided. A call launches in CuPy's current stream. That may be captured: the graph may
+    be launched as long as the Prepared lives, and not at the same time as another graph that was
+    captured in that stream, or in a later one at its address, for these share temporaries. Any
+    number of threads may call. It is fastest with arrays for the results, and with the very arrays
+    of the call before, which it recognises by their identity.
     """
 
     def __init__(
         self,
-        engine: Backend,
+        backend: Backend,
         plan: Plan,
-        arrays: tuple[Any, Any, Any],
+        inputs: Mapping[str, Any],
+        results: Sequence[Result],
         *,
-        layout: str,
-        return_lse: bool,
+        layout: str | None,
         keep: bool,
     ) -> None:
-        """``keep`` holds the memory for temporaries from call to call, one for each stream."""
-        if return_lse and "lse" not in plan.outputs:
-            raise Unsupported(f"{plan.kernel.name} does not compute lse; use another kernel")
-        q, _, v = arrays
-        self.plan = plan
-        self._engine, self._device = engine, engine.device
-        self._layout, self._return_lse, self._keep = layout, return_lse, keep
-        self._forms = tuple(form(engine, x) for x in arrays)
-        self._shape, self._lse_shape = (*q.shape[:-1], v.shape[-1]), rows_of(q, layout)
-        self._dtype, self._sums = plan.problem.dtype.numpy, plan.problem.dtype.sums
-        unasked = () if return_lse or "lse" not in plan.outputs else ("lse",)
-        self._temporary = (*unasked, *plan.scratch)
-        self._temporaries: dict[Any, _Space] = {}  # by stream
-        self._in_graphs: dict[Any, _Space] = {}  # the same of streams that were captured
-        self._spares: list[_Space] = []  # for the next one of these: then none can be had
-        self._several = sum(all(step.grid) for step in plan.launches) > 1
-        self._starts, self._space_bytes = _laid_out(plan, self._temporary)
-        self._parts = transfer.Parts(plan, engine.limits)
-        self._last: _Last | None = None
-        self._before: tuple[int, ...] = ()  # the addresses of the call before
-        self._launch: Any = self._launcher(arrays) if engine.owns(q) else None
+        """``inputs`` are arrays like those to come, by the callers' names.
 
-    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
-        """What ``attention`` returns for these arrays.
-
-        Raises ValueError for arrays that are not like those that it was made for, and what
-        ``attention`` raises for ``out`` and the device's failures.
+        ``keep`` compiles everything, and holds temporaries and arguments from call to call.
         """
-        engine, last = self._engine, self._last
-        if last is not None and out is not None:
-            of_q, of_k, of_v, of_out, addresses, stream, _ = last
+        for result in results:
+            if result.name not in plan.outputs:
+                raise Unsupported(
+                    f"{plan.kernel.name} does not compute {result.name}; use another kernel"
+                )
+        operation = OPERATIONS[plan.kernel.operation]
+        self.plan = plan
+        self._backend, self._device, self._keep = backend, backend.device, keep
+        self._names = tuple(inputs)
+        self._forms = tuple(form(backend, x) for x in inputs.values())
+        self._results = tuple(results)
+        self._given = sum(x.given is not None for x in results)
+        self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
+        axes = operation.axes_of(plan.problem)
+        self._views = {x: partial(viewed, plan.problem, layout, axes[x]) for x in axes}
+        self._pieces: transfer.Pieces | None = None
+        unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
+        self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
+        self._recorded: _Recorded | None = None
+        self._before: tuple[int, ...] | None = None  # the addresses of the call before
+        self._owned = backend.owns(next(iter(inputs.values())))
+        self._launcher = self._made_launcher(inputs) if self._owned else None
+        if keep and self._launcher is None:
+            compiled(backend, plan)
+
+    def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
+        """What the function returns for these arrays.
+
+        Raises ValueError for arrays unlike those that it was made for, and what the function
+        raises for ``out``, ``grads`` and failures of the device.
+        """
+        recorded = self._recorded
+        if recorded is not None:
+            ids, alive, stream, launch, _ = recorded
+            targets = (out,) if grads is None else grads
+            backend = self._backend
+            try:
+                same = (*map(id, arrays), *map(id, targets)) == ids
+            except TypeError:  # grads are no sequence
+                same = False
             if (
-                (of_q() is q and of_k() is k and of_v() is v and of_out() is out)
-                and engine.device == self._device
-                and engine.stream == stream
-                and not (stream and self._temporary and engine.is_capturing)
+                same
+                and alive
+                and not named
+                and backend.device == self._device
+                and backend.stream == stream
+                and not (stream and self._workspace and backend.is_capturing)
             ):
                 try:
-                    self._launch(addresses, stream)
-                    return out
-                except engine.failures:
-                    with engine.working_on(q):
-                        raise
+                    launch()
+                except backend.failures:
+                    self._again(recorded, arrays)
+                return out if grads is None else tuple(grads)
+        if named or len(arrays) != len(self._names):
+            arrays, out = self._by_name(arrays, out, named)
         try:
-            same = (engine.form(q), engine.form(k), engine.form(v)) == self._forms
+            same = tuple(map(self._backend.form, arrays)) == self._forms
         except AttributeError:  # the host's, or another library's
             same = False
-        if same:
-            return self.run(q, k, v, out)
-        _, (q, k, v) = adopt(engine, q=q, k=k, v=v)
-        for name, array, wanted in zip(_NAMES, (q, k, v), self._forms):
-            given = form(engine, array)
-            if given != wanted:
-                raise ValueError(
-                    f"{name} is {_told(given)}, and this was compiled for {_told(wanted)}; "
-                    "compile it again, or call cupyfa.attention"
-                )
-        return self.run(q, k, v, out)
+        if not same:
+            arrays = tuple(self._adopted(arrays))
+        return self.run(arrays, self.targets(out, grads))
 
     def run(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any = None,
+        arrays: Sequence[Any],
+        targets: Sequence[Any] | None = None,
         *,
         check: bool = False,
         progress: Progress | None = None,
     ) -> Any:
-        """The call, for arrays that are known to be like those that it was made for."""
-        engine, launch = self._engine, self._launch
-        if launch is None or check:
-            return self._in_general(q, k, v, out, check, progress)
-        if engine.device != self._device:
-            with engine.working_on(q):
-                return self.run(q, k, v, out)
-        try:
-            given = q.data.ptr, k.data.ptr, v.data.ptr
-            if out is not None and not self._takes(out, given):
-                return self._in_general(q, k, v, out, check, progress)
-            o = engine.empty(self._shape, self._dtype) if out is None else out
-            to = o.data.ptr
-            if self._boxed and (given[0] | given[1] | given[2] | to) & _BELOW_16:
-                return self._in_general(q, k, v, out, check, progress)
-            stream = engine.stream
-            space = self._space(stream)  # which has to be there until the launch
-            own = space[1]
-            if self._return_lse:
-                lse = engine.empty(self._lse_shape, self._sums)
-                launch((*given, to, lse.data.ptr, *own), stream)
-                return o, lse
-            addresses = (*given, to, *own)
-            launch(addresses, stream)
-            if self._keep and o is out and stream != _PER_THREAD:
-                usual = space is _NO_SPACE or space is self._temporaries.get(stream)
-                if usual and addresses == self._before:  # else such a call may not come again
-                    self._last = ref(q), ref(k), ref(v), ref(out), addresses, stream, space
-                self._before = addresses
-            return o
-        except engine.failures:
-            with engine.working_on(q):
-                raise
+        """The call, for arrays that are known to be like those that it was made for.
 
-    def _takes(self, out: Any, given: tuple[int, int, int]) -> bool:
-        """Whether a kernel can write the caller's array as it is; else it is looked at closely."""
-        try:
-            if self._engine.form(out) != self._out_form:
-                return False
-            start = out.data.ptr
-        except AttributeError:
-            return False
-        end, (a, b, c) = start + self._out_bytes, self._ends
-        return (
-            (start >= given[0] + a[1] or given[0] + a[0] >= end)
-            and (start >= given[1] + b[1] or given[1] + b[0] >= end)
-            and (start >= given[2] + c[1] or given[2] + c[0] >= end)
-        )
-
-    def _space(self, stream: Any) -> _Space:
-        """Memory for temporaries, for work in a stream: what is in order there may share it."""
-        if not self._temporary:
-            return _NO_SPACE
-        key: Any = stream if stream != _PER_THREAD else (stream, _this_thread())
-        if stream and self._engine.is_capturing:  # the graph may be launched in any
-            return self._graph_space(key)
-        if not self._keep:
-            return self._shared_space(key)
-        if not self._spares:
-            self._spares.append(self._new_space())
-        found = self._temporaries.get(key)
-        if found is None:
-            if len(self._temporaries) >= _MOST_SPACES:
-                self._temporaries.clear()
-            found = self._temporaries[key] = self._new_space()
-        return found
-
-    def _graph_space(self, stream: Any) -> _Space:
-        """Memory that stays as long as a graph may be launched."""
-        if not self._keep:
-            made = self._new_space()
-            _of_graphs.append(made[0])
-            return made
-        found = self._in_graphs.get(stream)
-        if found is None:
-            try:
-                found = self._spares.pop()
-            except IndexError:
-                found = self._new_space()
-            self._in_graphs[stream] = found
-        return found
-
-    def _shared_space(self, stream: Any) -> _Space:
-        """Memory that all such calls in a stream share, if that is enough.
-
-        Between launches of one call, which find there what the one before has left, another
-        thread's call may come, but none of several launches.
+        ``targets`` are the caller's arrays for the results, each None for a new one.
         """
-        if self._space_bytes > _SPACE:
-            return self._new_space()
-        spaces, key = self._engine.spaces, (self._device, stream, self._several)
-        found = spaces.get(key)
-        if found is None:
-            if len(spaces) >= _MOST_SPACES:
-                spaces.clear()
-            memory = self._engine.empty((_SPACE,), _BYTE)
-            found = spaces[key] = memory, self._engine.address(memory)
-        memory, start = found
-        return memory, [start + x for x in self._starts]
+        backend, launcher = self._backend, self._launcher
+        if targets is not None and not all(map(self._is_known, targets)):
+            results = self.run(arrays, self._views_of(targets), check=check, progress=progress)
+            return _as_given(results, targets)
+        if launcher is None or check:
+            return self._in_general(arrays, targets, check, progress)
+        if backend.device != self._device:
+            with backend.working_on(arrays[0]):
+                return self.run(arrays, targets)
+        try:
+            given = tuple(map(backend.address, arrays))
+            if targets is None:
+                results = [backend.empty(*x) for x in self._new]
+            else:
+                if not self._takes(targets, given):
+                    return self._in_general(arrays, targets, check, progress)
+                results = [
+                    backend.empty(*new) if mine is None else mine
+                    for mine, new in zip((*targets, None), self._new)
+                ]
+            own = tuple(map(backend.address, results))
+            if self._mask and self._is_misaligned((*given, *own)):
+                return self._in_general(arrays, targets, check, progress)
+            stream = backend.stream
+            space = self._workspace.at(stream)  # which must live until the launch
+            addresses = (*given, *own, *space[1])
+            launcher(addresses, stream)
+            if self._keep and targets is not None:
+                self._record(arrays, results, targets, addresses, stream, space)
+        except backend.failures:
+            with backend.working_on(arrays[0]):
+                raise
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _new_space(self) -> _Space:
-        arrays = [allocated(self._engine, self.plan, name) for name in self._temporary]
-        return arrays, [self._engine.address(x) for x in arrays]
+    def targets(self, out: Any, grads: Any) -> Sequence[Any] | None:
+        """The caller's arrays for the results: ``out``, or three ``grads``."""
+        if self._given == 1:
+            if grads is not None:
+                raise TypeError("grads are of attention_backward; give out=")
+            return None if out is None else (out,)
+        if out is not None:
+            raise TypeError("out= is of attention; give grads=, three arrays")
+        if grads is None:
+            return None
+        if not isinstance(grads, tuple | list) or len(grads) != self._given:
+            many = isinstance(grads, tuple | list)
+            what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
+            raise TypeError(
+                f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
+            )
+        return grads
 
-    def _launcher(self, arrays: tuple[Any, Any, Any]) -> Any:
-        """The short way to launch the plan, if these arrays need no copy for it."""
-        engine, plan, view = self._engine, self.plan, partial(four_axes, layout=self._layout)
-        inputs = dict(zip("QKV", map(view, arrays)))
-        if len(plan.launches) < len(plan.steps):  # products of cuBLAS launch themselves
-            return None
-        if not all(calls.is_readable(plan, name, array) for name, array in inputs.items()):
-            return None
-        o = engine.empty(self._shape, self._dtype)
-        if not calls.is_writable(engine, plan, "O", view(o)):
-            return None
-        self._boxed, self._out_form, self._out_bytes = bool(plan.boxed), form(engine, o), o.nbytes
-        self._ends = [extent(x) for x in arrays]
-        made, _ = space = self._new_space()
-        outputs = {"O": view(o)}
-        if self._return_lse:
-            outputs["lse"] = allocated(engine, plan, "lse")
-        if self._keep:
-            self._spares.append(space)
-        return engine.launcher(plan, {**inputs, **outputs, **dict(zip(self._temporary, made))})
+    # Which arrays were given
+
+    def _by_name(
+        self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """All inputs in order, some of which were given by name; and ``out``, if it is none."""
+        if "out" in self._names and out is not None:
+            named, out = {**named, "out": out}, None
+        left = self._names[len(arrays) :]
+        if len(arrays) > len(self._names) or set(left) != set(named):
+            raise TypeError(
+                f"the arrays are {', '.join(self._names)}; given are {len(arrays)} without a name"
+                + (f" and {', '.join(named)}" if named else "")
+            )
+        return (*arrays, *(named[name] for name in left)), out
+
+    def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays as the backend's; raises for arrays unlike those that this was made for."""
+        _, adopted = adopt(self._backend, **dict(zip(self._names, arrays)))
+        for name, array, wanted in zip(self._names, adopted, self._forms):
+            given = form(self._backend, array)
+            if given != wanted:
+                raise ValueError(
+                    f"{name} is {_described(given)}, and this was compiled for "
+                    f"{_described(wanted)}; compile it again, or call the function"
+                )
+        return adopted
+
+    def _is_known(self, array: Any) -> bool:
+        """Whether a caller's array for a result is of a kind that is written as it is."""
+        return array is None or isinstance(array, np.ndarray) or self._backend.owns(array)
+
+    def _views_of(self, targets: Sequence[Any]) -> list[Any]:
+        """The caller's arrays for the results, other libraries' as NumPy's or the backend's."""
+        found = list(targets)
+        for at, (result, array) in enumerate(zip(self._results, targets)):
+            if not self._is_known(array):
+                assert result.given is not None
+                found[at] = writable_view(self._backend, result.given, array)
+        return found
+
+    def _takes(self, targets: Sequence[Any], given: tuple[int, ...]) -> bool:
+        """Whether the caller's arrays can be written as they are; else they are checked closely."""
+        if not self._backend.writes_in_place:
+            return False
+        spans = [(start + low, start + high) for start, (low, high) in zip(given, self._extents)]
+        try:
+            for mine, wanted, size in zip(targets, self._result_forms, self._result_bytes):
+                if mine is None:
+                    continue
+                if self._backend.form(mine) != wanted:
+                    return False
+                start = self._backend.address(mine)
+                end = start + size
+                for low, high in spans:
+                    if start < high and low < end:
+                        return False
+                spans.append((start, end))
+        except AttributeError:  # the host's, or another library's
+            return False
+        return True
+
+    def _is_misaligned(self, addresses: Sequence[int]) -> bool:
+        bits = 0
+        for address in addresses:
+            bits |= address
+        return bool(bits & self._mask)
+
+    # Launches
+
+    def _made_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
+        """The short way to launch the plan, if arrays like these need no copy for it."""
+        backend, plan = self._backend, self.plan
+        inputs = self._seen(arrays)
+        for (name, seen), array in zip(inputs.items(), arrays.values()):
+            in_place = address_of(seen) == address_of(array)
+            if not (in_place and is_readable(plan, name, seen)):
+                return None
+        outputs = {}
+        made = [backend.empty(*x) for x in self._new]
+        for result, array in zip(self._results, made):
+            seen = outputs[result.name] = self._views[result.name](array)
+            if not is_writable(plan, result.name, seen):
+                return None
+        self._extents = [extent(x) for x in arrays.values()]
+        self._result_forms = [form(backend, x) for x in made]
+        self._result_bytes = [x.nbytes for x in made]
+        self._mask = _ALIGNMENT - 1 if plan.boxed else 0
+        if isinstance(made[0], np.ndarray):
+            self._mask |= max(x.dtype.itemsize for x in (*arrays.values(), *made)) - 1
+        return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
+
+    def _record(
+        self,
+        arrays: Sequence[Any],
+        results: Sequence[Any],
+        targets: Sequence[Any],
+        addresses: tuple[int, ...],
+        stream: int | None,
+        space: Any,
+    ) -> None:
+        """Keeps the launches of a call that has come twice, if it may come again."""
+        if len(targets) < len(results) or any(x is None for x in targets):
+            return
+        usual = space is NO_SPACE or space is self._workspace.by_stream.get(stream)
+        if not usual or stream is None or stream == PER_THREAD:
+            return
+        if addresses == self._before:
+            assert self._launcher is not None
+            launch, memory = self._launcher.fixed(addresses, stream)
+            alive: list[ref] = []
+
+            def gone(_: ref) -> None:
+                alive.clear()
+
+            alive.extend(ref(x, gone) for x in (*arrays, *targets))
+            ids = (*map(id, arrays), *map(id, targets))
+            self._recorded = _Recorded(ids, alive, stream, launch, (memory, space))
+        self._before = addresses
+
+    def _again(self, recorded: _Recorded, arrays: Sequence[Any]) -> None:
+        """A recorded launch that failed: in a new thread, for want of a CUDA context."""
+        with self._backend.working_on(arrays[0]):
+            self._backend.use(self._device)
+            recorded.launch()
+
+    # All that arrays may need: copies, another layout, a way to the device
+
+    def _seen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs as the kernel sees them, by the operation's names."""
+        names = ((NAMES.get(name, name), x) for name, x in arrays.items())
+        return {name: self._views[name](x) for name, x in names}
 
     def _in_general(
-        self, q: Any, k: Any, v: Any, out: Any, check: bool, progress: Progress | None
+        self,
+        arrays: Sequence[Any],
+        targets: Sequence[Any] | None,
+        check: bool,
+        progress: Progress | None,
     ) -> Any:
-        """The call with all that arrays may need: copies, another layout, a way to the device."""
-        engine, plan, view = self._engine, self.plan, partial(four_axes, layout=self._layout)
-        with engine.working_on(q):
-            inputs = {"Q": view(q), "K": view(k), "V": view(v)}
-            o = calls.target(engine, out, self._shape, self._dtype, inputs, view)
-            outputs = {"O": view(o)}
-            lse = None
-            if self._return_lse or engine.owns(q):
-                lse = calls.new(engine, q, self._lse_shape, self._sums)
-                outputs["lse"] = lse.reshape(plan.problem.shape("batch heads M"))
-            calls.fill(
-                *(engine, plan, inputs, outputs),
+        backend = self._backend
+        with backend.working_on(arrays[0]):
+            inputs = self._seen(dict(zip(self._names, arrays)))
+            given = [*(targets or ()), *(None,) * len(self._results)][: len(self._results)]
+            given = self._checked_targets(given, inputs)
+            results = [
+                self._fresh(*new) if there is None else there
+                for new, (_, there) in zip(self._new, given)
+            ]
+            outputs = {x.name: self._views[x.name](y) for x, y in zip(self._results, results)}
+            if not self._owned and self._pieces is None:
+                self._pieces = pieces_of(backend, self.plan)
+            fill(
+                *(backend, self.plan, inputs, outputs),
                 check=check,
                 progress=progress,
-                parts=self._parts,
+                pieces=self._pieces,
             )
-            result = calls.deliver(o, out)
-        return (result, lse) if self._return_lse else result
+            delivered = [_delivered(result, mine) for result, (mine, _) in zip(results, given)]
+        return delivered[0] if len(delivered) == 1 else tuple(delivered)
+
+    def _checked_targets(
+        self, given: Sequence[Any], inputs: Mapping[str, Any]
+    ) -> list[tuple[Any, Any]]:
+        """The caller's array for each result, and what of these the kernel writes in place."""
+        found = []
+        for result, mine, (shape, dtype) in zip(self._results, given, self._new):
+            there = None
+            if mine is not None:
+                assert result.given is not None
+                view = self._views[result.name]
+                there = target(self._backend, result.given, mine, shape, dtype, inputs, view)
+            found.append((mine, there))
+        named = [(x.given, mine) for x, (mine, _) in zip(self._results, found) if mine is not None]
+        for (one, a), (other, b) in combinations(named, 2):
+            if overlap(a, b):
+                raise ValueError(f"{one} and {other} overlap; give each memory of its own")
+        return found
+
+    def _fresh(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A new array for a result, where the inputs are."""
+        if self._owned:
+            return self._backend.empty(shape, dtype)
+        return transfer.fresh(self._backend, shape, dtype)
 
 
-def rows_of(q: Any, layout: str) -> tuple[int, ...]:
-    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
-    if layout == "bshd" and q.ndim > 2:
-        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return tuple(q.shape[:-1])
+def fill(
+    backend: Backend,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    *,
+    check: bool = False,
+    progress: Progress | None = None,
+    pieces: transfer.Pieces | None = None,
+) -> None:
+    """Computes these outputs; with ``check`` in guarded memory, compared with the reference.
+
+    Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces`` are
+    those of the same plan's calls before. Raises WrongResult if a check fails.
+    """
+    if not all(map(backend.owns, inputs.values())):
+        if not check:
+            inputs = with_planned_shapes(plan, inputs)
+            transfer.compute(backend, pieces or pieces_of(backend, plan), inputs, outputs, progress)
+            return
+        written: Mapping[str, Any] = guard.checked(backend, plan, readable_inputs(plan, inputs), {})
+    else:
+        inputs = readable_inputs(plan, inputs)
+        written = {
+            name: outputs[name]
+            if name in outputs and is_writable(plan, name, outputs[name])
+            else allocated(backend, plan, name)
+            for name in plan.outputs
+        }
+        if check:
+            for name, array in guard.checked(backend, plan, inputs, written).items():
+                written[name][...] = backend.upload(array)
+        else:
+            run(backend, plan, inputs, written)
+    for name, array in outputs.items():
+        if written[name] is not array and array.size:
+            array[...] = written[name]
 
 
-def _told(form: Form) -> str:
+def pieces_of(backend: Backend, plan: Plan) -> transfer.Pieces:
+    """The pieces that a plan's problem is cut into, planned with the same constants."""
+    return transfer.Pieces(plan, partial(_part, plan, backend.limits))
+
+
+def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:
+    return planning.plan(plan.kernel, problem, limits, **plan.constants)
+
+
+def _delivered(result: Any, mine: Any) -> Any:
+    """A result as the caller gets it: in the caller's array, if there is one."""
+    if mine is None or result is mine:
+        return result
+    mine[...] = result
+    return mine
+
+
+def _as_given(results: Any, targets: Sequence[Any]) -> Any:
+    """The results, the caller's own objects where there are any."""
+    if not isinstance(results, tuple):
+        return targets[0]
+    given = (*targets, *(None,) * (len(results) - len(targets)))
+    return tuple(x if mine is None else mine for x, mine in zip(results, given))
+
+
+def _described(form: Form) -> str:
     shape, strides, dtype, *device = form
     how = f" with strides {strides}" if strides is not None else " in host memory"
     return f"{dtype} {shape}{how}" + (f" on device {device[0]}" if device else "")

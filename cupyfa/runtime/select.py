@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import DeviceError
-from cupyfa.runtime.backend import Backend, is_masked
+from cupyfa.runtime.arrays import is_masked
+from cupyfa.runtime.backend import Backend
 
 # Warnings point at the line that called the library, where Python can be told so.
 AT_THE_CALLER: Any = (
@@ -76,6 +77,15 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         )
     engine = backend_named("cuda" if backend == "auto" else backend)
     return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
+
+
+def writable_view(backend: Backend, name: str, array: Any) -> Any:
+    """Another library's array as NumPy's or the backend's, to write to, without a copy."""
+    _, (view,) = adopt(backend, **{name: array})
+    if isinstance(view, np.ndarray) and not view.flags.writeable:  # as older DLPack has it
+        other = np.asarray(array)
+        view = other if np.may_share_memory(other, view) else view
+    return view
 
 
 def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:

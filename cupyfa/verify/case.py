@@ -14,8 +14,8 @@ from cupyfa.numerics import reference
 from cupyfa.operations import OPERATIONS, score_arguments
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
-from cupyfa.runtime.arrays import fill
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.prepared import fill
 
 # What the numbers are: each kind breaks kernels in its own way.
 VALUES = {

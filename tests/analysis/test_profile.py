@@ -160,8 +160,8 @@ def test_what_is_profiled_is_two_equal_runs(monkeypatch):
     simulator = cupyfa.Simulator()
     runs = []
     monkeypatch.setattr(profiling, "backend_named", lambda name: simulator)
-    run = profiling.backends.run
-    monkeypatch.setattr(profiling.backends, "run", lambda *x: (runs.append(x[2]), run(*x)))
+    run = profiling.run
+    monkeypatch.setattr(profiling, "run", lambda *x: (runs.append(x[2]), run(*x)))
     profiling.launch_twice("fa2", SMALL, {"Br": 16, "Bc": 8})
     assert len(runs) == 2 and runs[0] is runs[1]
 

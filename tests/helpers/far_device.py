@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from cupyfa import Simulator
-from cupyfa.runtime.backend import execute, extent
 
 
 class Far(np.ndarray):
@@ -82,9 +81,8 @@ class Lane:
 class FarDevice(Simulator):
     """Runs in the simulator what it is sent, and as late as a stream may."""
 
-    def __init__(self, free=1 << 40, short=True):
+    def __init__(self, free=1 << 40):
         super().__init__(workers=1)
-        self.short = short  # whether it launches by addresses
         self.free, self.copied, self.failing = free, [], False
         self.kept = []
         self.current, self.memory = threading.local(), []
@@ -107,26 +105,30 @@ class FarDevice(Simulator):
     def view(self, memory, shape, dtype, offset, strides):
         return super().view(memory, shape, dtype, offset, strides).view(Far)
 
-    def launch(self, prepared, launch, arguments, arrays):
+    def starter(self, kernel, launch, sizes, regions):
+        start = super().starter(kernel, launch, sizes, regions)
+
+        def late(stream, pointers, extra):
+            lane = getattr(self.current, "lane", None)
+            if lane is None:
+                return start(stream, pointers, extra)
+            table = (ctypes.c_uint64 * len(sizes)).from_address(pointers)
+            values = [np.empty(-(-size // 8) + 8, np.uint64) for size in sizes]
+            aligned = [x.ctypes.data + -x.ctypes.data % 64 for x in values]
+            for to, source, size in zip(aligned, table, sizes):
+                ctypes.memmove(to, source, size)
+            there = (ctypes.c_uint64 * len(sizes))(*aligned)
+            lane.add(lambda _: start(stream, ctypes.addressof(there), extra), values)
+
+        return late
+
+    def matmul(self, *arrays, **options):
         lane = getattr(self.current, "lane", None)
-        start = super().launch
+        multiply = super().matmul
         if lane is None:
-            start(prepared, launch, arguments, arrays)
+            multiply(*arrays, **options)
         else:
-            lane.add(start, prepared, launch, arguments, arrays)
-
-    def launcher(self, plan, arrays):
-        prepared = [self.prepare(launch) for launch in plan.launches]
-        forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
-
-        def launch(addresses, stream):
-            there = {}
-            for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
-                memory = (ctypes.c_char * (high - low)).from_address(address + low)
-                there[x] = np.ndarray(shape, dtype, memory, -low, strides).view(Far)
-            execute(self, plan, prepared, there)
-
-        return launch if self.short and getattr(self.current, "lane", None) else None
+            lane.add(lambda: multiply(*arrays, **options))
 
     @contextmanager
     def lanes(self):

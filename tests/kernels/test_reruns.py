@@ -9,7 +9,8 @@ from helpers.problems import RAGGED, in_turn, inputs_of, name, planned
 from cupyfa import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.backend import allocated, execute
+from cupyfa.runtime.launcher import replay
+from cupyfa.runtime.workspace import allocated
 
 LAUNCHES = 1000
 # For most kernels more blocks than a GPU holds at a time, which therefore begin and end in ever
@@ -39,11 +40,10 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
         pytest.skip(str(reason))
     inputs = {x: cuda.upload(array) for x, array in inputs_of(plan).items()}
     inputs = readable_inputs(plan, inputs)
-    prepared = [cuda.prepare(launch) for launch in plan.launches]
 
     def again():
         made = {x: allocated(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
-        execute(cuda, plan, prepared, {**inputs, **made})
+        replay(cuda, plan, {**inputs, **made})()
         return {x: made[x].view(f"u{made[x].itemsize}") for x in plan.outputs}
 
     first = again()

@@ -21,11 +21,13 @@ import cupyfa
 from cupyfa import Simulator, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Matmul
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.runtime import prepared as binding
-from cupyfa.runtime import select
-from cupyfa.runtime.backend import arguments, execute, extent
+from cupyfa.runtime import select, workspace
+from cupyfa.runtime.arguments import arguments
+from cupyfa.runtime.launcher import Launcher
 
 
 class Near(np.ndarray):
@@ -45,6 +47,7 @@ class NearDevice(Simulator):
     """Launches by addresses, as a GPU does."""
 
     failures = (ZeroDivisionError,)
+    writes_in_place = True
 
     def __init__(self):
         super().__init__(workers=1)
@@ -71,28 +74,34 @@ class NearDevice(Simulator):
         made.where = self.device
         return made
 
-    def launcher(self, plan, arrays):
-        prepared = [self.prepare(launch) for launch in plan.launches]
-        forms = {x: (a.shape, a.dtype, a.strides, extent(a)) for x, a in arrays.items()}
 
-        device = self.device
+class Counted(Launcher):
+    """Counts launches of plans by addresses, and sees that their device is current."""
 
-        def launch(addresses, stream):
-            assert self.device == device
-            self.short += 1
-            there = {}
-            for (x, (shape, dtype, strides, (low, high))), address in zip(forms.items(), addresses):
-                memory = (ctypes.c_char * (high - low)).from_address(address + low)
-                there[x] = np.ndarray(shape, dtype, memory, -low, strides).view(Near)
-            execute(self, plan, prepared, there)
+    def __call__(self, addresses, stream):
+        assert self._backend.device == self._device
+        self.count()
+        super().__call__(addresses, stream)
 
-        return launch
+    def count(self):
+        if isinstance(self._backend, NearDevice):
+            self._backend.short += 1
+
+    def fixed(self, addresses, stream):
+        launch, memory = super().fixed(addresses, stream)
+
+        def counted():
+            self.count()
+            launch()
+
+        return counted, memory
 
 
 @pytest.fixture
 def near(monkeypatch):
     device = NearDevice()
     monkeypatch.setitem(select._owners, Near, device)
+    monkeypatch.setattr(binding, "Launcher", Counted)
     return device
 
 
@@ -137,7 +146,7 @@ def test_shapes_and_a_dtype_will_do(near):
     bound = compiled(near, (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16), dtype="float32")
     q, (k, v, _) = arrays(2, 3, 20, 16)[0], arrays(2, 3, 30, 16)
     np.testing.assert_array_equal(bound(q, k, v), right(q, k, v))
-    with pytest.raises(TypeError, match="with those a dtype"):
+    with pytest.raises(TypeError, match="with them a dtype"):
         compiled(near, (20, 16), (20, 16), (20, 16))
 
 
@@ -276,7 +285,12 @@ def test_attention_plans_once(near, plans):
     for seed in range(3):
         cupyfa.attention(*arrays(2, 3, 20, 16, seed=seed), backend=near, kernel="fa2")
     assert len(plans) == 1 and near.short == 3
-    for options in ({"causal": True}, {"scale": 0.3}, {"Br": 16, "Bc": 8}, {"window": (3, 0)}):
+    for options in (
+        {"causal": True},
+        {"scale": 0.3},
+        {"tiles": {"Br": 16, "Bc": 8}},
+        {"window": (3, 0)},
+    ):
         got = cupyfa.attention(q, k, v, backend=near, kernel="fa2", **options)
         np.testing.assert_array_equal(got, right(q, k, v, **options))
     assert len(plans) == 9  # those of the simulator, too
@@ -299,7 +313,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
         np.testing.assert_array_equal(dq, wanted)
     launches = len(LADDER["backward"]["two_pass"].launches)
     assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
-    for change in ({"causal": True}, {"kernel": "columns"}, {"Br": 16, "Bc": 16}):
+    for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
         cupyfa.attention_backward(o, *x, o, lse, **options | change)
     assert len(plans) == 6
     with pytest.raises(Unsupported, match="any order"):
@@ -320,13 +334,13 @@ def test_names_that_are_no_plain_strings_are_names(near):
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
     cupyfa.attention(*x, backend=near, kernel=np.str_("fa2"))
-    assert all("two_pass" in key or "fa2" in key for key in near.bound)
+    assert all("two_pass" in key or "fa2" in key for key in near.known)
 
 
 def test_options_that_are_equal_but_wrong_are_still_refused(near):
     q, k, v = arrays(2, 3, 20, 16)
     cupyfa.attention(q, k, v, backend=near, causal=True, scale=1.0)
-    with pytest.raises(ValueError, match="causal=1 is unknown"):
+    with pytest.raises(ValueError, match="causal is 1"):
         cupyfa.attention(q, k, v, backend=near, causal=1, scale=1.0)
     with pytest.raises(TypeError, match="scale is True"):
         cupyfa.attention(q, k, v, backend=near, causal=True, scale=True)
@@ -359,13 +373,18 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert near.made == [(2, 3, 20)] * 2  # one is for the next stream that is captured
     near.is_capturing = True
     cupyfa.attention(q, k, v, out=out, backend=near, kernel="fa2")
-    assert binding._of_graphs.pop()[0].shape == (2, 3, 20)
+    assert workspace.of_graphs.pop()["lse"].shape == (2, 3, 20)
 
 
 def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch):
     """It may be launched in another stream, while calls go on in the one it was captured in."""
     places, x = [], arrays(2, 3, 20, 16)
-    monkeypatch.setattr(near, "launcher", lambda *_: lambda addresses, _: places.append(addresses))
+
+    def launch(addresses, stream):
+        places.append(addresses)
+
+    launch.fixed = lambda addresses, stream: (partial(launch, addresses, stream), None)
+    monkeypatch.setattr(binding, "Launcher", lambda *_: launch)
     bound, out = compiled(near, *x), near.empty(x[0].shape, x[0].dtype)
     seen = []
     graph, eager = [(7, True)] * 2, [(7, False)] * 3
@@ -384,9 +403,9 @@ def test_a_bound_call_keeps_temporaries_of_few_streams(near):
     x = arrays(2, 3, 20, 16)
     bound = compiled(near, *x)
     wanted = right(*x)
-    for near.stream in range(1, 3 * binding._MOST_SPACES):
+    for near.stream in range(1, 3 * workspace.MOST):
         np.testing.assert_array_equal(bound(*x), wanted)
-        assert len(bound._temporaries) <= binding._MOST_SPACES
+        assert len(bound._workspace.by_stream) <= workspace.MOST
 
 
 def test_calls_of_attention_share_memory_for_temporaries(near):
@@ -399,11 +418,11 @@ def test_calls_of_attention_share_memory_for_temporaries(near):
         for problem, wanted in zip((first, second), expected):
             got = cupyfa.attention(*problem, backend=near, kernel="fa2")
             np.testing.assert_array_equal(got, wanted)
-        assert near.made.count((binding._SPACE,)) == (1 if (0, stream) not in seen else 0)
+        assert near.made.count((workspace.SHARED,)) == (1 if (0, stream) not in seen else 0)
         seen.add((0, stream))
     near.made.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "_SPACE", 100)
+        patch.setattr(workspace, "SHARED", 100)
         near.spaces.clear()
         np.testing.assert_array_equal(
             cupyfa.attention(*first, backend=near, kernel="fa2"), expected[0]
@@ -424,7 +443,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
     """Of calls of one launch in the same stream, which other threads may make in between."""
     places = []
 
-    def launcher(plan, arrays):
+    def launcher(_, plan, arrays):
         starts = [place for place, x in enumerate(arrays) if x in plan.scratch or x == "lse"]
         sizes = [arrays[x].nbytes for x in arrays if x in plan.scratch or x == "lse"]
 
@@ -434,7 +453,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
 
         return launch
 
-    monkeypatch.setattr(near, "launcher", launcher)
+    monkeypatch.setattr(binding, "Launcher", launcher)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
     for kernel in ("mma_split_kv", "fa2", "mma_async", "mma_split_kv"):
@@ -493,6 +512,13 @@ class Driven:
             def prepare(self, launch):
                 return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(launch.entry) & 0xFFFF))
 
+            def __init__(self):
+                super().__init__()
+                self.products = []
+
+            def matmul(self, a, b, out, scale, *, tf32=False):
+                self.products.append([(x.data.ptr, x.shape, x.strides) for x in (a, b, out)])
+
             def tensor_map(self, mapped):
                 return np.frombuffer(repr(mapped).encode().ljust(256)[:256], "V256").reshape(())
 
@@ -515,19 +541,22 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
         return inputs | {x: on_device(shape, dtype) for x, (shape, dtype) in others.items()}
 
     first, second = made(), made()
-    launcher = engine.launcher(plan, first)
-    if launcher is None:
-        assert len(plan.launches) < len(plan.steps)
-        return
+    launcher = Launcher(engine, plan, first)
     for arrays in (first, second, first):
         driver.clear()
         addresses = tuple(x.data.ptr for x in arrays.values())
         launcher(addresses, 42)
         assert len(driver) == len(plan.launches)
+        products = [step for step in plan.steps if isinstance(step, Matmul)]
+        for step, product in zip(products, engine.products[-len(products) :]):
+            for x, (address, shape, strides) in zip((step.a, step.b, step.out), product):
+                array = arrays[x.removesuffix(".T")]
+                array = array.swapaxes(-1, -2) if x.endswith(".T") else array
+                assert (address, shape, strides) == (array.data.ptr, array.shape, array.strides)
         for step, (_, grid, threads, shared, stream, pointers) in zip(plan.launches, driver):
             assert (grid, threads, shared) == (step.grid, step.threads, step.shared_bytes)
             assert stream == 42
-            values = arguments(engine, plan, step, arrays)
+            values = arguments(engine, step, arrays)
             table = (ctypes.c_uint64 * len(values)).from_address(pointers)
             for value, address in zip(values, table):
                 size = np.asarray(value).nbytes
@@ -539,7 +568,7 @@ def test_each_thread_has_arguments_of_its_own(driver):
     plan = planned(FORWARD["fa2"], Simulator(), {"M": 5, "N": 5, "d": 8}, "float32")
     arrays = {x: on_device((1, 1, 5, 8), np.dtype("f4")) for x in ("Q", "K", "V", "O")}
     arrays["lse"] = on_device((1, 1, 5), np.dtype("f4"))
-    launcher = engine.launcher(plan, arrays)
+    launcher = Launcher(engine, plan, arrays)
     call = [x.data.ptr for x in arrays.values()]
     launcher(call, 0)
     thread = threading.Thread(target=launcher, args=(call, 0))
@@ -561,7 +590,7 @@ def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, mo
     arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
     arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
     arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
-    launchers = [engine.launcher(plan, arrays) for _ in range(2)]
+    launchers = [Launcher(engine, plan, arrays) for _ in range(2)]
     launched = []
 
     def launch(function, *_):

@@ -16,9 +16,10 @@ from cupyfa.analysis.tables import compilations, compiled_row
 from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
-from cupyfa.runtime import backend as backends
 from cupyfa.runtime import guard
+from cupyfa.runtime.arguments import Mapped, arguments
 from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.launcher import Launcher, _Arguments, replay
 from cupyfa.runtime.select import backend_named
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
@@ -161,8 +162,7 @@ def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, t
         assert made["one"].max_dynamic_shared_size_bytes == granted
 
 
-def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
-    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+def test_an_interrupted_call_leaves_no_address_of_another():
     launched, stops = [], []
 
     class Memory(list):
@@ -172,11 +172,10 @@ def test_an_interrupted_call_leaves_no_address_of_another(monkeypatch):
             super().__setitem__(at, value)
 
     memory = Memory([0, 0, 0])
-    step = SimpleNamespace(memory=memory, slots=[(i, i) for i in range(3)])
-    step.__dict__.update(maps=[], launch=(), pointers=0)
-    driver = SimpleNamespace(launchKernel=lambda *_: launched.append(list(memory)))
-    monkeypatch.setattr(cuda, "driver", driver)
-    launcher = object.__new__(cuda._Launcher)
+    step = object.__new__(_Arguments)
+    step._memory, step._slots, step._maps = memory, [(i, i) for i in range(3)], []
+    step.start, step.pointers = lambda *_: launched.append(list(memory)), 0
+    launcher = object.__new__(Launcher)
     launcher._mine = SimpleNamespace(steps=[step], addresses=None)
     launcher((1, 2, 3), 0)
     stops.append(KeyboardInterrupt())
@@ -224,7 +223,7 @@ def test_the_compiler_warns_of_products_in_turn(tmp_path):
 
 
 def mapped_arguments(engine, plan, arrays):
-    return backends.arguments(engine, plan, plan.launches[0], arrays)[:4]
+    return arguments(engine, plan.launches[0], arrays)[:4]
 
 
 def test_the_simulators_map_byte_for_byte(kernel, simulator):
@@ -295,7 +294,7 @@ def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
 
     monkeypatch.setattr(cuda, "_encode_tiled", lambda: encode)
     cuda._encoded.cache_clear()
-    mapped = backends.Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), 16)
+    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), 16)
     made = cuda.Cuda().tensor_map(mapped)
     assert asked == [
         (6, 4, 0x7000, [40, 37, 4, 2], [80, 2**33, 2**35]),
@@ -412,11 +411,10 @@ def test_a_trial_and_a_benchmark_place_arrays_so_too(kernel, simulator):
 def test_maps_are_frozen_in_a_graph_and_serve_again(kernel, cuda):
     skip_unless_it_runs(kernel, cuda)
     plan = planned(kernel, cuda, ODD, "float16")
-    prepared = [cuda.prepare(step) for step in plan.launches]
     arrays = timing.arrays_of(cuda, plan, readable_inputs(plan, inputs_of(plan)), {})
 
     def call():
-        backends.execute(cuda, plan, prepared, arrays)
+        replay(cuda, plan, arrays)()
 
     call()
     first = cuda.download(arrays["O"])

@@ -21,13 +21,15 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
+from cupyfa.runtime.transfer import buffers, call, layout, pieces, results
+from cupyfa.runtime.transfer.host import Host, hosts
 
 LIMITS = Limits("a device", shared_bytes=232448)
 
 
-@pytest.fixture(params=[True, False], ids=["by addresses", "by arrays"])
-def far(request):
-    return FarDevice(short=request.param)
+@pytest.fixture
+def far():
+    return FarDevice()
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +38,8 @@ def small():
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_INLINE", 512)
-        patch.setattr(transfer, "_POOLED", 1024)
+        patch.setattr(call, "_INLINE", 512)
+        patch.setattr(results, "_POOLED", 1024)
         yield
     transfer.configure(**vars(before))
 
@@ -73,7 +75,7 @@ def same(far, q, k, v, tolerance=0.0, **options):
 @settings(deadline=None, max_examples=200)
 def test_slabs_are_contiguous_small_and_everything_once(shape, most):
     whole, seen = np.arange(math.prod(shape)).reshape(shape), []
-    for index in transfer.slabs(shape, most):
+    for index in layout.slabs(shape, most):
         part = whole[index]
         assert 0 < part.size <= most
         assert (np.diff(part.ravel()) == 1).all()
@@ -86,30 +88,35 @@ def planned(kernel, **sizes):
     return planning.plan(record, Problem.of_sizes(**sizes), LIMITS)
 
 
+def planner(plan):
+    """Plans parts of a plan's problem as calls do."""
+    return lambda problem: planning.plan(plan.kernel, problem, LIMITS, **plan.constants)
+
+
 @pytest.mark.parametrize("wanted", [10**3, 3 * 10**4, 2 * 10**5, 10**9])
 def test_pieces_are_everything_once_and_no_larger_than_wanted(wanted):
     plan = planned("fa2", batch=5, heads=12, kv_heads=4, M=30, N=50, d=16)
-    pieces = transfer.cut(plan, LIMITS, wanted, 10**9)
+    made = pieces.cut(plan, planner(plan), wanted, 10**9)
     seen = np.zeros((5, 4, 30, 50), int)
-    for piece in pieces:
+    for piece in made:
         seen[
             tuple(
                 slice(r.start, r.stop)
                 for r in (piece.batch, piece.kv_heads, piece.rows, piece.keys)
             )
         ] += 1
-        part = transfer.part_of(plan, LIMITS, piece.problem(plan.problem))
+        part = planner(plan)(piece.problem(plan.problem))
         assert part.constants == plan.constants
         if wanted > 10**3:
-            assert transfer._needed(plan, part) <= wanted
+            assert pieces.needed(plan, part) <= wanted
     assert (seen == 1).all()
-    assert (len(pieces) == 1) == (wanted == 10**9)
+    assert (len(made) == 1) == (wanted == 10**9)
 
 
 def test_a_problem_that_cannot_be_cut_says_what_it_needs():
     plan = planned("two_pass", heads=2, M=1000, d=64)
     with pytest.raises(cupyfa.DeviceError, match=r"one head of it needs [\d,]+ bytes.* 5,000 may"):
-        transfer.cut(plan, LIMITS, 5000, 5000)
+        pieces.cut(plan, planner(plan), 5000, 5000)
 
 
 # Results
@@ -118,7 +125,7 @@ def test_a_problem_that_cannot_be_cut_says_what_it_needs():
 @pytest.mark.parametrize("most", [2048, 1 << 20])
 def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
     transfer.configure(chunk_bytes=most, piece_bytes=1 << 20)
-    monkeypatch.setattr(transfer, "_CHUNK_COST", 400)
+    monkeypatch.setattr(call, "_CHUNK_COST", 400)
     for M in (40, 160):
         far.copied.clear()
         q, k, v = arrays(1, 1, M, 16)
@@ -188,8 +195,8 @@ def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
     q, k, v = arrays(2, 2, M, 16, N=N)
     same(far, q, k, v, tolerance=1e-6, **options)
     plan = cupyfa.plan(kernel="fa2", backend=far, batch=2, heads=2, M=M, N=N, d=16, **options)
-    pieces = transfer.cut(plan, far.limits, 4000, 4000)
-    assert len({x.rows for x in pieces}) > 1 and len({x.keys for x in pieces}) > 1
+    made = pieces.cut(plan, planner(plan), 4000, 4000)
+    assert len({x.rows for x in made}) > 1 and len({x.keys for x in made}) > 1
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
@@ -202,13 +209,13 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
 
 def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
     plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
-    parts, done, again = transfer.Parts(plan, LIMITS), [], transfer.cut
-    monkeypatch.setattr(transfer, "cut", lambda *x: done.append(x) or again(*x))
+    kept, done, again = transfer.Pieces(plan, planner(plan)), [], pieces.cut
+    monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
     for wanted, most in (
         *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
         *((500, 10**6), (500, 10**7), (9000, 9000)),  # less than a head; a head that does not fit
     ):
-        assert parts.cut(wanted, most) == again(plan, LIMITS, wanted, most)
+        assert kept.cut(wanted, most).pieces == again(plan, planner(plan), wanted, most)
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
 
 
@@ -284,7 +291,7 @@ def test_pinned_arrays_need_no_buffers(far):
     out = far.pinned(q.nbytes).view(q.dtype).reshape(q.shape)
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
     np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
-    assert transfer._hosts[far].bytes == 0
+    assert hosts[far].bytes == 0
 
 
 def test_memory_is_bounded_stated_and_freed(far):
@@ -360,8 +367,10 @@ def test_no_more_results_are_pinned_than_may_be(far):
     assert transfer.held() == 2 * 4096
     held.clear()
     assert transfer.held() == 0
-    with transfer._results._lock:  # where Python may find a result that is no more, and drop it
-        transfer._results.drop(0)
+    with (
+        results.pinned_results._lock
+    ):  # where Python may find a result that is no more, and drop it
+        results.pinned_results.drop(0)
     far.pinned = lambda size: 1 / 0
     with pytest.raises(ZeroDivisionError):
         ask()
@@ -405,19 +414,19 @@ def test_threads_end_with_the_buffers_that_they_were_for(far, failing):
 
 
 def test_buffers_are_taken_again_before_there_are_more(far):
-    buffers = transfer._Buffers(far, transfer.configure())
+    taken = buffers.Buffers(far, transfer.configure())
     with far.lanes() as (lane, _, _):
-        first, second = buffers.take(), buffers.take()
+        first, second = taken.take(), taken.take()
         for buffer in (first, second):
-            buffers.give(buffer)
-        assert buffers.take() is second and buffers.made == 2
+            taken.give(buffer)
+        assert taken.take() is second and taken.made == 2
         there = far.empty((4096,), np.dtype("u1"))
         lane.copy(far.address(there), second.address, 4096)
         second.copied(lane)
-        buffers.give(second)
-        assert buffers.take() is first  # the other one's copy goes on
+        taken.give(second)
+        assert taken.take() is first  # the other one's copy goes on
         lane.synchronize()
-        assert buffers.take() is second and buffers.made == 2
+        assert taken.take() is second and taken.made == 2
 
 
 # Parts of problems
@@ -444,7 +453,7 @@ def test_a_part_sees_the_keys_that_the_whole_does(options):
 def test_ctrl_c_as_copies_are_handed_over_ends_the_call(far, monkeypatch, begun):
     """They are given to threads all or not at all, and the call waits for those that are."""
     q, k, v = arrays(2, 4, 50, 16)
-    submit, left = transfer._Host.submit, [4]
+    submit, left = Host.submit, [4]
 
     def interrupted(self, move, copies):
         left[0] -= 1
@@ -453,7 +462,7 @@ def test_ctrl_c_as_copies_are_handed_over_ends_the_call(far, monkeypatch, begun)
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(transfer._Host, "submit", interrupted)
+    monkeypatch.setattr(Host, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cupyfa.attention(q, k, v, backend=far, kernel="fa2")
     same(far, q, k, v)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,19 +16,12 @@ import numpy as np
 from cupyfa import store
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
-from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
-from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
-from cupyfa.runtime.backend import (
-    BOX_ROW_BYTES,
-    Backend,
-    Mapped,
-    arguments,
-    blank_map,
-    mapped,
-    span,
-)
+from cupyfa.planner.plan import Limits, PlannedLaunch
+from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend, Region, Start
 
 store.give_cupy_a_folder()
 import cupy  # noqa: E402
@@ -168,10 +160,6 @@ class _Lane:
         self._stream.synchronize()
 
 
-_MOST_MAPS = 256  # that a thread keeps of a launch: of as many arrays
-# Held while a call of several launches is queued: temporaries belong to a stream, in which other
-# threads may launch too.
-_together = threading.Lock()
 _ready = threading.local()  # which device a thread of transfer's works for
 
 
@@ -185,10 +173,12 @@ class Cuda(Backend):
         runtime.CUDARuntimeError,
         driver.CUDADriverError,
     )
-    form: Any = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
+    form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
+    address = staticmethod(attrgetter("data.ptr"))
+    compiles_in_parallel = True
 
     def __init__(self) -> None:
-        self.bound, self.spaces = {}, {}
+        self.known, self.spaces = {}, {}
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
@@ -240,8 +230,8 @@ class Cuda(Backend):
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
 
-    def address(self, array: Any) -> int:
-        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    def at(self, address: int, shape: Sequence[int], dtype: np.dtype, strides: Any) -> Any:
+        return _unowned(address, shape, dtype, strides, runtime.getDevice())
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
@@ -279,10 +269,11 @@ class Cuda(Backend):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         return kernel
 
-    def launch(
-        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
-    ) -> None:
-        prepared(launch.grid, (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes)
+    def starter(
+        self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
+    ) -> Start:
+        function, block = kernel.kernel.ptr, (launch.threads, 1, 1)
+        return partial(driver.launchKernel, function, *launch.grid, *block, launch.shared_bytes)
 
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         from cupyfa.runtime.cuda import cublas
@@ -320,10 +311,6 @@ class Cuda(Backend):
             self.synchronize()
         return pool.total_bytes()
 
-    def launcher(self, plan: Plan, arrays: Mapping[str, Any]) -> _Launcher | None:
-        launches = len(plan.launches) == len(plan.steps)
-        return _Launcher(self, plan, arrays) if launches else None
-
     @property
     def stream(self) -> int | None:
         return get_current_stream().ptr
@@ -335,6 +322,9 @@ class Cuda(Backend):
     @property
     def device(self) -> int:
         return runtime.getDevice()
+
+    def use(self, device: int) -> None:
+        runtime.setDevice(device)
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
@@ -355,11 +345,9 @@ class Cuda(Backend):
         return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        low, size = span(self, array)
-        return all(
-            runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost
-            for x in (low, low + size - 1)
-        )
+        low, high = extent(array)
+        ends = array.ctypes.data + low, array.ctypes.data + high - 1
+        return all(runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost for x in ends)
 
     def free_bytes(self) -> int:
         return runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
@@ -389,130 +377,13 @@ class Cuda(Backend):
 
     def refresh(self) -> None:
         _limits.cache_clear()
-        self.bound.clear()
+        self.known.clear()
 
     @contextmanager
     def working_on(self, array: Any) -> Iterator[None]:
         device = array.device if self.owns(array) else cupy.cuda.Device()
         with device_errors(), device:
             yield
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """A launch but for its arguments: the function, grid, threads, and bytes of shared memory."""
-
-    function: int
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    values: tuple[bytes, ...]  # of the arguments, in which addresses are filled in
-    addresses: tuple[tuple[int, int], ...]  # (argument that begins with one, which array's)
-    maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
-
-
-class _Launcher:
-    """Launches by the driver itself, with arguments that are laid out once for each thread.
-
-    RawKernel makes its arguments' memory anew in every call, which takes longer than a launch does.
-    """
-
-    def __init__(self, engine: Cuda, plan: Plan, arrays: Mapping[str, Any]) -> None:
-        self._engine, self._device, self._mine = engine, runtime.getDevice(), threading.local()
-        names = list(arrays)
-        self._launches = []
-        for step in plan.launches:
-            if not all(step.grid):
-                continue
-            values = arguments(engine, plan, step, arrays)
-            forms = [
-                (at, names.index(x), f)
-                for at, (x, f) in enumerate(step.launch.arrays)
-                if x in arrays
-            ]
-            self._launches.append(
-                _Launch(
-                    engine.prepare(step).kernel.ptr,
-                    step.grid,
-                    step.threads,
-                    step.shared_bytes,
-                    tuple(np.asarray(value).tobytes() for value in values),
-                    tuple((at, array) for at, array, form in forms if form != "map"),
-                    tuple(
-                        (at, array, mapped(engine, step, names[array], arrays[names[array]]))
-                        for at, array, form in forms
-                        if form == "map"
-                    ),
-                )
-            )
-
-    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
-        mine = self._mine
-        try:
-            steps = mine.steps
-        except AttributeError:
-            runtime.setDevice(self._device)  # a new thread has no context yet
-            steps = mine.steps = [_Arguments(self._engine, x) for x in self._launches]
-            mine.addresses = None
-        if mine.addresses != addresses:
-            mine.addresses = None  # until all are written: an interrupt may come between
-            for step in steps:
-                memory = step.memory
-                for slot, array in step.slots:
-                    memory[slot] = addresses[array]
-                if step.maps:
-                    step.map(addresses)
-            mine.addresses = addresses
-        if len(steps) == 1:
-            (step,) = steps
-            driver.launchKernel(*step.launch, stream, step.pointers, 0)
-            return
-        with _together:
-            for step in steps:
-                driver.launchKernel(*step.launch, stream, step.pointers, 0)
-
-
-class _Arguments:
-    """A launch with the memory of its arguments, for one thread."""
-
-    def __init__(self, engine: Cuda, launch: _Launch) -> None:
-        size = 8  # of every number in the memory, so that each argument begins at a multiple
-        starts, total = [], 0
-        for value in launch.values:
-            starts.append(total)
-            total += cdiv(len(value), size)
-        self.memory = (ctypes.c_uint64 * max(total, 1))()
-        base = ctypes.addressof(self.memory)
-        for start, value in zip(starts, launch.values):
-            ctypes.memmove(base + size * start, value, len(value))
-        self._table = (ctypes.c_uint64 * len(starts))(*(base + size * x for x in starts))
-        self.pointers = ctypes.addressof(self._table)
-        self.slots = [(starts[at], array) for at, array in launch.addresses]
-        self.maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
-        self._engine, self._encoded = engine, list[Any]()
-        self.launch = (launch.function, *launch.grid, launch.threads, 1, 1, launch.shared_bytes)
-
-    def map(self, addresses: Sequence[int]) -> None:
-        """Has the tensor maps name these addresses."""
-        for at, array, like, known in self.maps:
-            address = addresses[array]
-            there = known.get(address)
-            if there is None:
-                there = known[address] = self._mapped(like, address)
-            self._table[at] = there
-
-    def _mapped(self, like: Mapped, address: int) -> int:
-        """Where the tensor map of an array at an address lies."""
-        if len(self._encoded) >= _MOST_MAPS:
-            self._forget()
-        encoded = self._engine.tensor_map(like._replace(address=address if like.address else 0))
-        self._encoded.append(encoded)
-        return encoded.ctypes.data
-
-    def _forget(self) -> None:
-        for *_, known in self.maps:
-            known.clear()
-        self._dropped, self._encoded = self._encoded, []  # the call's own are still named
 
 
 def _of_tensor(torch: Any, x: Any, device: int) -> Any:
@@ -523,10 +394,24 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
         return None
     if dtype is None:
         return None
-    shape, strides = tuple(x.shape), tuple(dtype.itemsize * step for step in x.stride())
-    size = sum((n - 1) * step for n, step in zip(shape, strides)) + dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(address, size, x, device)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    strides = tuple(dtype.itemsize * step for step in x.stride())
+    return _unowned(address, tuple(x.shape), dtype, strides, device, owner=x)
+
+
+def _unowned(
+    address: int,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    strides: Sequence[int],
+    device: int,
+    owner: Any = None,
+) -> Any:
+    """An array over memory of others, which ``owner`` keeps alive; strides may be negative."""
+    reach = [(n - 1) * step for n, step in zip(shape, strides)] if 0 not in shape else []
+    low = sum(x for x in reach if x < 0)
+    size = sum(map(abs, reach)) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address + low, size, owner, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides)
 
 
 @cache

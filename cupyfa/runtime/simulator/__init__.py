@@ -31,20 +31,24 @@ What it does not see, or sees otherwise than a device:
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.errors import CompileError
 from cupyfa.planner import source as sources
 from cupyfa.planner import tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
-from cupyfa.runtime.backend import Backend, Mapped, blank_map, span
+from cupyfa.runtime.arguments import Mapped, blank_map
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend, Region, Start
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 _MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
@@ -68,12 +72,14 @@ class Simulator(Backend):
     """
 
     name = "simulator"
+    address = staticmethod(lambda array: array.__array_interface__["data"][0])
+    writes_in_place = False  # a kernel may fail
     compile_errors = (CompileError,)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
         self.schedule = None if schedule is None else whole("schedule", schedule, 0)
         self.workers = None if workers is None else whole("workers", workers, 1)
-        self.bound, self.spaces = {}, {}
+        self.known, self.spaces = {}, {}
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -95,8 +101,10 @@ class Simulator(Backend):
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return np.ndarray(shape, dtype, memory, offset, strides)
 
-    def address(self, array: Any) -> int:
-        return array.ctypes.data
+    def at(self, address: int, shape: Sequence[int], dtype: np.dtype, strides: Any) -> np.ndarray:
+        low, high = extent(as_strided(np.empty(0, dtype), shape, strides))
+        memory: Any = (ctypes.c_char * (high - low)).from_address(address + low)
+        return np.ndarray(shape, dtype, memory, -low, strides)
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         made = blank_map()
@@ -118,16 +126,16 @@ class Simulator(Backend):
                 raise sources.without_entry(launch) from None
             raise
 
-    def launch(
-        self, prepared: Any, launch: PlannedLaunch, arguments: list, arrays: Mapping
-    ) -> None:
-        machine.run(
-            prepared,
-            [np.asarray(argument) for argument in arguments],
+    def starter(
+        self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
+    ) -> Start:
+        return machine.starter(
+            kernel,
+            sizes,
             grid=launch.grid,
             threads=launch.threads,
             shared_bytes=launch.shared_bytes,
-            buffers=[machine.Buffer(name, *span(self, array)) for name, array in arrays.items()],
+            regions=regions,
             schedule=self.schedule,
             workers=self.workers,
         )
@@ -155,7 +163,7 @@ class Simulator(Backend):
 
     def refresh(self) -> None:
         _limits.cache_clear()
-        self.bound.clear()
+        self.known.clear()
 
 
 def try_out() -> str:

@@ -7,6 +7,7 @@ of every access. Both are kept on disk under a name made from everything that we
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import hashlib
@@ -141,30 +142,93 @@ def run(
     Raises SimulatorFault for what the kernel does wrong, and ValueError for a launch that no device
     would accept.
     """
+    values = [np.ascontiguousarray(argument) for argument in arguments]
+    sizes = [value.nbytes for value in values]
+    request = _requested(kernel, sizes, grid, threads, shared_bytes, schedule, workers)
+    table = (ctypes.c_size_t * max(len(values), 1))(*(value.ctypes.data for value in values))
+    regions = (_Region * len(buffers))(
+        *(_Region(buffer.name.encode(), buffer.address, buffer.nbytes) for buffer in buffers)
+    )
+    _submit(kernel, request, ctypes.addressof(table), regions)
+
+
+def starter(
+    kernel: CompiledKernel,
+    sizes: Sequence[int],
+    *,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    regions: Sequence[Any],
+    schedule: int | None,
+    workers: int | None,
+) -> Callable[[Any, int, int], None]:
+    """A function that runs a kernel like ``run``, for a table with each argument's address.
+
+    ``sizes`` are the bytes of the arguments. ``regions`` are the memory it may touch, each with
+    the argument that begins with an address, and the bytes from that address to the region.
+    """
+    request = _requested(kernel, sizes, grid, threads, shared_bytes, schedule, workers)
+    fixed = (_Region * len(regions))(*(_Region(x.name.encode(), 0, x.bytes) for x in regions))
+    places = [(x.argument, x.low) for x in regions]
+    number = ctypes.c_size_t
+
+    def start(stream: Any, pointers: int, extra: int) -> None:
+        here = (_Region * len(places)).from_buffer_copy(fixed)
+        table = (number * len(sizes)).from_address(pointers)
+        for region, (argument, low) in zip(here, places):
+            region.address = number.from_address(table[argument]).value + low
+        _submit(kernel, _Request.from_buffer_copy(request), pointers, here)
+
+    start.keep = fixed, request  # type: ignore[attr-defined]  # memory that copies point to
+    return start
+
+
+def _requested(
+    kernel: CompiledKernel,
+    sizes: Sequence[int],
+    grid: tuple[int, int, int],
+    threads: int | tuple[int, int, int],
+    shared_bytes: int,
+    schedule: int | None,
+    workers: int | None,
+) -> _Request:
+    """What the runtime is asked for, except for the arguments and the memory they are in."""
     block = _block_shape(threads)
     _check_launch(kernel.entry, grid, block, shared_bytes)
-    values = [np.ascontiguousarray(argument) for argument in arguments]
-    _check_arguments(kernel, values)
-    if 0 in grid:
-        return
+    if tuple(sizes) != kernel.argument_bytes:
+        raise ValueError(
+            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)}"
+            " were given; let args= of its Launch name one for each parameter, of that parameter's"
+            " type"
+        )
     request = _Request()
-    # What the request points to has to live until the call returns.
-    keep = (_fill_arguments(request, values), _fill_regions(request, buffers))
     request.entry = kernel.call_address
     request.locate = kernel.locate_address
+    request.argument_bytes = (ctypes.c_size_t * max(len(sizes), 1))(*sizes)
+    request.argument_count = len(sizes)
     request.grid[:] = grid
     request.block[:] = block
     request.shared_bytes = shared_bytes
     request.workers = workers if workers is not None else _core_count()
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
+    return request
+
+
+def _submit(kernel: CompiledKernel, request: _Request, table: int, regions: Any) -> None:
+    """Runs a request; raises SimulatorFault."""
+    if 0 in request.grid:
+        return
+    request.arguments = table
+    request.regions = regions
+    request.region_count = len(regions)
     report = _Report()
-    runtime = kernel.objects[0]
+    launch = kernel.objects[0].cupyfa_launch
     failed = _interruptible(
-        lambda: runtime.cupyfa_launch(ctypes.byref(request), ctypes.byref(report)),
+        lambda: launch(ctypes.byref(request), ctypes.byref(report)),
         stop=lambda: setattr(request, "stopped", 1),
     )
-    del keep
     if failed:
         raise _fault(kernel, report)
 
@@ -192,7 +256,7 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
                 done.release()
 
     try:
-        threading.Thread(target=work, daemon=True).start()  # where the signal may come, too
+        _thread.start_new_thread(work, ())  # where the signal may come, too
         while not done.acquire(timeout=_PATIENCE):  # for it may also come to another thread
             continue
     finally:
@@ -228,15 +292,6 @@ def _check_launch(
         )
 
 
-def _check_arguments(kernel: CompiledKernel, values: Sequence[np.ndarray]) -> None:
-    given = tuple(value.nbytes for value in values)
-    if given != kernel.argument_bytes:
-        raise ValueError(
-            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {given} were"
-            " given; let args= of its Launch name one for each parameter, of that parameter's type"
-        )
-
-
 def _core_count() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -253,7 +308,7 @@ class _Request(ctypes.Structure):
     _fields_ = (
         ("entry", ctypes.c_void_p),
         ("locate", ctypes.c_void_p),
-        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("arguments", ctypes.c_void_p),
         ("argument_bytes", ctypes.POINTER(ctypes.c_size_t)),
         ("argument_count", ctypes.c_size_t),
         ("grid", ctypes.c_uint * 3),
@@ -275,25 +330,6 @@ class _Report(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("thread", ctypes.c_uint * 3),
     )
-
-
-def _fill_arguments(request: _Request, values: Sequence[np.ndarray]) -> tuple[object, ...]:
-    count = len(values)
-    pointers = (ctypes.c_void_p * count)(*(value.ctypes.data for value in values))
-    sizes = (ctypes.c_size_t * count)(*(value.nbytes for value in values))
-    request.arguments = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
-    request.argument_bytes = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_size_t))
-    request.argument_count = count
-    return values, pointers, sizes
-
-
-def _fill_regions(request: _Request, buffers: Sequence[Buffer]) -> object:
-    regions = (_Region * len(buffers))(
-        *(_Region(buffer.name.encode(), buffer.address, buffer.nbytes) for buffer in buffers)
-    )
-    request.regions = ctypes.cast(regions, ctypes.POINTER(_Region))
-    request.region_count = len(buffers)
-    return regions
 
 
 # -------------------------------------------------------------------------------------------------

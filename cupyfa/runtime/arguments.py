@@ -1,0 +1,102 @@
+"""How a kernel receives its arguments: arrays as a struct Tensor, a pointer or a TMA tensor map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cupyfa.planner.plan import BOX_ALIGNMENT, PlannedLaunch, aligned_width
+
+if TYPE_CHECKING:
+    from cupyfa.runtime.backend import Backend
+
+# The struct Tensor of tensor.cuh, strides in elements.
+TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
+BOX_ROW_BYTES = 128  # of tma.cuh
+_BOXED = ("float16", "bfloat16", "uint8")  # dtypes that TMA tiles can have
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+
+
+class Mapped(NamedTuple):
+    """The contents of a tensor map: sizes, and strides in bytes, innermost first."""
+
+    address: int  # 0 if there are no elements
+    dtype: str
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
+    strides: tuple[int, int, int]  # of rows, heads, batch
+    box_rows: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1 if self.dtype == "uint8" else 2
+
+
+def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
+    """The values of a launch's arguments, each with the bytes of the kernel's parameter."""
+    return [
+        _passed(backend, step, x.name, x.form, arrays[x.name]) if x.value is None else x.value
+        for x in step.arguments
+    ]
+
+
+def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
+    """The value of an argument that is an array."""
+    if form == "map":
+        return backend.tensor_map(mapped(backend, step, name, array))
+    address = backend.address(array)
+    return np.uint64(address) if form else _tensor(array, address)
+
+
+def _tensor(array: Any, address: int) -> np.ndarray:
+    """The struct Tensor of an array [batch, heads, rows] or [batch, heads, rows, columns]."""
+    batch, head, row = (stride // array.dtype.itemsize for stride in array.strides[:3])
+    return np.array((address, batch, head, row), TENSOR)
+
+
+def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+    """The contents of an array's tensor map. Raises ValueError if the array can have none.
+
+    The stride of an axis of one element is never used, so it becomes one that is allowed. An axis
+    of no elements counts as one element; the kernel must not read it.
+    """
+    dtype, address = array.dtype, backend.address(array) if array.size else 0
+    what = f"{step.entry}: {name}.map is of {dtype.name} {array.shape}"
+    if dtype.name not in _BOXED or len(array.shape) != 4:
+        raise ValueError(
+            f"{what}; boxes are of [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
+        )
+    if not can_be_boxed(array, address):
+        raise ValueError(
+            f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
+            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to an array like that"
+        )
+    batch, heads, rows, columns = (max(size, 1) for size in array.shape)
+    allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize
+    of_batch, of_head, of_row = (
+        stride if array.size and size > 1 else allowed
+        for size, stride in zip(array.shape, array.strides[:3])
+    )
+    sizes, strides = (columns, rows, heads, batch), (of_row, of_head, of_batch)
+    return Mapped(address, dtype.name, sizes, strides, step.boxes[name])
+
+
+def can_be_boxed(array: Any, address: int) -> bool:
+    """Whether a tensor map can describe an array whose columns are contiguous.
+
+    Its rows must begin at multiples of 16 bytes, and its strides must be positive.
+    """
+    strides = [s for n, s in zip(array.shape[:-1], array.strides) if n > 1] if array.size else []
+    return (not array.size or address % BOX_ALIGNMENT == 0) and all(
+        0 < s < _LARGEST_STRIDE and s % BOX_ALIGNMENT == 0 for s in strides
+    )
+
+
+def blank_map() -> np.ndarray:
+    """Zeroed memory for a struct TensorMap, aligned as one must be."""
+    memory = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _MAP_ALIGNMENT
+    return memory[start : start + _MAP_BYTES].view(f"V{_MAP_BYTES}").reshape(())

@@ -1,0 +1,270 @@
+"""Launches the steps of a plan, with arguments that are laid out once.
+
+A call only writes the addresses of its arrays into the arguments, or nothing at all: ``replay``
+keeps launches whose addresses are fixed. Everything that runs a plan goes this way: calls, checks
+and benchmarks, on CUDA and in the simulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa.ladder.kernel import Matmul, cdiv
+from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.runtime.arguments import Mapped, arguments, mapped
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend, Region, Start
+from cupyfa.runtime.workspace import allocated
+
+_MOST_MAPS = 256  # tensor maps that a thread keeps of a launch
+_WORD = 8  # bytes; every argument begins at a multiple
+# Held while the launches of one plan are queued: threads that launch in the same stream share the
+# workspace of that stream.
+_together = threading.Lock()
+
+
+def run(
+    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> None:
+    """Runs a plan on arrays of the backend and fills the outputs.
+
+    Everything is compiled before anything is launched, so an error leaves the outputs untouched.
+    """
+    scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
+    replay(backend, plan, {**inputs, **outputs, **scratch})()
+
+
+def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[[], None]:
+    """A function that launches a plan on these arrays, in the stream that is current then."""
+    launcher = Launcher(backend, plan, arrays)
+    addresses = tuple(map(backend.address, arrays.values()))
+
+    def launch(_keep: Any = arrays) -> None:
+        launcher(addresses, backend.stream)
+
+    return launch
+
+
+def compiled(backend: Backend, plan: Plan) -> dict[int, Any]:
+    """The kernels of a plan by the ``id`` of their Launch, compiled at the same time."""
+    programs = plan.programs
+    kernels: dict[int, Any] = {}
+    errors: list[BaseException] = []
+    device = backend.device
+
+    def prepare(program: PlannedLaunch) -> None:
+        try:
+            backend.use(device)
+            kernels[id(program.launch)] = backend.prepare(program)
+        except BaseException as error:
+            errors.append(error)
+
+    others = programs[1:] if backend.compiles_in_parallel else ()
+    threads = [threading.Thread(target=prepare, args=(x,), daemon=True) for x in others]
+    for thread in threads:
+        thread.start()
+    for program in programs[: len(programs) - len(others)]:
+        prepare(program)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return kernels
+
+
+class _Form(NamedTuple):
+    """An array without its address."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...]
+
+
+class _Launch(NamedTuple):
+    """A launch without the addresses of its arrays."""
+
+    start: Start
+    values: tuple[bytes, ...]  # of the arguments, into which addresses are written
+    addresses: tuple[tuple[int, int], ...]  # (argument that begins with an address, of which array)
+    maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
+
+
+class _Product(NamedTuple):
+    """A matrix product without the addresses of its arrays."""
+
+    operands: tuple[tuple[int, _Form], ...]  # a, b and the result: which array, and its form
+    scale: float
+
+
+class Launcher:
+    """The steps of a plan for arrays of fixed forms; a call gives their addresses.
+
+    The arguments' memory belongs to a thread, so that any number of threads may call.
+    """
+
+    def __init__(self, backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> None:
+        """``arrays`` are all arrays of the plan; calls give their addresses in this order."""
+        self._backend, self._device = backend, backend.device
+        self._mine = threading.local()
+        place = {name: at for at, name in enumerate(arrays)}
+        kernels = compiled(backend, plan)
+        self._steps = [
+            _product(plan, step, arrays, place)
+            if isinstance(step, Matmul)
+            else _launch(backend, step, kernels[id(step.launch)], arrays, place)
+            for step in plan.steps
+            if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
+        ]
+
+    def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
+        """Launches the steps in a stream of the current device."""
+        mine = self._mine
+        try:
+            steps = mine.steps
+        except AttributeError:
+            self._backend.use(self._device)  # a new thread has no CUDA context yet
+            steps = mine.steps = self._with_arguments()
+            mine.addresses = None
+        if mine.addresses != addresses:
+            mine.addresses = None  # until all are written: a signal may interrupt this
+            for step in steps:
+                step.write(addresses)
+            mine.addresses = addresses
+        if len(steps) == 1:
+            (step,) = steps
+            step.start(stream, step.pointers, 0)
+            return
+        with _together:
+            for step in steps:
+                step.start(stream, step.pointers, 0)
+
+    def fixed(self, addresses: Sequence[int], stream: int | None) -> tuple[Callable, Any]:
+        """A function that launches the steps again at these addresses, in any thread.
+
+        Also returns the memory of the arguments, which must live as long as the function.
+        """
+        steps = self._with_arguments()
+        for step in steps:
+            step.write(addresses)
+        calls = [partial(step.start, stream, step.pointers, 0) for step in steps]
+        return calls[0] if len(calls) == 1 else partial(_call_all, calls), steps
+
+    def _with_arguments(self) -> list[_Arguments | _Operands]:
+        backend = self._backend
+        return [
+            _Arguments(backend, x) if isinstance(x, _Launch) else _Operands(backend, x)
+            for x in self._steps
+        ]
+
+
+def _call_all(calls: Sequence[Callable[[], Any]]) -> None:
+    with _together:
+        for call in calls:
+            call()
+
+
+def _launch(
+    backend: Backend,
+    step: PlannedLaunch,
+    kernel: Any,
+    arrays: Mapping[str, Any],
+    place: Mapping[str, int],
+) -> _Launch:
+    values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
+    given = [(at, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
+    regions = []
+    for name, at in {name: at for at, name, _ in given}.items():
+        low, high = extent(arrays[name])
+        regions.append(Region(name, at, low, high - low))
+    return _Launch(
+        backend.starter(kernel, step, [len(x) for x in values], regions),
+        values,
+        tuple((at, place[name]) for at, name, form in given if form != "map"),
+        tuple(
+            (at, place[name], mapped(backend, step, name, arrays[name]))
+            for at, name, form in given
+            if form == "map"
+        ),
+    )
+
+
+def _product(
+    plan: Plan, step: Matmul, arrays: Mapping[str, Any], place: Mapping[str, int]
+) -> _Product:
+    operands = []
+    for name in (step.a, step.b, step.out):
+        array = arrays[name.removesuffix(".T")]
+        seen = array.swapaxes(-1, -2) if name.endswith(".T") else array
+        form = _Form(seen.shape, seen.dtype, seen.strides)
+        operands.append((place[name.removesuffix(".T")], form))
+    return _Product(tuple(operands), plan.problem.scale if step.scaled else 1.0)
+
+
+class _Arguments:
+    """A launch with memory for its arguments."""
+
+    def __init__(self, backend: Backend, launch: _Launch) -> None:
+        starts, total = [], 0
+        for value in launch.values:
+            starts.append(total)
+            total += cdiv(len(value), _WORD)
+        self._memory = (ctypes.c_uint64 * max(total, 1))()
+        base = ctypes.addressof(self._memory)
+        for start, value in zip(starts, launch.values):
+            ctypes.memmove(base + _WORD * start, value, len(value))
+        self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
+        self.start, self.pointers = launch.start, ctypes.addressof(self._table)
+        self._slots = [(starts[at], array) for at, array in launch.addresses]
+        self._maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
+        self._backend, self._encoded = backend, list[Any]()
+
+    def write(self, addresses: Sequence[int]) -> None:
+        """Puts the addresses of arrays into the arguments."""
+        memory = self._memory
+        for slot, array in self._slots:
+            memory[slot] = addresses[array]
+        for at, array, like, known in self._maps:
+            address = addresses[array]
+            there = known.get(address)
+            if there is None:
+                there = known[address] = self._mapped(like, address)
+            self._table[at] = there
+
+    def _mapped(self, like: Mapped, address: int) -> int:
+        """The address of the tensor map of an array at an address."""
+        if len(self._encoded) >= _MOST_MAPS:
+            self._forget()
+        encoded = self._backend.tensor_map(like._replace(address=address if like.address else 0))
+        self._encoded.append(encoded)
+        return encoded.ctypes.data
+
+    def _forget(self) -> None:
+        for *_, known in self._maps:
+            known.clear()
+        self._dropped, self._encoded = self._encoded, []  # this call's own maps are still in use
+
+
+class _Operands:
+    """A matrix product with its arrays."""
+
+    pointers = 0
+
+    def __init__(self, backend: Backend, product: _Product) -> None:
+        self._backend, self._product = backend, product
+        self._arrays: list[Any] = []
+
+    def write(self, addresses: Sequence[int]) -> None:
+        """Makes the arrays at these addresses."""
+        at = self._backend.at
+        self._arrays = [at(addresses[array], *form) for array, form in self._product.operands]
+
+    def start(self, stream: int | None, pointers: int, extra: int) -> None:
+        """Multiplies in the current stream, which is the one given."""
+        a, b, out = self._arrays
+        self._backend.matmul(a, b, out, self._product.scale)

@@ -1,0 +1,223 @@
+"""One call: a problem on its way through the device, piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyfa.runtime.backend import Backend, Lane, Mark
+from cupyfa.runtime.transfer.buffers import Move, bring, send
+from cupyfa.runtime.transfer.host import Copies, Host, host_of
+from cupyfa.runtime.transfer.layout import Place, Slot
+from cupyfa.runtime.transfer.pieces import Cut, Pieces
+from cupyfa.runtime.transfer.sums import Sums
+
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_BYTE = np.dtype(np.uint8)
+_INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
+_CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
+_SPARE = 0.9  # share of the free memory that a call may take
+
+
+def compute(
+    backend: Backend,
+    pieces: Pieces,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Mapping[str, np.ndarray],
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Fills host arrays with what a plan makes of host arrays, in pieces.
+
+    The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
+    not copied back. Everything is compiled, and the memory taken, before any output is written.
+    Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
+    """
+    host = host_of(backend)
+    chosen, size = host.chosen, pieces.bytes
+    free = chosen.device_bytes or (
+        int(_SPARE * backend.free_bytes()) if size > chosen.piece_bytes else chosen.pieces * size
+    )
+    cut = pieces.cut(min(chosen.piece_bytes, free // 2), free)
+    with backend.lanes() as lanes:
+        _Call(backend, host, lanes, cut, inputs, outputs, free).run(progress)
+
+
+class _Call:
+    """A problem on its way through the device.
+
+    This thread starts the copies and kernels of the pieces and sleeps while others copy, so it
+    seldom holds Python's lock.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        host: Host,
+        lanes: tuple[Lane, Lane, Lane],
+        cut: Cut,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Mapping[str, np.ndarray],
+        most: int,
+    ) -> None:
+        self.backend, self.host, self.plan, self.cut = backend, host, cut.whole, cut
+        self.up, self.work, self.down = lanes
+        self.given, self.results = tuple(inputs), outputs
+        self.sums: Sums | None = None
+        there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
+        self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
+        self.pinned = {name for name, x in there.items() if backend.is_pinned(x)}
+        strided = "strides" in self.plan.kernel.features
+        self.axes = cut.axes
+        orders = {
+            name: _order(self.bits[name] if strided and name in there else None, len(axes))
+            for name, axes in self.axes.items()
+        }
+        self.layouts = cut.layouts(orders)
+        self.count = max(1, min(host.chosen.pieces, len(cut.pieces), most // max(cut.bytes, 1)))
+        moved = sum(x.nbytes for x in there.values())
+        self.threaded = moved > _INLINE
+        # The bus waits for the first chunk, and threads for Python's lock at every chunk: the
+        # minimum of grain + moved / grain * _CHUNK_COST.
+        self.grain = min(host.chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
+        self.started: list[Copies] = []
+
+    def run(self, progress: Callable[[int, int, str], None] | None) -> None:
+        pieces, count = self.cut.pieces, self.count
+        later = int(count > 1)  # so that waiting for a kernel seldom keeps the bus waiting
+        what = f"{self.plan.kernel.name} on {self.plan.problem}" if progress else ""
+        slots = [self.memory() for _ in range(count)]
+        places: list[dict[str, Place]] = []
+        sent: list[Copies] = []
+        brought: list[Copies] = []
+        computed: list[Mark] = []
+        try:
+            for i in range(count):
+                places.append(self.placed(i, slots[i]))
+                sent.append(self.send(places[i]))
+            self.cut.compile(self.backend)  # while the first pieces are on their way
+            for i in range(len(pieces)):
+                sent[i].wait()
+                self.work.wait(sent[i].end or self.up.record())
+                if i >= count:
+                    self.finish(i - count, places, brought)
+                    if (end := brought[i - count].end) is not None:
+                        self.work.wait(end)
+                with self.work.context:
+                    self.layouts[i].launch(self.backend, slots[i % count])
+                computed.append(self.work.record())
+                self.down.wait(computed[i])
+                brought.append(self.bring(places[i]))
+                next_one = i - later + count
+                if count <= next_one < len(pieces):
+                    self.up.wait(computed[i - later])
+                    places.append(self.placed(next_one, slots[next_one % count]))
+                    sent.append(self.send(places[next_one]))
+                if progress is not None:
+                    progress(i, len(pieces), what)
+            for i in range(max(len(pieces) - count, 0), len(pieces)):
+                self.finish(i, places, brought)
+            self.down.synchronize()
+            if progress is not None:
+                progress(len(pieces), len(pieces), what)
+        finally:  # nothing may be on its way to memory that is given back
+            self.settle()
+
+    def settle(self) -> None:
+        """Returns when nothing is on its way any more, even if Ctrl-C comes again."""
+        try:
+            for copies in self.started:
+                copies.sleep()
+            for lane in (self.up, self.work, self.down):
+                lane.synchronize()
+        except KeyboardInterrupt:
+            self.settle()
+            raise
+
+    def memory(self) -> Slot:
+        """Device memory for the arrays of a piece; the first piece is the largest."""
+        slot = {}
+        with self.work.context:
+            for name, lying in self.layouts[0].arrays.items():
+                memory = self.backend.empty((lying.bytes,), _BYTE)
+                slot[name] = memory, self.backend.address(memory)
+        return slot
+
+    def placed(self, i: int, slot: Slot) -> dict[str, Place]:
+        """The arrays of a piece: the part on the host and the memory on the device."""
+        piece, places, group = self.cut.pieces[i], {}, self.plan.problem.group
+        for name, lying in self.layouts[i].arrays.items():
+            part, pinned = None, name in self.pinned
+            if self.cut.by_keys and name in self.plan.outputs:
+                part, pinned = np.empty(lying.shape, _BITS[lying.dtype.itemsize]), False
+            elif name in self.bits:
+                part = piece.of(self.bits[name], self.axes[name], group)
+            host = None if part is None else part.transpose(lying.order)
+            places[name] = Place(slot[name][1], host, lying.memory, pinned)
+        return places
+
+    def send(self, places: Mapping[str, Place]) -> Copies:
+        return self.moved(self.up, [places[x] for x in self.given], send)
+
+    def bring(self, places: Mapping[str, Place]) -> Copies:
+        return self.moved(self.down, [places[x] for x in self.plan.outputs], bring)
+
+    def moved(self, lane: Lane, places: Sequence[Place], move: Move) -> Copies:
+        """Starts all copies of a piece in one direction, directly or through buffers."""
+        chunks: list[tuple[np.ndarray, int, tuple[int, ...]]] = []
+        for place in places:
+            host = place.host
+            if host is None or not host.size:
+                continue
+            if place.pinned and host.flags.c_contiguous and host.shape == place.shape:
+                there, here = place.address, host.ctypes.data
+                to, source = (there, here) if move is send else (here, there)
+                lane.copy(to, source, host.nbytes)
+            else:
+                chunks.extend(place.slabs(self.grain))
+        buffers = self.host.buffers[move]
+        if not self.threaded:
+            for chunk in chunks:
+                move(lane, buffers, *chunk)
+            chunks = []
+        copies = Copies(lane, buffers, chunks)
+        self.started.append(copies)
+        self.host.submit(move, copies)
+        return copies
+
+    def finish(self, i: int, places: list[dict[str, Place]], brought: list[Copies]) -> None:
+        """Waits for the results of a piece, and adds them up if keys were cut."""
+        brought[i].wait()
+        if self.cut.by_keys:
+            self.down.synchronize()
+            parts = {}
+            for name in self.plan.outputs:
+                host = places[i][name].host
+                assert host is not None
+                parts[name] = host.transpose(np.argsort(self.layouts[i].arrays[name].order))
+            self.merge(i, parts)
+        places[i] = {}
+
+    def merge(self, i: int, parts: Mapping[str, Any]) -> None:
+        piece, shape = self.cut.pieces[i], self.cut.plans[i].outputs
+        o, lse = (parts[name].view(shape[name][1]) for name in ("O", "lse"))
+        if piece.keys.start == 0:
+            self.sums = Sums(lse.dtype)
+        assert self.sums is not None
+        self.sums.add(o, lse)
+        if piece.keys.stop == self.plan.problem.N:
+            for name, total in (("O", self.sums.o), ("lse", self.sums.lse)):
+                if name in self.results and self.results[name].size:
+                    group = self.plan.problem.group
+                    part = piece.of(self.results[name], self.axes[name], group)
+                    part[...] = total
+
+
+def _order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
+    """The axes of an array, outer ones first: on the device as on the host, where possible."""
+    if array is None or axes != 4:
+        return tuple(range(axes))
+    strides = array.strides
+    return (*sorted(range(3), key=[-abs(x) for x in strides].__getitem__), 3)

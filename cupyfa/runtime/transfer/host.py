@@ -1,0 +1,118 @@
+"""The buffers of a backend and the threads that copy."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from operator import length_hint
+from typing import Any, cast
+
+from cupyfa.runtime.backend import Backend, Lane
+from cupyfa.runtime.transfer import settings
+from cupyfa.runtime.transfer.buffers import Buffers, Move, bring, send
+from cupyfa.runtime.transfer.settings import Transfer
+
+hosts: weakref.WeakKeyDictionary[Backend, Host] = weakref.WeakKeyDictionary()
+lock = threading.Lock()
+
+
+class Copies:
+    """The copies of a piece in one direction: so many that threads start.
+
+    What threads copy from a buffer in the end they have done when they count it. ``end`` is where
+    copies end in their lane that no thread has a part in. ``tasks`` are those that no thread was
+    given yet: all of them, or none.
+    """
+
+    def __init__(self, lane: Lane, buffers: Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:
+        self.end = None if chunks else lane.record()
+        self.tasks = iter([(self, lane, buffers, *chunk) for chunk in chunks])
+        self._left, self._error = len(chunks), cast(BaseException | None, None)
+        self._lock, self._all = threading.Lock(), threading.Lock()
+        if chunks:
+            self._all.acquire()
+
+    def count(self, error: BaseException | None) -> None:
+        """One more is started, or went wrong."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if not self._left:
+                self._all.release()
+
+    def sleep(self) -> None:
+        """Returns when all are started that threads were given."""
+        if not length_hint(self.tasks):
+            with self._all:
+                return
+
+    def wait(self) -> None:
+        """Returns when all are started; raises what went wrong."""
+        self.sleep()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which holds this frame, and with it the call, its threads and arrays
+
+
+class Host:
+    """The buffers and threads of a backend."""
+
+    def __init__(self, engine: Backend, chosen: Transfer) -> None:
+        self.chosen = chosen
+        self.buffers = {move: Buffers(engine, chosen) for move in (send, bring)}
+        self._tasks: dict[Move, queue.SimpleQueue] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
+
+    def submit(self, move: Move, copies: Copies) -> None:
+        """Has threads make copies."""
+        if not length_hint(copies.tasks):
+            return
+        if move not in self._tasks:
+            with self._lock:
+                if move not in self._tasks:
+                    self._tasks[move] = self._crew(move)
+        # Not in Python's steps, between which Ctrl-C comes: it finds all tasks given, or none.
+        deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
+
+    def _crew(self, move: Move) -> queue.SimpleQueue:
+        """The tasks of new threads, which know nothing but these."""
+        tasks: queue.SimpleQueue = queue.SimpleQueue()
+        for i in range(self.chosen.threads):
+            name = f"cupyfa_{move.__name__}_{i}"
+            threading.Thread(target=_serve, args=(move, tasks), name=name, daemon=True).start()
+        return tasks
+
+    def __del__(self) -> None:
+        for tasks in self._tasks.values():
+            for _ in range(self.chosen.threads):
+                tasks.put(None)  # after what is still to be done
+
+
+def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
+    """Makes copies, until there are to be no more."""
+    while (task := tasks.get()) is not None:
+        copies, *arguments = task
+        error = None
+        try:
+            move(*arguments)
+        except BaseException as caught:
+            error = caught
+        copies.count(error)
+        del task, copies, arguments, error  # which hold the caller's arrays
+
+
+def host_of(engine: Backend) -> Host:
+    with lock:
+        if engine not in hosts:
+            hosts[engine] = Host(engine, settings.chosen())
+        return hosts[engine]

@@ -1,0 +1,114 @@
+"""How the arrays of a piece lie on the device, and the launches on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner.plan import Plan, aligned_width
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.workspace import allocated
+
+Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
+Slot = Mapping[str, tuple[Any, int]]  # device memory for the arrays of a piece, and its address
+
+
+class _Lying(NamedTuple):
+    """How an array of a piece lies in the device's memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...]
+    order: tuple[int, ...]  # of its axes in memory, outer ones first
+    memory: tuple[int, ...]  # the sizes of those, with columns to spare
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.memory) * self.dtype.itemsize
+
+
+class Layout:
+    """How the arrays of a piece lie on the device, and the short way to launch its kernels."""
+
+    def __init__(self, plan: Plan, orders: Orders) -> None:
+        self.plan = plan
+        operation, p = OPERATIONS[plan.kernel.operation], plan.problem
+        arrays = {name: (x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
+        self.arrays = {
+            name: _lying(plan, name, shape, dtype, orders[name])
+            for name, (shape, dtype) in {**arrays, **plan.outputs}.items()
+        }
+        self._launcher: Launcher | None = None
+
+    def views(self, engine: Backend, slot: Slot) -> dict[str, Any]:
+        """The arrays as a kernel sees them."""
+        return {
+            name: engine.view(slot[name][0], x.shape, x.dtype, 0, x.strides)
+            for name, x in self.arrays.items()
+        }
+
+    def launch(self, engine: Backend, slot: Slot) -> None:
+        """Launches the kernels on a slot's memory, in the current stream."""
+        scratch = {name: allocated(engine, self.plan, name) for name in self.plan.scratch}
+        if self._launcher is None:
+            self._launcher = Launcher(engine, self.plan, {**self.views(engine, slot), **scratch})
+        addresses = [slot[name][1] for name in self.arrays]
+        addresses += map(engine.address, scratch.values())
+        self._launcher(addresses, engine.stream)
+
+
+def _lying(
+    plan: Plan, name: str, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]
+) -> _Lying:
+    whole = memory_shape(plan, name, shape)
+    memory = tuple(whole[axis] for axis in order)
+    strides = [0] * len(shape)
+    for at, axis in enumerate(order):
+        strides[axis] = dtype.itemsize * math.prod(memory[at + 1 :])
+    return _Lying(shape, dtype, tuple(strides), order, memory)
+
+
+class Place(NamedTuple):
+    """The host's part of an array of a piece, and where it lies on the device."""
+
+    address: int
+    host: np.ndarray | None  # with the axes of the memory
+    shape: tuple[int, ...]  # of the memory
+    pinned: bool
+
+    def slabs(self, most: int) -> Iterator[tuple[np.ndarray, int, tuple[int, ...]]]:
+        """Parts of the host's array, and where each lies on the device: address and shape."""
+        assert self.host is not None
+        size = self.host.itemsize
+        steps = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        for index in slabs(self.shape, max(most // size, 1)):
+            offset = sum(part.start * step for part, step in zip(index, steps))
+            shape = tuple(part.stop - part.start for part in index)
+            yield self.host[index], self.address + offset, shape
+
+
+def memory_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of the memory for an array, whose rows may have columns to spare."""
+    if name not in plan.boxed:
+        return shape
+    return (*shape[:-1], aligned_width(shape[-1], plan.problem.itemsize))
+
+
+def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Parts of a contiguous array, in order: each contiguous, and of at most so many elements."""
+    if not math.prod(shape):
+        return
+    inner = math.prod(shape[1:])
+    if inner > most:
+        for i in range(shape[0]):
+            for rest in slabs(shape[1:], most):
+                yield (slice(i, i + 1), *rest)
+        return
+    step, rest = max(most // inner, 1), tuple(slice(0, n) for n in shape[1:])
+    for i in range(0, shape[0], step):
+        yield (slice(i, min(i + step, shape[0])), *rest)

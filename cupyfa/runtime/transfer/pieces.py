@@ -1,0 +1,181 @@
+"""The pieces that a problem is cut into, and what was found out about them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import OutOfMemory
+from cupyfa.ladder.kernel import cdiv
+from cupyfa.operations import OPERATIONS
+from cupyfa.planner.plan import Plan
+from cupyfa.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import compiled
+from cupyfa.runtime.transfer.layout import Layout, Orders, memory_shape
+
+_ALIGNMENT = 512  # bytes, of memory from CuPy's pool
+_MOST_LAYOUTS = 64  # that are kept for a plan
+Planner = Callable[[Problem], Plan]  # plans a part of a problem, with the same constants
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a problem: ranges of its batch, its key heads, its rows and its keys."""
+
+    batch: range
+    kv_heads: range
+    rows: range
+    keys: range
+
+    def problem(self, whole: Problem) -> Problem:
+        return whole.part(len(self.batch), len(self.kv_heads), self.rows, self.keys)
+
+    def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
+        """This part of an array with these axes."""
+        heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
+        ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
+        ranges |= {"M": self.rows, "N": self.keys}
+        index = [ranges.get(axis) for axis in axes]
+        return array[tuple([slice(None) if r is None else slice(r.start, r.stop) for r in index])]
+
+
+def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
+    """Pieces of a plan's problem that each need ``wanted`` bytes on the device at most.
+
+    Only batch and heads are cut for that, and rows where every array has them. A piece that still
+    needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it.
+    """
+    p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
+    axes_of_outputs = [axes.split() for axes, _ in operation.outputs.values()]
+    axes = [x.split() for x in operation.axes_of(p).values()]
+    by_rows = all("M" in x for x in axes_of_outputs)
+    by_keys = (
+        "O" in operation.outputs
+        and "lse" in plan.outputs
+        and "causal" in (plan.kernel.features if p.is_masked else ("causal",))
+    )
+
+    @cache
+    def size(b: int, h: int, m: int, n: int) -> int:
+        part = p.part(b, h, range(m), range(n))
+        return needed(plan, plan_of(part))
+
+    def largest(total: int, fits: Callable[[int], bool]) -> int:
+        """The largest even share that fits, at least one."""
+        found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
+        return cdiv(total, cdiv(total, found)) if total else 1
+
+    b, h, m, n = p.batch, p.kv_heads, p.M, p.N
+    if needed(plan, plan) > wanted:
+        b = largest(b, lambda x: size(x, h, m, n) <= wanted)
+        if size(b, h, m, n) > wanted:
+            h = largest(h, lambda x: size(b, x, m, n) <= wanted)
+        if size(b, h, m, n) > wanted and all("M" in x for x in axes):
+            m = largest(m, lambda x: size(b, h, x, n) <= wanted)
+    while size(b, h, m, n) > most:
+        rows, keys = by_rows and m > 1, by_keys and n > 1
+        if not (rows or keys):
+            what = "its smallest piece" if by_rows or by_keys else "one head of it"
+            raise OutOfMemory(
+                f"{plan.kernel.name} on {p}: {what} needs {size(b, h, m, n):,} bytes on the "
+                f"device, and {most:,} may be taken; free memory there, or name another kernel"
+            )
+        if rows and (m * p.group >= n or not keys):
+            m = cdiv(m, 2)
+        else:
+            n = cdiv(n, 2)
+    return [
+        Piece(*ranges)
+        for ranges in product(
+            _ranges(p.batch, b), _ranges(p.kv_heads, h), _ranges(p.M, m), _ranges(p.N, n)
+        )
+    ]
+
+
+class Cut:
+    """The pieces of one way to cut a problem, with their plans."""
+
+    def __init__(self, whole: Plan, pieces: Sequence[Piece], plan_of: Planner) -> None:
+        self.whole, self.pieces = whole, pieces
+        self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
+        self.bytes = needed(whole, self.plans[0])  # of the first piece, which is the largest
+        self.by_keys = len({piece.keys for piece in pieces}) > 1
+        axes = OPERATIONS[whole.kernel.operation].axes_of(whole.problem)
+        self.axes = {name: x.split() for name, x in axes.items()}
+        self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
+        self._compiled = False
+
+    def compile(self, backend: Backend) -> None:
+        """Compiles the kernels of all pieces."""
+        if not self._compiled:
+            for plan in {id(plan): plan for plan in self.plans}.values():
+                compiled(backend, plan)
+            self._compiled = True
+
+    def layouts(self, orders: Orders) -> list[Layout]:
+        """How the arrays of each piece lie on the device, by the order of each one's axes."""
+        key = tuple(orders.items())
+        if (found := self._layouts.get(key)) is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            made: dict[int, Layout] = {}
+            for plan in self.plans:
+                if id(plan) not in made:
+                    made[id(plan)] = Layout(plan, orders)
+            found = self._layouts[key] = [made[id(plan)] for plan in self.plans]
+        return found
+
+
+class Pieces:
+    """The pieces of a plan's problem; remembered for the next call of any thread."""
+
+    def __init__(self, plan: Plan, planner: Planner) -> None:
+        """``planner`` plans a part of the problem with the same constants."""
+        self.plan = plan
+        self._planner, self._plans = planner, {plan.problem: plan}
+        self.bytes = needed(plan, plan)  # on the device, of the problem in one piece
+        self._cut: tuple[int, Cut] | None = None  # with the bytes that were wanted
+
+    def cut(self, wanted: int, most: int) -> Cut:
+        """``cut``, done again only for other numbers, or for a head that does not fit."""
+        found = self._cut
+        if found is None or found[0] != wanted:
+            found = self._cut = wanted, self._new(wanted, sys.maxsize)
+        return found[1] if found[1].bytes <= most else self._new(wanted, most)
+
+    def _new(self, wanted: int, most: int) -> Cut:
+        return Cut(self.plan, cut(self.plan, self.plan_of, wanted, most), self.plan_of)
+
+    def plan_of(self, problem: Problem) -> Plan:
+        """The plan of a part of the problem."""
+        if (plan := self._plans.get(problem)) is None:
+            plan = self._plans[problem] = self._planner(problem)
+        return plan
+
+
+def _ranges(total: int, step: int) -> list[range]:
+    return [range(i, min(i + step, total)) for i in range(0, total, max(step, 1))] or [range(0)]
+
+
+def needed(whole: Plan, part: Plan) -> int:
+    """Bytes on the device that a part takes."""
+    operation = OPERATIONS[whole.kernel.operation]
+    p = part.problem
+    arrays = [
+        math.prod(memory_shape(part, name, x.shape(p))) * x.dtype(p).itemsize
+        for name, x in operation.inputs_of(p).items()
+    ]
+    arrays += [
+        math.prod(part.stored_shape(name)) * dtype.itemsize
+        for name, (_, dtype) in part.outputs.items()
+    ]
+    return sum(cdiv(x, _ALIGNMENT) * _ALIGNMENT for x in arrays) + part.scratch_bytes

@@ -1,0 +1,70 @@
+"""Memory for results on the host: page-locked where that pays."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.transfer import settings
+
+_POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
+
+
+def fresh(engine: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Host memory for a result, page-locked if large and of a size that was asked for before.
+
+    Page-locked memory goes back to a pool, for later results, when the caller drops the array.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _POOLED or not pinned_results.admits(size):
+        return np.empty(shape, dtype)
+    return np.asarray(_Result(engine, size)).view(dtype).reshape(shape)
+
+
+class _Results:
+    """How many bytes of results lie in pinned memory, and which sizes were asked for."""
+
+    def __init__(self) -> None:
+        # One that the same thread may take again, for a result may be dropped at any time.
+        self.bytes, self.asked, self._lock = 0, set[int](), threading.RLock()
+
+    def admits(self, size: int) -> bool:
+        """Whether a result of this size may be pinned, and counts it; remembers that there was one.
+
+        CuPy's pool takes a power of two for it.
+        """
+        taken = _pooled(size)
+        with self._lock:
+            before = size in self.asked
+            self.asked.add(size)
+            admitted = before and self.bytes + taken <= settings.chosen().pinned_results
+            self.bytes += taken if admitted else 0
+            return admitted
+
+    def drop(self, size: int) -> None:
+        """One is no more."""
+        with self._lock:
+            self.bytes -= _pooled(size)
+
+
+pinned_results = _Results()
+
+
+class _Result:
+    """Pinned memory that an array lies in; what NumPy keeps as the array's base."""
+
+    def __init__(self, engine: Backend, size: int) -> None:
+        self._size = size  # first of all: what was admitted is dropped, come what may
+        self._memory = engine.pinned(size)
+        self.__array_interface__ = self._memory.__array_interface__
+
+    def __del__(self) -> None:
+        pinned_results.drop(self._size)
+
+
+def _pooled(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0

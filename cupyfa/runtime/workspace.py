@@ -1,0 +1,145 @@
+"""Memory for the temporary arrays of calls: scratch, and outputs that nobody asked for.
+
+Work in one stream runs in order, so calls in a stream share this memory. A graph keeps its own,
+for it may be launched in any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyfa.ladder.kernel import cdiv
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime.backend import Backend
+
+PER_THREAD = 2  # CUDA's stream that is a different one in every thread
+SHARED = 4 << 20  # bytes that calls which keep no workspace share in a stream
+MOST = 16  # workspaces that such calls share in all; streams of a call that keeps its own
+_ALIGNMENT = 512  # bytes
+
+Space = tuple[Any, tuple[int, ...]]  # memory, and the address of each temporary in it
+NO_SPACE: Space = (None, ())
+_BYTE = np.dtype(np.uint8)
+# Workspaces of graphs that were captured from calls which keep none: when such a graph is gone is
+# not known.
+of_graphs: list[Any] = []
+_threads = threading.local()
+
+
+def allocated(backend: Backend, plan: Plan, name: str) -> Any:
+    """New memory for an output or temporary of a plan, in the layout that its kernel takes."""
+    shape, dtype = {**plan.outputs, **plan.scratch}[name]
+    memory = backend.empty(plan.stored_shape(name), dtype)
+    return memory if memory.shape == shape else memory[..., : shape[-1]]
+
+
+def _this_thread() -> object:
+    """An object of this thread alone; its number may be reused once it has ended."""
+    try:
+        return _threads.token
+    except AttributeError:
+        _threads.token = object()
+        return _threads.token
+
+
+class Workspace:
+    """The temporaries of one plan's calls, on one device.
+
+    With ``keep`` they have memory of their own in each stream; without, calls of all plans share
+    the backend's ``spaces``.
+    """
+
+    def __init__(self, backend: Backend, plan: Plan, names: Sequence[str], *, keep: bool) -> None:
+        self._backend, self._plan, self._names, self._keep = backend, plan, names, keep
+        self._device = backend.device
+        self.by_stream: dict[Any, Space] = {}
+        self._by_graph: dict[Any, Space] = {}
+        self._spares: list[Space] = []  # for the next graph: while it is captured, none can be had
+        self._starts, self._bytes = _laid_out(plan, names)
+        # Between the launches of a call other threads may launch, in the same stream, calls of one
+        # launch only: so these have another workspace.
+        self._several = len(plan.steps) > 1
+        self._recent: tuple[int, tuple[int, ...]] = 0, ()
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def new(self) -> dict[str, Any]:
+        """New arrays for all temporaries; with ``keep`` they serve the first stream."""
+        arrays = {name: allocated(self._backend, self._plan, name) for name in self._names}
+        if self._keep and arrays:
+            self._spares.append(self._space(arrays))
+        return arrays
+
+    def at(self, stream: Any) -> Space:
+        """Memory for work in a stream, the backend's current one."""
+        if not self._names:
+            return NO_SPACE
+        if stream is None:  # calls of other threads run at the same time
+            return self._space()
+        key: Any = stream if stream != PER_THREAD else (stream, _this_thread())
+        if stream and self._backend.is_capturing:
+            return self._of_graph(key)
+        if not self._keep:
+            return self._shared(key)
+        if not self._spares:
+            self._spares.append(self._space())
+        found = self.by_stream.get(key)
+        if found is None:
+            if len(self.by_stream) >= MOST:
+                self.by_stream.clear()
+            found = self.by_stream[key] = self._space()
+        return found
+
+    def _of_graph(self, key: Any) -> Space:
+        """Memory that stays as long as a graph may be launched."""
+        if not self._keep:
+            made = self._space()
+            of_graphs.append(made[0])
+            return made
+        found = self._by_graph.get(key)
+        if found is None:
+            try:
+                found = self._spares.pop()
+            except IndexError:
+                found = self._space()
+            self._by_graph[key] = found
+        return found
+
+    def _shared(self, key: Any) -> Space:
+        """Memory that all calls in a stream share, if it is large enough."""
+        if self._bytes > SHARED:
+            return self._space()
+        spaces, key = self._backend.spaces, (self._device, key, self._several)
+        found = spaces.get(key)
+        if found is None:
+            if len(spaces) >= MOST:
+                spaces.clear()
+            memory = self._backend.empty((SHARED,), _BYTE)
+            found = spaces[key] = memory, self._backend.address(memory)
+        memory, start = found
+        recent, addresses = self._recent
+        if recent != start:
+            addresses = tuple(start + x for x in self._starts)
+            self._recent = start, addresses
+        return memory, addresses
+
+    def _space(self, arrays: dict[str, Any] | None = None) -> Space:
+        if arrays is None:
+            arrays = {name: allocated(self._backend, self._plan, name) for name in self._names}
+        return arrays, tuple(map(self._backend.address, arrays.values()))
+
+
+def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
+    """The offset of each temporary in memory for all, and the bytes of that memory."""
+    kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
+    for name in names:
+        starts.append(end)
+        size = prod(plan.stored_shape(name)) * kinds[name][1].itemsize
+        end += cdiv(size, _ALIGNMENT) * _ALIGNMENT
+    return starts, end
