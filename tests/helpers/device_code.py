@@ -17,24 +17,28 @@ INCLUDE = [sources.INCLUDE]
 NAMES = "ABCDEFG"  # of a kernel's arrays
 
 
-def launch(body, *arrays, scalars=(), head="", **options):
+def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     """Runs the kernel of ``source``."""
-    text = source(body, *arrays, scalars=scalars, head=head)
-    options = {"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options}
+    owned = [getattr(array, "array", array) for array in arrays]
+    spans = [array if array.base is None else array.base for array in owned]
     machine.launch(
-        text,
+        source(body, *arrays, scalars=scalars, head=head, names=names),
         "test",
-        [np.uint64(array.ctypes.data) for array in arrays] + list(scalars),
-        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(NAMES, arrays)],
+        [getattr(x, "value", np.uint64(y.ctypes.data)) for x, y in zip(arrays, owned)]
+        + list(scalars),
+        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(names, spans)],
         include_dirs=INCLUDE,
-        **options,
+        **{"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options},
     )
 
 
-def source(body, *arrays, scalars=(), head=""):
-    """The text of a kernel `test(A, B, ..., s0, s1, ...)`; its first line is that of the body."""
+def source(body, *arrays, scalars=(), head="", names=NAMES):
+    """The text of a kernel `test(A, B, ..., s0, s1, ...)`; its first line is that of the body.
+
+    An array may be a tensor map of one, as helpers.hopper_code has them.
+    """
     c_names = {"f": "float", "i": "int", "u": "unsigned", "d": "double"}
-    parameters = [f"{_c_type(array)}* {name}" for name, array in zip(NAMES, arrays)]
+    parameters = [f"{_c_type(array)} {name}" for name, array in zip(names, arrays)]
     parameters += [f"{c_names[type(s).__name__[0]]} s{i}" for i, s in enumerate(scalars)]
     body = textwrap.dedent(body).strip("\n")
     return (
@@ -49,7 +53,9 @@ def _c_type(array):
         "uint64": "unsigned long long", "uint16": "unsigned short", "uint8": "unsigned char",
         "float16": "__half", "bfloat16": "__nv_bfloat16",
     }  # fmt: skip
-    return types[array.dtype.name]
+    if hasattr(array, "array"):
+        return "const __grid_constant__ TensorMap"
+    return f"{types[array.dtype.name]}*"
 
 
 def fault(body, *arrays, **options):

@@ -1,13 +1,10 @@
 """Pieces of device code with the headers of Hopper, as kernels of the simulator."""
 
-import textwrap
-
 import numpy as np
 import pytest
-from helpers.device_code import INCLUDE
+from helpers import device_code
 
 from cupyfa.errors import SimulatorFault
-from cupyfa.runtime.simulator import machine
 
 HEAD = """
 #include <ptx/mbarrier.cuh>
@@ -55,38 +52,10 @@ class Map:
         self.value["itemsize"] = array.itemsize
 
 
-def launch(body, *arguments, head="", threads=128, shared_bytes=65536, **options):
+def launch(body, *arguments, head="", **options):
     """Runs a kernel `test(a, b, …)`, whose arguments are arrays and tensor maps."""
-    names = "abcdefg"
-    types = {"float32": "float", "int32": "int", "uint16": "unsigned short", "float16": "__half",
-             "bfloat16": "__nv_bfloat16"}  # fmt: skip
-    parameters, values, buffers = [], [], []
-    for name, argument in zip(names, arguments):
-        if isinstance(argument, Map):
-            parameters.append(f"const __grid_constant__ TensorMap {name}")
-            values.append(argument.value)
-            array = argument.array
-        else:
-            array = argument
-            parameters.append(f"{types[array.dtype.name]}* {name}")
-            values.append(np.uint64(array.ctypes.data))
-        span = array if array.base is None else array.base
-        buffers.append(machine.Buffer(name, span.ctypes.data, span.nbytes))
-    text = (
-        f'{HEAD}\n{head}\nextern "C" __global__ void test({", ".join(parameters)}) {{\n'
-        f'#line 1 "test.cu"\n{textwrap.dedent(body).strip()}\n}}\n'
-    )
-    machine.launch(
-        text,
-        "test",
-        values,
-        buffers=buffers,
-        include_dirs=INCLUDE,
-        grid=options.pop("grid", (1, 1, 1)),
-        threads=threads,
-        shared_bytes=shared_bytes,
-        **options,
-    )
+    options = {"threads": 128, "shared_bytes": 65536, **options}
+    device_code.launch(body, *arguments, head=f"{HEAD}\n{head}", names="abcdefg", **options)
 
 
 def fault(body, *arguments, **options):

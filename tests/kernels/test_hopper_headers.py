@@ -1,6 +1,7 @@
 """The headers of Hopper, mbarrier.cuh, tma.cuh, wgmma.cuh and setmaxnreg.cuh, in the simulator."""
 
 import re
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,7 @@ from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
 
 from cupyfa.errors import CompileError, SimulatorFault
 
+BODIES = Path(__file__).with_name("device_code")
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
 )
@@ -23,32 +25,7 @@ struct Shared {
 };
 """
 
-COPY = """
-    Shared& shared = shared_memory<Shared>();
-    if (threadIdx.x == 0) {
-      init_barrier(shared.full, 1);
-      fence_barrier_init();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      arrive_expect_tx(shared.full, sizeof shared.tile);
-      for (int i = 0; i < 2; ++i)
-        tma_load(shared.tile.box[i], a, shared.full, 64 * i - 3, 21, 1, 1);
-    }
-    wait(shared.full, 0);
-    for (int i = threadIdx.x; i < 16 * 16; i += blockDim.x) {
-      int row = i / 16, chunk = i % 16;
-      unsigned short* at = shared.tile.at(row, chunk);
-      for (int j = 0; j < 8; ++j) c[row * 128 + chunk * 8 + j] = at[j]++;
-    }
-    fence_proxy_async();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) tma_store(b, shared.tile.box[i], 64 * i - 3, 21, 1, 1);
-      bulk_commit_group();
-      bulk_wait_group_read();
-    }
-"""
+COPY = (BODIES / "copy.cu").read_text()
 
 
 def copied(**options):
@@ -185,41 +162,7 @@ struct Shared {
   Barrier empty[2];
 };
 """
-RING = """
-    Shared& shared = shared_memory<Shared>();
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) init_barrier(shared.full[i], 1);
-      for (int i = 0; i < 2; ++i) init_barrier(shared.empty[i], 4);
-      fence_barrier_init();
-    }
-    __syncthreads();
-    if (threadIdx.x >= 128) {  // produce
-      decrease_registers<24>();
-      if (threadIdx.x < 160 && elect_one()) {
-        for (int i = 0; i < 5; ++i) {
-          wait(shared.empty[i % 2], (i / 2 + 1) % 2);
-          arrive_expect_tx(shared.full[i % 2], bytes);
-          tma_load(&shared.A[i % 2], a, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
-          tma_load(&shared.B[i % 2], b, shared.full[i % 2], i * 64, 0, blockIdx.x, 0);
-        }
-      }
-      return;
-    }
-    increase_registers<240>();
-    float d[16];
-    for (int i = 0; i < 5; ++i) {
-      wait(shared.full[i % 2], i / 2 % 2);
-      wgmma_fence();
-      for (int k = 0; k < 4; ++k) {
-        multiply<__half>(d, by_rows(&shared.A[i % 2]) + k * 32, by_rows(&shared.B[i % 2]) + k * 32,
-                         i + k > 0);
-      }
-      wgmma_commit_group();
-      wgmma_wait_group<0>(d);
-      if (elect_one()) arrive(shared.empty[i % 2]);
-    }
-    c += blockIdx.x * 64 * 32;
-""" + WRITE.format(n=32)
+RING = (BODIES / "ring.cu").read_text() + WRITE.format(n=32)
 
 
 def ring(body=RING, **options):
@@ -398,7 +341,7 @@ PRODUCT_FAULTS = {
     ),
     "no barrier behind the writes": ("__syncthreads();", "", "race: thread .* wrote"),
     "written while it is read": (
-        "wait_for", "if (threadIdx.x == 95) shared.B.box[0][0][0] = 2; wait_for",
+        "wgmma_wait", "if (threadIdx.x == 95) shared.B.box[0][0][0] = 2; wgmma_wait",
         r"a product of warpgroup 0 at test.cu:8 is under way and this thread writes byte 8192",
     ),
     "a wait for a group too few": (
@@ -410,8 +353,9 @@ PRODUCT_FAULTS = {
     ),
     "returned too early": ("wgmma_wait_group<0>(d);", "", "returns before its products were"),
     "registers of another product": (
-        "commit", "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
-        "by_rows(&shared.B), false); commit", "that another product under way is to write",
+        "wgmma_commit",
+        "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
+        "by_rows(&shared.B), false); wgmma_commit", "that another product under way is to write",
     ),
     "B by columns": ("by_rows(&shared.B)", "by_columns(&shared.B, 64)", "A or B by_columns"),
     "outside shared memory": (
@@ -450,11 +394,11 @@ def test_faults_of_products(name):
 
 COPY_FAULTS = {
     "stored without fence_proxy_async": (
-        "fence_proxy_async();\n", "\n", r"wrote byte \d+ of shared memory without publish", 21,
+        "fence_proxy_async();\n", "\n", r"wrote byte \d+ of shared memory without fence", 21,
     ),
     "stored without a barrier": (
-        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
-        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) store",
+        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_store",
+        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_store",
         "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
     ),
     "overwritten while it is stored": (
@@ -475,7 +419,7 @@ COPY_FAULTS = {
     ),
     "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
     "a barrier made twice": (
-        "      publish", "init_barrier(shared.full, 2); publish", "where there is one", 4,
+        "      fence_barrier", "init_barrier(shared.full, 2); fence_barrier", "where there is one", 4,
     ),
     "a barrier out of place": (
         "wait(shared.full, 0);",
@@ -534,29 +478,7 @@ def test_an_array_smaller_than_its_map_says():
 
 # Bytes as they lie, and floats that are added
 
-ADD = """
-    struct Shared { alignas(16) float numbers[64], more[4]; Barrier full; };
-    Shared& shared = shared_memory<Shared>();
-    if (threadIdx.x == 0) {
-      init_barrier(shared.full, 1);
-      fence_barrier_init();
-      arrive_expect_tx(shared.full, 256);
-      bulk_load(shared.numbers, a + blockIdx.x * 64, 256, shared.full);
-    }
-    __syncthreads();
-    for (int round = 0; round < 3; ++round) {
-      if (round == 0) wait(shared.full, 0);
-      for (int i = threadIdx.x; i < 64; i += blockDim.x) shared.numbers[i] += 1;
-      fence_proxy_async();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        bulk_add(b, shared.numbers, 64);
-        bulk_commit_group();
-        bulk_wait_group_read();
-      }
-      __syncthreads();
-    }
-"""
+ADD = (BODIES / "add.cu").read_text()
 
 
 @pytest.mark.parametrize("schedule", SEEDS)

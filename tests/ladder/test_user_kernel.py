@@ -1,6 +1,7 @@
 """A user's kernel in a folder outside the project: called from Python, and by its script's name."""
 
 import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,41 +13,9 @@ import cupyfa
 from cupyfa import Kernel, Launch
 from cupyfa.numerics import reference
 
-BARE = """\
-// mine: one thread for every query row; arrays are bare pointers to contiguous memory.
-#include <helper.cuh>
-
-extern "C" __global__ void mine(const scalar* Q, const scalar* K, const scalar* V, scalar* O, int M,
-                                int N, int heads, real scale) {
-  const long long head = blockIdx.z * heads + blockIdx.y;
-  const int row = blockIdx.x * threads + threadIdx.x;
-  if (row >= M) return;
-  real maximum = -infinity, sum = 0;
-  for (int key = 0; key < N; ++key)
-    maximum = fmax(maximum, scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d));
-  for (int key = 0; key < N; ++key)
-    sum += exp(scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d) - maximum);
-  for (int col = 0; col < d; ++col) {
-    real out = 0;
-    for (int key = 0; key < N; ++key) {
-      const real score = scale * dot(Q + (head * M + row) * d, K + (head * N + key) * d);
-      out += exp(score - maximum) * real(V[(head * N + key) * d + col]);
-    }
-    O[(head * M + row) * d + col] = scalar(out / sum);
-  }
-}
-"""
+BARE = Path(__file__).with_name("bare.cu").read_text()
 BARE_ARGS = ("Q K V O M N scale", "Q.data K.data V.data O.data M N heads scale")
-HELPER = """\
-#pragma once
-#include <tile/math.cuh>
-
-__device__ real dot(const scalar* a, const scalar* b) {
-  real sum = 0;
-  for (int i = 0; i < d; ++i) sum += real(a[i]) * real(b[i]);
-  return sum;
-}
-"""
+HELPER = Path(__file__).with_name("helper.cuh").read_text()
 
 
 def record(folder, *args, **changes):
@@ -146,29 +115,7 @@ def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
     assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr
 
 
-TWO = """\
-// Two entry points in a file, and shared memory whose size the text does not have.
-#include <tile/math.cuh>
-#include <tile/shared.cuh>
-#include <tile/tensor.cuh>
-
-extern "C" __global__ void weigh(Tensor<const scalar> S, Tensor<scalar> P, int M, int N,
-                                 int heads) {
-  scalar* weights = &shared_memory<scalar>();
-  const auto [row, head, batch] = place(blockIdx.x, M, heads);
-  for (int i = threadIdx.x; i < N; i += threads) weights[i] = exp(S.row(batch, head, row)[i]);
-  __syncthreads();
-  for (int i = threadIdx.x; i < N; i += threads) P.row(batch, head, row)[i] = weights[i];
-}
-
-extern "C" __global__ void divide(Tensor<scalar> P, int M, int N, int heads) {
-  const auto [row, head, batch] = place(blockIdx.x, M, heads);
-  scalar* weights = P.row(batch, head, row);
-  scalar sum = 0;
-  for (int i = 0; i < N; ++i) sum += weights[i];
-  for (int i = 0; i < N; ++i) weights[i] /= sum;
-}
-"""
+TWO = Path(__file__).with_name("two.cu").read_text()
 
 
 def test_a_file_may_have_several_kernels_and_shared_memory_of_any_size(backend, tmp_path):

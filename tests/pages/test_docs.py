@@ -23,6 +23,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import click
 import pytest
@@ -229,43 +230,7 @@ def test_no_command_line_escapes(page):
             assert before is not None and before.kind in ("sh", "python"), "what prints this?"
 
 
-PAGE = """\
-Text with `echo x` and `cupyfa list`, `cupyfa run KERNEL -M 3` and `cupyfa --version`;
-`python
--c 1`.
-
-<!-- exit 3 -->
-```sh
-exit \\
-  3
-```
-
-<!-- note.txt -->
-```text
-hello, 12 of you
-```
-<!-- /note.txt -->
-
-    cupyfa --help
-    not a command
-
-<!-- gpu -->
-```sh
-# a comment
-pip install x
-false
-```
-```text
-not looked at
-```
-
-```sh
-cat note.txt
-```
-```text
-hello, 3 …
-```
-"""
+PAGE = Path(__file__).with_name("page.md").read_text()
 
 
 def test_every_kind_of_command_is_taken():

@@ -207,7 +207,8 @@ def test_the_compiler_warns_of_products_in_turn(tmp_path):
     pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
     (tmp_path / "own.cu").write_text(f"#include <tile/tensor.cuh>\n{SLOW}")
     step = launch(args="Q lse.data", boxes={})
-    own = Kernel("own", "", (step,), dtypes=("float16",), arch="90a", folder=tmp_path)
+    features = {"dtypes": ("float16",), "features": ("lse",)}
+    own = Kernel("own", "", (step,), arch="90a", folder=tmp_path, **features)
     ((plan, arch),) = compiling.plans([own], ["90"], ["float16"], 64)
     warnings = compiling.compile_launch(plan.launches[0], arch).warnings
     assert any("wgmma.mma_async instructions are serialized" in x for x in warnings)
