@@ -397,8 +397,8 @@ COPY_FAULTS = {
         "fence_proxy_async();\n", "\n", r"wrote byte \d+ of shared memory without fence", 21,
     ),
     "stored without a barrier": (
-        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_store",
-        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_store",
+        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_",
+        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_",
         "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
     ),
     "overwritten while it is stored": (
@@ -419,7 +419,7 @@ COPY_FAULTS = {
     ),
     "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
     "a barrier made twice": (
-        "      fence_barrier", "init_barrier(shared.full, 2); fence_barrier", "where there is one", 4,
+        "      fence_b", "init_barrier(shared.full, 2); fence_b", "where there is one", 4,
     ),
     "a barrier out of place": (
         "wait(shared.full, 0);",
