@@ -1,4 +1,4 @@
-"""The element types: one row each, and every fact about a type is in its row."""
+"""The element types; every fact about a type is in its row."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from cupyfa.errors import described
+
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs, and what its sums are kept in."""
+    """An element type of inputs and outputs, and the type of its sums."""
 
     name: str
     numpy: np.dtype
     scalar: str  # its C++ name
     real: str  # the C++ name of the type that sums, maxima and lse are kept in
-    accumulator: str  # the same by its own name here
+    accumulator: str  # the name of that type here
     header: str | None = None  # what declares `scalar`
 
     @property
@@ -52,5 +54,6 @@ def dtype_named(name: str) -> DType:
     """The row of a dtype given by name."""
     if not isinstance(name, str) or name not in DTYPES:
         by_name = "" if isinstance(name, str) else ", by name"
-        raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}{by_name}")
+        known = ", ".join(DTYPES)
+        raise TypeError(f"dtype {described(name)} is not supported; use one of {known}{by_name}")
     return DTYPES[name]

@@ -69,7 +69,7 @@ class CompileError(RuntimeError):
 
 def described(value: object) -> str:
     """A wrong argument in a message: short values as they are written, others by their type."""
-    if value is None or isinstance(value, str | numbers.Number):
+    if value is None or isinstance(value, str | numbers.Number | type):
         return reprlib.repr(value)
     if isinstance(value, tuple | list) and len(value) <= _FEW:
         inner = ", ".join(map(described, value))

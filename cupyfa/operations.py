@@ -1,4 +1,4 @@
-"""The operations: what goes in, what comes out, what is right, and how much work it is."""
+"""The operations: inputs, outputs, reference and number of floating-point operations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Arrays = Mapping[str, np.ndarray]
 class Excerpt:
     """Some rows of the outputs of one head: an index of [batch, heads, rows, …].
 
-    ``keys`` are the rows of the key head that belong to it; by default as many, as far from the
-    first one.
+    ``keys`` are the rows of the key head that are compared with it; by default as many rows, at
+    the same relative position.
     """
 
     batch: int
@@ -72,9 +72,9 @@ class Operation:
 
     ``inputs`` are all that a problem may have; ``inputs_of`` are those that one does have.
     ``outputs`` say each array's axes, and whether it holds "scalar" or "real".
-    ``reference(inputs, problem, roundings, excerpt)`` is what is right, with bounds for each of
-    these roundings: of all rows, or of an excerpt of them. ``flops`` counts 2 for a multiply-add,
-    and a masked problem by the scores that are visible.
+    ``reference(inputs, problem, roundings, excerpt)`` gives the expected results with bounds for
+    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and of a
+    masked problem only the visible scores.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Operation:
         rounding: str | None = None,
         excerpt: Excerpt | None = None,
     ) -> dict[str, Expected]:
-        """What is right for a kernel that rounds its operands so, with bounds."""
+        """The expected results, with bounds, of a kernel that rounds its operands in this way."""
         return self.reference(inputs, p, (rounding,), excerpt)[rounding]
 
     def bytes(self, p: Problem) -> int:
-        """The least that must move: every input is read once, every output is written once."""
+        """The fewest bytes moved: every input is read once, every output is written once."""
         moved = [*self.inputs_of(p).values(), *(Input(*x) for x in self.outputs.values())]
         return sum(prod(x.shape(p)) * x.dtype(p).itemsize for x in moved)
 

@@ -1,4 +1,4 @@
-"""What one call asks for: sizes, dtype, mask and scale, checked when it is made."""
+"""What one call computes: sizes, dtype and options, checked when a Problem is made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-MOST = 2**31 - 2**16  # of any size: the end of the last tile is a number of 32 bits, too
-MOST_ELEMENTS = 2**59  # of one array: so many bytes can still be counted in 64 bits
+MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
+MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 
 
@@ -27,10 +27,10 @@ LAYOUTS = ("bhsd", "bshd")
 class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
-    ``options`` say what is computed; a ``scale`` that is the default one is None there. ``shift``
-    is added to every query's position, so that a part of a problem has its rows and keys where
-    they are in the whole. A softmax over rows is a problem without d, ``is_softmax``: its scores
-    are [batch, heads, M, N].
+    ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
+    is added to the position of every query, so that a part of a problem masks what the whole does.
+    A softmax over rows is a problem with ``is_softmax`` and without d; its scores are
+    [batch, heads, M, N].
     """
 
     batch: int
@@ -64,7 +64,7 @@ class Problem:
         if not finite:
             raise ValueError(
                 f"scale is {self.scale}; give a finite number of {self.dtype.sums} whose product "
-                "with log2(e) is finite, too"
+                "with log2(e) is finite"
             )
 
     @classmethod
@@ -109,9 +109,9 @@ class Problem:
         options: AttentionOptions | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """The problem that arrays with these shapes and dtypes pose.
+        """The problem of arrays with these shapes and dtypes.
 
-        Raises ValueError if shapes or options contradict each other, TypeError for dtypes.
+        Raises ValueError for shapes and options that do not fit together, TypeError for dtypes.
         """
         batch, heads, M, d = _sizes("q", q, layout)
         _, kv_heads, N, k_d = _sizes("k", k, layout)
@@ -135,7 +135,7 @@ class Problem:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
-        """The problem that ``record()`` described, also before there were all of today's options.
+        """The problem that ``record()`` describes; options that the record lacks are defaults.
 
         Raises TypeError, ValueError or KeyError for anything else.
         """
@@ -147,14 +147,14 @@ class Problem:
         return cls(**others, options=AttentionOptions(**given))
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain values, for a file."""
+        """Its fields as plain values, for a file."""
         plain = {**vars(self), "dtype": self.dtype.name}
         del plain["options"]
         return {**plain, **vars(self.options), "scale": self.scale}
 
     def row(self) -> dict[str, Any]:
         """The columns of a result row: sizes, dtype and options; None for what a softmax lacks."""
-        options = self._told.row()
+        options = self._explicit.row()
         if self.is_softmax:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
@@ -168,8 +168,8 @@ class Problem:
     def of_rows(cls, x: Any) -> Problem:
         """The softmax over the last axis of x: M rows of N scores."""
         if x.ndim == 0:
-            raise ValueError("x has no axis to take the softmax over; give at least one dimension")
-        return cls.of_row_sizes(math.prod(x.shape[:-1]), x.shape[-1], str(x.dtype))
+            raise ValueError("x has no axis for the softmax; give at least one dimension")
+        return cls.of_row_sizes(math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(x=x).name)
 
     @classmethod
     def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
@@ -183,7 +183,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied with; with d = 0 every score is 0, whatever the scale."""
+        """The factor of the scores; with d = 0 every score is 0."""
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
@@ -213,13 +213,13 @@ class Problem:
         return self.options.left
 
     @property
-    def _told(self) -> AttentionOptions:
-        """The options with the scale that there is."""
+    def _explicit(self) -> AttentionOptions:
+        """The options with the scale as a number."""
         return replace(self.options, scale=self.scale)
 
     @property
     def is_masked(self) -> bool:
-        """Whether a key may be hidden from a query."""
+        """Whether a key may be masked."""
         return self.left is not None or self.right is not None
 
     @property
@@ -240,11 +240,11 @@ class Problem:
 
     @property
     def _position(self) -> int:
-        """Where the first query stands among the keys."""
+        """The position of the first query among the keys."""
         return self.shift + (0 if self.causal == "top-left" else self.N - self.M)
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
-        """The problem of so many batch elements and key heads, for some rows and some keys."""
+        """The problem of this many batch elements and key heads, of some rows and some keys."""
         part = replace(
             self,
             batch=batch,
@@ -265,32 +265,32 @@ class Problem:
 
     @property
     def d8(self) -> int:
-        """d rounded up: rows of so many 16-bit numbers begin at multiples of 16 bytes."""
+        """d rounded up to rows of 16-bit numbers that begin at multiples of 16 bytes."""
         return _round_up(self.d, 8)
 
     @property
     def dv8(self) -> int:
-        """dv rounded up likewise."""
+        """dv rounded up in the same way."""
         return _round_up(self.dv, 8)
 
     @property
     def d16(self) -> int:
-        """d rounded up for rows of 8-bit numbers."""
+        """d rounded up to rows of 8-bit numbers that begin at multiples of 16 bytes."""
         return _round_up(self.d, 16)
 
     @property
     def N32(self) -> int:
-        """N rounded up to whole products of 8-bit numbers."""
+        """N rounded up to whole matrix products of 8-bit numbers."""
         return _round_up(self.N, 32)
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, and the precision where that is another: what speeds are told for."""
-        as_it_is = self.precision in (None, "float32")
-        return self.dtype.name if as_it_is else f"{self.dtype.name} as {self.precision}"
+        """The dtype, and the precision if it differs: what speeds are measured for."""
+        same = self.precision in (None, "float32")
+        return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
 
     def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
-        """Bytes of a struct of so many sums followed by so many elements, as C++ lays it out."""
+        """Bytes of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
         size = self.dtype.sums.itemsize
         align = align or (size if reals else self.itemsize)
         return _round_up(reals * size, align) + _round_up(scalars * self.itemsize, align)
@@ -309,12 +309,12 @@ class Problem:
         shift = f" shift={self.shift}" if self.shift else ""
         return (
             f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {self.dtype.name}{shift} "
-            f"{self._told}"
+            f"{self._explicit}"
         )
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Python's own whole number. Raises ValueError for what is none of a range."""
+    """A Python int from ``least`` to ``most``. Raises ValueError for anything else."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
@@ -323,7 +323,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def _size(name: str, size: Any, most: int) -> int:
-    """A size as Python's own whole number: products of NumPy's would overflow."""
+    """A size as a Python int, because products of NumPy's integers overflow."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
     if not 0 <= size <= most:
@@ -360,7 +360,7 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 
 def _common_dtype(**arrays: Any) -> DType:
-    """The dtype that all of some arrays have."""
+    """The dtype of all these arrays, which errors call by their names."""
     for name, array in arrays.items():
         dtype = array.dtype
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
@@ -374,8 +374,8 @@ def _common_dtype(**arrays: Any) -> DType:
             )
     names = {name: str(array.dtype) for name, array in arrays.items()}
     if len(set(names.values())) > 1:
-        told = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
-        raise TypeError(f"dtypes differ: {told}; convert them to one")
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
+        raise TypeError(f"dtypes differ: {listed}; convert them to one")
     return DTYPES[next(iter(names.values()))]
 
 
@@ -393,7 +393,7 @@ def _default_scale(d: int) -> float:
 
 
 def four_axes(array: Any, layout: str) -> Any:
-    """An array in a layout seen as [batch, heads, rows, columns]; a copy only where it must be."""
+    """A view [batch, heads, rows, columns] of an array; a copy only if there is no view."""
     if layout == "bshd" and array.ndim > 2:
         array = array.swapaxes(-2, -3)
     if array.ndim < 4:

@@ -71,24 +71,25 @@ def profile(
     kernel: str,
     case: Case | None = None,
     *,
+    tiles: Mapping[str, int] | None = None,
     progress: Progress = no_progress,
-    **constants: int,
 ) -> list[Counter]:
     """Counts with Nsight Compute what each launch of a kernel does.
 
     ``kernel`` is a name of the ladder or ``script.py:name``, ``case`` the problem and its inputs;
     the default is batch 4, heads 16, M = N = 2048, d = 64 in float32 (a softmax: 16384 rows of
-    4096). ``constants`` fix the kernel's tile sizes. Percentages of units in a multiprocessor refer
+    4096). ``tiles`` fixes tile sizes of the kernel. Percentages of units in a multiprocessor refer
     to its active time, those of L2 and DRAM to the whole launch. Launches of cuBLAS are left out.
 
     Raises ValueError for the arguments, Unsupported if the kernel cannot do the problem, if ncu is
     missing or may not read the counters, DeviceError if there is no GPU.
     """
-    record, case = _checked("ncu", kernel, case, constants)
+    tiles = tiles or {}
+    record, case = _checked("ncu", kernel, case, tiles)
     progress(0, 1, f"ncu {record.name}")
     metrics = METRICS
     while True:
-        said = _run(ncu_command(kernel, case, constants, metrics))
+        said = _run(ncu_command(kernel, case, tiles, metrics))
         unknown = re.search(r"Failed to find metric (?:regex:\^?)?(\w+)", said)
         known = tuple(x for x in metrics if not (unknown and x.startswith(unknown[1])))
         if known == metrics or not known:
@@ -105,18 +106,19 @@ def timeline(
     kernel: str,
     case: Case | None = None,
     *,
+    tiles: Mapping[str, int] | None = None,
     progress: Progress = no_progress,
-    **constants: int,
 ) -> list[KernelTime]:
     """Times with Nsight Systems every kernel of a warm-up and of one call, those of cuBLAS too.
 
     For large gradients the forward kernel that computes O and lse is among them.
     Arguments and errors are those of ``profile``.
     """
-    record, case = _checked("nsys", kernel, case, constants)
+    tiles = tiles or {}
+    record, case = _checked("nsys", kernel, case, tiles)
     progress(0, 1, f"nsys {record.name}")
     with tempfile.TemporaryDirectory() as folder:
-        said = _run(nsys_command(kernel, case, constants, Path(folder) / "report"))
+        said = _run(nsys_command(kernel, case, tiles, Path(folder) / "report"))
     kernels = read_nsys(said)
     if not kernels:
         raise Unsupported(_refusal(said, record))

@@ -84,9 +84,11 @@ def profile(
         return
     with progress_bar("profiling") as progress:
         if tool == "nsys":
-            rows = [x.row() for x in profiling.timeline(kernel, case, progress=progress, **given)]
+            found = profiling.timeline(kernel, case, progress=progress, tiles=given)
+            rows = [x.row() for x in found]
         else:
-            rows = [x.row() for x in profiling.profile(kernel, case, progress=progress, **given)]
+            counted = profiling.profile(kernel, case, progress=progress, tiles=given)
+            rows = [x.row() for x in counted]
     click.echo(report.render(rows, form))
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cupyfa.errors import Unsupported
+from cupyfa.errors import Unsupported, described
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import nearest
@@ -48,8 +48,9 @@ def select(
             raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
         return kernel
     if not isinstance(kernel, str):
-        kind = type(kernel).__name__
-        raise TypeError(f"kernel is a {kind}; give a kernel's name, a Kernel of your own or 'auto'")
+        raise TypeError(
+            f"kernel is {described(kernel)}; give a kernel's name, a Kernel of your own or 'auto'"
+        )
     if kernel == "auto":
         return _fastest(operation, problem, limits)
     if kernel not in LADDER[operation]:

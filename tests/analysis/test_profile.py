@@ -170,9 +170,9 @@ def test_print_gives_both_command_lines_without_any_tool(without_tools):
     done = cli("fa2", "--print", "-M", 100, "--causal", "--Br", 16)
     ncu, nsys = map(shlex.split, done.stdout.splitlines())
     assert (ncu[0], nsys[0], done.stderr) == ("ncu", "nsys", "")
-    sizes = "-B 4 -H 16 -M 100 -N 100 -d 64 --causal bottom-right --dtype float32 --seed 0"
+    sizes = "-B 4 -H 16 -M 100 -N 100 -d 64 --causal=bottom-right --dtype float32 --seed 0"
     for command in (ncu, nsys):
-        assert shlex.join(command[-19:]) == f"{sizes} -c Br=16 --once"
+        assert shlex.join(command[-18:]) == f"{sizes} -c Br=16 --once"
     assert cli("fa2", "--print", "--tool", "nsys").stdout.startswith("nsys profile --stats=true")
 
 
@@ -273,7 +273,9 @@ def test_an_older_nsys_knows_an_average_only():
 def test_profile_runs_ncu_and_returns_counters(tools):
     log = tools("ncu", ncu_prints(["fa2"]))
     steps = []
-    found = cupyfa.profile("fa2", SMALL, progress=lambda *step: steps.append(step), Br=16)
+    found = cupyfa.profile(
+        "fa2", SMALL, progress=lambda *step: steps.append(step), tiles={"Br": 16}
+    )
     assert [x.counter for x in found] == list(profiling.COUNTERS)
     assert {x.launch for x in found} == {"fa2"}
     assert [step[:2] for step in steps] == [(0, 1), (1, 1)]
