@@ -200,6 +200,20 @@ def mma_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * (c.Qr + c.Qs * c.Qc) * widths + 8 * c.Qr
 
 
+def scalar_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: Any) -> Kernel:
+    """A kernel without tensor cores, of any dtype."""
+    return Kernel(
+        name,
+        adds,
+        launches,
+        operation="backward",
+        tiles=TILES,
+        candidates=CANDIDATES,
+        features=FEATURES,
+        **fields,
+    )
+
+
 def mma_delta(floats: Formula) -> Launch:
     """delta, and zeros for so many sums of a tile of rows."""
     return Launch(
@@ -414,19 +428,15 @@ KERNELS = (
             "dV_sum": ("batch kv_heads N dv", "real"),
         },
     ),
-    Kernel(
-        name="columns",
-        adds="P again from lse; a block keeps a tile of K and V, and adds to dQ with atomics",
-        operation="backward",
-        launches=(
+    scalar_kernel(
+        "columns",
+        "P again from lse; a block keeps a tile of K and V, and adds to dQ with atomics",
+        (
             DELTA,
             clear("dQ"),
             columns_launch("columns", "dQ_sum dK dV"),
             round_off("dQ"),
         ),
-        tiles=TILES,
-        candidates=CANDIDATES,
-        features=FEATURES,
         scratch={**DELTA_SCRATCH, "dQ_sum": ("batch heads M d", "real")},
         tflops={
             "float16": {64: 12.3},
@@ -435,12 +445,10 @@ KERNELS = (
         },
         unordered=("dQ",),
     ),
-    Kernel(
-        name="rows",
-        adds="the mirror image: a block keeps a tile of Q, and adds to dK and dV",
-        after=("columns",),
-        operation="backward",
-        launches=(
+    scalar_kernel(
+        "rows",
+        "the mirror image: a block keeps a tile of Q, and adds to dK and dV",
+        (
             DELTA,
             clear("dK"),
             clear("dV"),
@@ -448,9 +456,7 @@ KERNELS = (
             round_off("dK"),
             round_off("dV"),
         ),
-        tiles=TILES,
-        candidates=CANDIDATES,
-        features=FEATURES,
+        after=("columns",),
         scratch={
             **DELTA_SCRATCH,
             "dK_sum": ("batch kv_heads N d", "real"),
@@ -463,19 +469,15 @@ KERNELS = (
         },
         unordered=("dK", "dV"),
     ),
-    Kernel(
-        name="two_pass",
-        adds="both, each with what stays on chip: no atomics, 7 products for 5",
-        after=("columns", "rows"),
-        operation="backward",
-        launches=(
+    scalar_kernel(
+        "two_pass",
+        "both, each with what stays on chip: no atomics, 7 products for 5",
+        (
             DELTA,
             columns_launch("two_pass_columns", "dK dV"),
             rows_launch("two_pass_rows", "dQ"),
         ),
-        tiles=TILES,
-        candidates=CANDIDATES,
-        features=FEATURES,
+        after=("columns", "rows"),
         scratch=DELTA_SCRATCH,
         tflops={
             "float16": {64: 9.01},

@@ -15,12 +15,6 @@ from cupyfa.problem import MOST, Problem
 
 ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")
-SUMS_IN_MEMORY = {
-    "O_sum": ("batch heads M dv", "real"),
-    "row_max": ("batch heads M", "real"),
-    "row_sum": ("batch heads M", "real"),
-}
-ARGS_WITH_SUMS = "Q K V O lse O_sum row_max row_sum sizes heads group scale mods"
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}
     for Br in (128, 64, 32, 16, 8, 4, 2, 1)
@@ -310,6 +304,46 @@ def baseline(name: str, softmax: str, adds: str, after: Sequence[str] = ()) -> K
     )
 
 
+def seed_kernel(
+    name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
+) -> Kernel:
+    """One block for each head; sums, maxima and O go through memory."""
+    launch = Launch(
+        name,
+        args="Q K V O lse O_sum row_max row_sum sizes heads group scale mods",
+        grid=lambda p, c: p.heads * p.batch,
+        threads=threads,
+        shared=shared,
+    )
+    sums = {
+        "O_sum": ("batch heads M dv", "real"),
+        "row_max": ("batch heads M", "real"),
+        "row_sum": ("batch heads M", "real"),
+    }
+    return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
+
+
+def fa2_kernel(name: str, adds: str, *, shared: Formula, **fields: Any) -> Kernel:
+    """One block for Br rows, with a thread for each."""
+    launch = Launch(
+        name,
+        args="Q K V O lse sizes heads batch group scale mods",
+        grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+        threads=lambda p, c: c.Br,
+        shared=shared,
+    )
+    return Kernel(
+        name,
+        adds,
+        (launch,),
+        tiles=ROW_TILES,
+        candidates=ROW_CANDIDATES,
+        rules=WHOLE_GROUPS,
+        features=EVERYTHING,
+        **fields,
+    )
+
+
 def mma_kernel(
     name: str,
     adds: str,
@@ -547,79 +581,42 @@ KERNELS = (
         "the same with the online softmax",
         after=("baseline",),
     ),
-    Kernel(
-        name="minimal",
-        adds="S and P stay on chip; a thread owns a row; O, max and sum go through memory",
-        launches=(
-            Launch(
-                "minimal",
-                args=ARGS_WITH_SUMS,
-                grid=lambda p, c: p.heads * p.batch,
-                threads=lambda p, c: c.Bc,
-                shared=lambda p, c: p.bytes(
-                    reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
-                ),
-            ),
-        ),
-        tiles=tuple({"Br": size, "Bc": size} for size in (32, 16, 8, 4, 2, 1)),
+    seed_kernel(
+        "minimal",
+        "S and P stay on chip; a thread owns a row; O, max and sum go through memory",
+        threads=lambda p, c: c.Bc,
+        shared=lambda p, c: p.bytes(reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
+        tiles=named("Br Bc", *((size, size) for size in (32, 16, 8, 4, 2, 1))),
         candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
         rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
-        features=ALL_BUT_WINDOWS,
-        scratch=SUMS_IN_MEMORY,
     ),
-    Kernel(
-        name="v1",
-        adds="a block works on one row at a time: loads are coalesced, dot products summed by all",
-        after=("minimal",),
-        launches=(
-            Launch(
-                "v1",
-                args=ARGS_WITH_SUMS,
-                grid=lambda p, c: p.heads * p.batch,
-                threads=lambda p, c: 128,
-                shared=lambda p, c: p.bytes(
-                    reals=128 // WARP * c.Bc, scalars=p.d + c.Bc * (p.d + p.dv)
-                ),
-            ),
-        ),
-        tiles=({"Bc": 4}, {"Bc": 2}, {"Bc": 1}),
+    seed_kernel(
+        "v1",
+        "a block works on one row at a time: loads are coalesced, dot products summed by all",
+        threads=lambda p, c: 128,
+        shared=lambda p, c: p.bytes(reals=128 // WARP * c.Bc, scalars=p.d + c.Bc * (p.d + p.dv)),
+        tiles=named("Bc", (4,), (2,), (1,)),
         candidates={"Bc": (1, 2, 4, 8, 16, 32)},
-        features=ALL_BUT_WINDOWS,
-        scratch=SUMS_IN_MEMORY,
+        after=("minimal",),
     ),
-    Kernel(
-        name="v2",
-        adds="one warp per row: shuffles instead of barriers",
-        after=("v1",),
-        launches=(
-            Launch(
-                "v2",
-                args=ARGS_WITH_SUMS,
-                grid=lambda p, c: p.heads * p.batch,
-                threads=lambda p, c: WARP * c.Br,
-                shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
-            ),
-        ),
-        tiles=({"Br": 4, "Bc": 2}, {"Br": 2, "Bc": 2}, {"Br": 2, "Bc": 1}, {"Br": 1, "Bc": 1}),
+    seed_kernel(
+        "v2",
+        "one warp per row: shuffles instead of barriers",
+        threads=lambda p, c: WARP * c.Br,
+        shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
+        tiles=named("Br Bc", (4, 2), (2, 2), (2, 1), (1, 1)),
         candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
-        features=ALL_BUT_WINDOWS,
-        scratch=SUMS_IN_MEMORY,
+        after=("v1",),
     ),
-    Kernel(
-        name="v3",
-        adds="tensor cores (WMMA); also cut along d, so shared memory does not depend on it",
-        launches=(
-            Launch(
-                "v3",
-                args=ARGS_WITH_SUMS,
-                grid=lambda p, c: p.heads * p.batch,
-                threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-                shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
-            ),
-        ),
-        tiles=tuple(
-            {"Br": Br, "Bc": Bc, "Wr": Wr, "Wc": 16}
-            for Br, Bc, Wr in ((64, 32, 32), (32, 32, 16), (64, 16, 16), (16, 32, 16), (32, 16, 16))
+    seed_kernel(
+        "v3",
+        "tensor cores (WMMA); also cut along d, so shared memory does not depend on it",
+        threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
+        shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
+        tiles=named(
+            "Br Bc Wr Wc",
+            *((64, 32, 32, 16), (32, 32, 16, 16), (64, 16, 16, 16)),
+            *((16, 32, 16, 16), (32, 16, 16, 16)),
         ),
         candidates={"Br": (32, 64, 128), "Bc": (32, 64), "Wr": (16, 32, 64), "Wc": (16, 32)},
         rules={
@@ -627,65 +624,38 @@ KERNELS = (
             "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
         },
         dtypes=("float16", "bfloat16", "float32"),
-        features=ALL_BUT_WINDOWS,
-        scratch=SUMS_IN_MEMORY,
         rounding="float16",
         tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
     ),
-    Kernel(
-        name="fa2",
-        adds="Q outside, K and V inside: a row's output, max and sum never leave the block",
-        after=("minimal",),
-        launches=(
-            Launch(
-                "fa2",
-                args="Q K V O lse sizes heads batch group scale mods",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-                threads=lambda p, c: c.Br,
-                shared=lambda p, c: p.bytes(
-                    reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
-                ),
-            ),
+    fa2_kernel(
+        "fa2",
+        "Q outside, K and V inside: a row's output, max and sum never leave the block",
+        shared=lambda p, c: p.bytes(
+            reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
         ),
-        tiles=ROW_TILES,
-        candidates=ROW_CANDIDATES,
-        rules=WHOLE_GROUPS,
-        features=EVERYTHING,
         tflops={
             "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},
             "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
             "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
             "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
         },
+        after=("minimal",),
     ),
-    Kernel(
-        name="fa2_coalesced",
-        adds="loads and stores row by row; padded rows; V takes K's place in shared memory",
-        after=("fa2",),
-        launches=(
-            Launch(
-                "fa2_coalesced",
-                args="Q K V O lse sizes heads batch group scale mods",
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-                threads=lambda p, c: c.Br,
-                shared=lambda p, c: p.bytes(
-                    reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),
-                    scalars=c.Br * padded(p.d, p.itemsize)
-                    + c.Bc * padded(max(p.d, p.dv), p.itemsize),
-                    align=16,
-                ),
-            ),
+    fa2_kernel(
+        "fa2_coalesced",
+        "loads and stores row by row; padded rows; V takes K's place in shared memory",
+        shared=lambda p, c: p.bytes(
+            reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),
+            scalars=c.Br * padded(p.d, p.itemsize) + c.Bc * padded(max(p.d, p.dv), p.itemsize),
+            align=16,
         ),
-        tiles=ROW_TILES,
-        candidates=ROW_CANDIDATES,
-        rules=WHOLE_GROUPS,
-        features=EVERYTHING,
         tflops={
             "float16": {64: 15.4, 128: 10.4, 256: 10.3, 1024: 1.64},
             "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},
             "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
             "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
         },
+        after=("fa2",),
     ),
     mma_kernel(
         "mma_split_q",
