@@ -79,12 +79,12 @@ def odd_width(width: int, itemsize: int) -> int:
 
 
 def columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """dK and dV, and what the two passes have in common."""
+    """Sums of dK and dV, and what both passes need."""
     return _shared(p, c, c.Bc * (p.d + p.dv))
 
 
 def rows_shared(p: Problem, c: SimpleNamespace) -> int:
-    """dQ, and what the two passes have in common."""
+    """Sums of dQ, and what both passes need."""
     return _shared(p, c, c.Br * p.d)
 
 
@@ -118,19 +118,19 @@ def rows_launch(name: str, outputs: str) -> Launch:
 
 
 def clear(name: str) -> Launch:
-    """Zeros for the sums of dQ, dK or dV."""
+    """Clears the sums of dQ, dK or dV."""
     rows, heads = _axes(name)[:2]
     return _on_elements("clear_sums", name, f"{name}_sum {rows} {heads}")
 
 
 def round_off(name: str) -> Launch:
-    """The sums of dQ, dK or dV in the dtype of the inputs."""
+    """Converts sums of dQ, dK or dV to the dtype of the inputs."""
     rows, heads = _axes(name)[:2]
     return _on_elements("round_sums", name, f"{name}_sum {name} {rows} {heads} scale")
 
 
 def _axes(name: str) -> tuple[str, str, str]:
-    """What counts the rows, heads and columns of a gradient."""
+    """The names of the sizes that count rows, heads and columns of a gradient."""
     rows, heads = ("M", "heads") if name == "dQ" else ("N", "kv_heads")
     return rows, heads, "dv" if name == "dV" else "d"
 
@@ -153,7 +153,7 @@ def _on_elements(entry: str, name: str, args: str) -> Launch:
 
 
 def finish(name: str) -> Launch:
-    """The sums of dQ, dK or dV in the dtype of the inputs; those that are NaN are summed again."""
+    """Converts sums of dQ, dK or dV to the dtype of the inputs; recomputes those that are NaN."""
     entry, products = {
         "dQ": ("finish_rows", "dS K"),
         "dK": ("finish_keys", "dS Q"),
@@ -164,19 +164,19 @@ def finish(name: str) -> Launch:
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """Into how many parts gradient_products.cuh divides the rows of a product."""
+    """How many groups of warps share the rows of a product, as in gradient_products.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
 
 
 def _are_even(c: SimpleNamespace) -> bool:
-    """Whether the warps share out S evenly."""
+    """Whether every warp has equally many columns of S."""
     return c.Bc % (16 * (c.warps // parts_of_rows(c.Br, c.Bc, c.warps))) == 0
 
 
 def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
-    """The floats that a tile of rows has in dQ_sum."""
+    """The floats of a row tile in dQ_sum."""
     slices = 2 if p.d > 128 else 1
     width = cdiv(p.d, slices * 16) * 16
     across = c.warps // parts_of_rows(c.Br, width, c.warps)
@@ -184,7 +184,7 @@ def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """How many tiles of Br rows there are in all."""
+    """The number of row tiles of all heads."""
     return cdiv(p.M, c.Br) * p.heads * p.batch
 
 
@@ -215,7 +215,7 @@ def scalar_kernel(name: str, adds: str, launches: Sequence[Launch], **fields: An
 
 
 def mma_delta(floats: Formula) -> Launch:
-    """delta, and zeros for so many sums of a tile of rows."""
+    """Computes delta, and clears `floats` sums for each row tile."""
     return Launch(
         "mma_delta",
         args="O dO delta dQ_sum.data M heads",
@@ -284,17 +284,17 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
 
 
 def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
-    """The rows of all heads, each head's filled up to whole tiles."""
+    """The rows of all heads, padded to whole tiles in each head."""
     return p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
 
 
 def finishes(p: Problem) -> bool:
-    """Whether the last block of a key head makes dQ, as last_block.cuh says."""
+    """Whether the last block of a key head computes dQ, as last_block.cuh says."""
     return p.M * p.group <= 4096
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """Into how many parts dQ of a tile is shared out, as row_sums.cuh does."""
+    """How many blocks share dQ of a tile, as in row_sums.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -325,7 +325,7 @@ def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = No
 
 
 def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
-    """As many stages of dO as of Q, or one where that is more than shared memory holds."""
+    """As many stages of dO as of Q, or one if shared memory holds no more."""
     return c.stages if wgmma_wide_shared(p, c, c.stages) <= SHARED_OF_SM_90 else 1
 
 
@@ -348,12 +348,12 @@ def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _boxed_width(p: Problem) -> int:
-    """The columns of Q and dO, or K and V, filled up to boxes."""
+    """The columns of Q and dO, or of K and V, padded to whole boxes."""
     return _boxed(p.d) + _boxed(p.dv)
 
 
 def _boxed(columns: int) -> int:
-    """So many columns, filled up to boxes."""
+    """A number of columns, padded to whole boxes."""
     return cdiv(columns, 64) * 64
 
 

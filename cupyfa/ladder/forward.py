@@ -104,32 +104,32 @@ MMA_RULES = {
 
 
 def packed(p: Problem, c: SimpleNamespace) -> int:
-    """Query heads of a group whose rows share tiles: all, where one's would not half fill one, and
-    the rows of all can be counted.
+    """How many query heads of a group share row tiles: all, if the rows of one would fill less than
+    half a tile and the rows of all fit into an int; else one.
     """
     return p.group if c.Br >= 2 * p.M and p.M * p.group <= MOST else 1
 
 
 def mma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of Q, K and V, in 16-bit numbers, their columns filled up to whole products."""
+    """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
 
 
 def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same with `stages` of K and V; O takes the place of Q at the end."""
+    """The same with `stages` tiles of K and V; O takes the place of Q at the end."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """How many tiles of Br rows there are in all."""
+    """The number of row tiles of all heads."""
     heads = packed(p, c)
     return cdiv(p.M * heads, c.Br) * (p.heads // heads) * p.batch
 
 
 def seen_keys(p: Problem, c: SimpleNamespace) -> int:
-    """How many keys the rows of a tile see, at most."""
+    """The most keys that the rows of a tile see."""
     if p.left is None or p.right is None:
         return p.N
     return min(p.N, min(p.M, c.Br) + p.left + p.right)
@@ -149,8 +149,8 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether reading K and V takes longer than multiplying them, or their tiles, one after
-    another, longer than a quarter of the device would take for all.
+    """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
+    quarter of the device; in both cases only with at least 1024 keys.
     """
     few = p.M * p.group <= 64 or 4 * row_tiles(p, c) <= c.multiprocessors
     return few and seen_keys(p, c) >= 1024
@@ -163,12 +163,12 @@ def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same in float32."""
+    """The same tiles in float32."""
     return 2 * mma_async_shared(p, c)
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two of Q, four of K and V."""
+    """Tiles in boxes of 64 columns of 16 bits, and barriers: one or two for Q, four a stage."""
     depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
     Q_stages = getattr(c, "Q_stages", 1)
     tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
@@ -232,13 +232,13 @@ SLICED_CANDIDATES = {
 
 
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """P and the slices in 16 bits; for each row factors of tiles of keys and shares of warps."""
+    """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
     slices = c.stages * (c.Br + c.Bc) * c.Bd
     return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
 
 
 def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """The sums of O, its tiles filled up, if they have to wait for another span of keys."""
+    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
     tiles, col_warps = cdiv(p.dv, c.Bc), c.Bc // c.Wc
     width = cdiv(p.dv, tiles * col_warps * 16) * 16 * col_warps
     rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
@@ -255,14 +255,14 @@ WGMMA_SLICED_TILES = named(
 
 
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices, P of all tiles of a span but one in 16 bits, and two barriers a stage."""
+    """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
     slices = 2 * c.stages * (c.Br + c.Bc) * 64
     parked = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
     return cdiv(slices + parked + 16 * c.stages, 1024) * 1024
 
 
 def wgmma_sliced_width(p: Problem) -> int:
-    """The columns of a tile of O: of as many as 256 columns make, all are equally wide."""
+    """The columns of a tile of O, at most 256; all tiles are equally wide."""
     return cdiv(p.dv, cdiv(p.dv, 256) * 16) * 16
 
 
@@ -273,7 +273,7 @@ def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """The sums of O, its tiles filled up, if they have to wait for another span of keys."""
+    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
     rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
     return rows * cdiv(p.dv, 256) * wgmma_sliced_width(p) if c.span < p.N else 0
 
@@ -468,7 +468,7 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
-    """So many that a thread's part of a tile fits into its registers."""
+    """Enough threads that the share of each in a tile fits into its registers."""
     most = max(p.d, p.dv)
     return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 1024
 

@@ -1,4 +1,4 @@
-"""What `mma_slices_backward` is made of: P and dS in memory for a round of heads, or of keys."""
+"""The launches of `mma_slices_backward`: P and dS in memory, for a round of heads or keys."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def weights_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_keys(p: Problem, c: SimpleNamespace) -> int:
-    """How many keys a round has: all in whole eights, or, where one group of heads has more than
-    `room` tiles of scores, whole tiles.
+    """The keys of a round: all, rounded up to a multiple of 8; or, if one group of heads has more
+    than `room` tiles of scores, as many whole tiles as fit.
     """
     column = p.group * cdiv(p.M, c.Br)
     if column * cdiv(p.N, c.Bc) <= c.room:
@@ -58,40 +58,40 @@ def round_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_heads(p: Problem, c: SimpleNamespace) -> int:
-    """How many heads of K and V a round has, at most: as many as keep to `room` tiles of scores."""
+    """The most heads of K and V in a round: their scores fill at most `room` tiles."""
     tiles = p.group * cdiv(p.M, c.Br) * cdiv(p.N, c.Bc)
     return min(max(c.room // max(tiles, 1), 1), max(p.batch * p.kv_heads, 1))
 
 
 def rounds_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """How many rounds the keys of a head are in."""
+    """The number of rounds for the keys of one head."""
     return max(cdiv(p.N, max(round_keys(p, c), 1)), 1)
 
 
 def count(p: Problem, c: SimpleNamespace) -> int:
-    """How many rounds there are in all."""
+    """The number of rounds in all."""
     heads = max(p.batch * p.kv_heads, 1)
     return cdiv(heads, round_heads(p, c)) * rounds_of_keys(p, c)
 
 
 def width(columns: int, c: SimpleNamespace) -> int:
-    """The columns of a tile of gradients: as many tiles as Bc columns make are equally wide."""
+    """The columns of a tile of gradients, at most about Bc; all tiles are equally wide."""
     step = c.Bc // c.Wc * 16
     return cdiv(columns, cdiv(columns, c.Bc) * step) * step
 
 
 def tiles_of(columns: int, c: SimpleNamespace) -> int:
-    """How many tiles gradients of so many columns have side by side."""
+    """The number of tiles that cover the columns of a gradient."""
     return cdiv(columns, width(columns, c))
 
 
 def scores(p: Problem, c: SimpleNamespace) -> int:
-    """The numbers of P, or of dS, of a round."""
+    """The elements of P, or of dS, in a round."""
     return round_heads(p, c) * p.group * p.M * round_keys(p, c)
 
 
 def sums(p: Problem, c: SimpleNamespace) -> int:
-    """The sums of dQ, its tiles filled up, if they have to wait for another round of keys."""
+    """Elements of the sums of dQ, in whole tiles, if a head has several rounds of keys."""
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
@@ -133,12 +133,12 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
 
 
 def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of scores of a head of K and V in a round; one block even without keys."""
+    """Tiles of scores of one head of K and V in a round; at least one, even without keys."""
     return p.group * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), min(p.M, 1))
 
 
 def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of dV and dK of a head in a round, likewise."""
+    """Tiles of dV and dK of one head in a round; at least one of each."""
     tiles = tiles_of(p.dv, c) + tiles_of(p.d, c)
     return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
 

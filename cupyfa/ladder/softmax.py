@@ -8,7 +8,7 @@ WARP = 32
 
 
 def softmax_launch(name: str) -> Launch:
-    """One block of 256 threads per row; every warp leaves one sum in shared memory."""
+    """One block of 256 threads for each row; each warp stores one sum in shared memory."""
     return Launch(
         name,
         args="S P lse sizes heads mods",
