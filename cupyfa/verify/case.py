@@ -1,4 +1,4 @@
-"""One problem with everything that makes its inputs again: a seed, values, and how they lie."""
+"""A case: a problem, and the seed, values and memory layout of its inputs."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.prepared import fill
 
-# What the numbers are: each kind breaks kernels in its own way.
+# Kinds of numbers: each finds other faults.
 VALUES = {
     "normal": "normally distributed",
-    "uniform": "from 0 to 1: sums grow instead of cancelling",
+    "uniform": "from 0 to 1: sums grow, they do not cancel",
     "integers": "-2 … 2: products are exact",
-    "equal": "all keys the same: every weight is 1/n",
-    "one_hot": "V's row j is 1 in column j mod dv: O shows the weights themselves",
-    "huge": "scores up to about 10,000: exp overflows without the maximum",
+    "equal": "all keys are the same: every element of P is 1/n",
+    "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
+    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in one query, one key and one value",
     "inf": "infinity in one query, one key and one value",
-    "outliers": "normal, and one number of 1000 has another one added that is ten times as large",
+    "outliers": "normal; to one number of 1000 ten times another one is added",
 }
-# How arrays lie in memory: all of them are [batch, heads, rows, columns] to the kernel.
+# Memory layouts: kernels see [batch, heads, rows, columns] and strides.
 LAYOUTS = {
     "bhsd": "contiguous",
-    "bshd": "heads beside columns: [batch, rows, heads, columns] in memory",
+    "bshd": "[batch, rows, heads, columns] in memory",
     "packed": "Q, K and V (or K and V alone) are slices of one bshd array, where shapes allow",
     "reversed": "negative strides in batch, heads and rows",
     "gaps": "every second row of a wider array, NaN between",
-    "columns": "columns are not side by side",
-    "unaligned": "element 0 lies beside a multiple of 16 bytes",
+    "columns": "column-major: neighbouring rows are adjacent in memory",
+    "unaligned": "the address of element 0 is not a multiple of 16",
     "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
 _FAR = 2**31 + 64  # elements
-_WORK = 2e9  # products of scores and columns that a forward pass in float64 makes in about a second
+_WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,9 @@ class Case:
     def inputs(self, engine: Backend | None = None) -> dict[str, np.ndarray]:
         """The arrays of the operation, each [batch, heads, rows, columns].
 
-        O and lse, which gradients take, are what a forward pass without errors leaves. Where that
-        would take long, an engine that is given lets its fastest kernel leave them: what is right
-        for a gradient is said by the O and lse that there are. Raises Unsupported if the engine
-        does not reach so far.
+        O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
+        fastest kernel of the engine, if one is given, computes them: any O and lse define the
+        right gradients. Raises Unsupported if the engine does not have this layout.
         """
         if engine is not None:
             self.require_reach(engine)
@@ -84,16 +83,16 @@ class Case:
             if name not in ("O", "lse")
         }
         if "lse" in inputs:
-            arrays |= _left_by_forward(p, arrays, engine)
+            arrays |= _forward(p, arrays, engine)
         return arranged({name: arrays[name] for name in inputs}, self.layout)
 
     def require_reach(self, engine: Backend) -> None:
-        """Raises Unsupported if the layout is farther than the engine reaches."""
+        """Raises Unsupported if the engine does not have this layout."""
         if self.layout == "far" and engine.name == "simulator":
-            raise Unsupported("the simulator does not reach so far", "it needs a GPU")
+            raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
 
     def options(self) -> list[str]:
-        """The options of the command line that make it again."""
+        """The options of the command line for this case."""
         p = self.problem
         if self.operation == "softmax":
             sizes = ["-M", p.M, "-N", p.N]
@@ -115,8 +114,7 @@ class Case:
 def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
-    """The elements of one array, contiguous; scores are made by Q and K, or are S."""
-    makes_scores = name in ("Q", "K", "S")
+    """The elements of one array, contiguous."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if dtype.kind == "i":
@@ -133,7 +131,7 @@ def _drawn(
         x = rng.standard_normal(shape, np.float32)
     if values == "equal" and name in ("K", "S"):
         x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
-    elif values == "huge" and makes_scores:
+    elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
@@ -144,22 +142,22 @@ def _drawn(
     return x.astype(dtype)
 
 
-def _left_by_forward(
+def _forward(
     p: Problem, arrays: dict[str, np.ndarray], engine: Backend | None
 ) -> dict[str, np.ndarray]:
-    """O and lse, as a forward pass without errors would leave them in their dtypes."""
+    """O and lse of a correct forward pass, in their dtypes."""
     if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
-            return _left_by_a_kernel(p, arrays, engine)
+            return _forward_by_kernel(p, arrays, engine)
     out, lse = reference.attention(*(arrays[name] for name in "QKV"), **score_arguments(p))
     with np.errstate(all="ignore"):
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 
 
-def _left_by_a_kernel(
+def _forward_by_kernel(
     p: Problem, arrays: dict[str, np.ndarray], engine: Backend
 ) -> dict[str, np.ndarray]:
-    """O and lse, as the engine's fastest kernel leaves them that rounds nothing more."""
+    """O and lse of the engine's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     kernel = select.select("auto", "forward", p, engine.limits)
     plan = select.plan(kernel, p, engine.limits)
@@ -170,14 +168,14 @@ def _left_by_a_kernel(
 
 
 def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
-    """Contiguous arrays in one of LAYOUTS: the same elements in other places of memory."""
+    """Contiguous arrays in one of LAYOUTS: the same elements at other places in memory."""
     if layout == "packed":
         return _packed(arrays)
     return {name: _arranged(array, layout) for name, array in arrays.items()}
 
 
 def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
-    if x.ndim < 4:  # lse, which nobody keeps in another way
+    if x.ndim < 4:  # lse has one layout
         return x
     if layout == "bshd":
         return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
@@ -202,7 +200,7 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
 def _far(x: np.ndarray) -> np.ndarray:
     """The outermost axis with more than one element has a stride of more than 2**31 elements.
 
-    What lies between is never touched, so that it takes addresses and no memory.
+    The memory between is never touched, so it takes addresses only.
     """
     axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
     if axis is None or not x.size:
@@ -216,7 +214,7 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays as slices of one [batch, rows, all their heads, columns], as far as shapes allow."""
+    """Slices of one array [batch, rows, all heads, columns], where rows and columns agree."""
     rows_and_columns = {name: x.shape[2:] for name, x in arrays.items()}
     alike = [x for x in arrays if rows_and_columns[x] == rows_and_columns[list(arrays)[-1]]]
     beside = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2)

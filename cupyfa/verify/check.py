@@ -1,4 +1,4 @@
-"""Kernels checked on the cases of a grid, and a failure run again from its file."""
+"""Checks kernels on the cases of a grid, and runs a stored failure again."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ from cupyfa.verify.workers import Here, Process, Worker, in_parallel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-EXAMINED = 5  # failures of a kernel, the first ones: they are shrunk and written
-MOST_SAMPLES = 100_000  # all are drawn before the first one runs
-_LONGEST = 1_000_000  # seconds, for a timeout
-_TO_BEGIN = 60.0  # seconds until a kernel that is repeated is compiled and runs
-_PATIENCE = 3  # times that a kernel may hang or end its process
-_WHILE_SHRINKING = 10.0  # seconds that a kernel may take
+EXAMINED = 5  # failures of a kernel that are shrunk and written to files
+MOST_SAMPLES = 100_000  # all cases exist before the first one runs
+_LONGEST = 1_000_000  # seconds, of a timeout
+_TO_BEGIN = 60.0  # seconds to start and compile, for the command that repeats a failure
+_PATIENCE = 3  # times that a kernel may hang or crash before it is given up
+_WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
 
 KernelOrName = str | Kernel
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How one kernel did.
+    """The results of one kernel.
 
-    worst: the largest error / bound of its right results, None without one. not_run: on how many
-    cases it did not run, by the reason.
+    worst: the largest error / bound of its right results, if it has any. not_run: the number of
+    cases that it did not run on, by reason.
     """
 
     kernel: str
@@ -83,7 +83,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of a check; as a string, in one line."""
+    """The results of a check; its string is one line."""
 
     grid: str
     device: str
@@ -103,11 +103,8 @@ class Checked:
         return sum(tally.right for tally in self.tallies)
 
     def __str__(self) -> str:
-        worst = max(
-            (tally for tally in self.tallies if tally.worst is not None),
-            key=lambda tally: tally.worst or 0.0,
-            default=None,
-        )
+        ran = [tally for tally in self.tallies if tally.worst is not None]
+        worst = max(ran, key=lambda tally: tally.worst or 0.0, default=None)
         not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in not_run.most_common())
         parts = (
@@ -122,9 +119,9 @@ class Checked:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was interrupted; ``checked`` is what it found until then.
+    """A check was interrupted; ``checked`` has the results until then.
 
-    Its cause is KeyboardInterrupt, or SystemExit if a signal handler raised that.
+    The cause is a KeyboardInterrupt, or a SystemExit that a signal handler raised.
     """
 
     def __init__(self, checked: Checked) -> None:
@@ -149,18 +146,17 @@ def check(
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
-    kernels: names, ``script.py:name`` included, or records. grid, samples, seed and dtypes: which
-    cases, as for ``grids.cases``. options: of attention, in place of the grid's own; with a
-    precision, inputs are float32 unless dtypes are given. reruns: how often each kernel runs again
-    and must give the same bits. jobs: how many processes work at a time, on the visible GPUs in
-    turn if they are alike; 0 works in this one, the only one that can run records. timeout:
-    seconds after which a process is ended whose kernel gives no answer. failures: a folder for the
-    files of the first EXAMINED failures of each kernel, which ``replay`` reads; made when there is
-    one. Those on ``fuzz`` are made small first. The command that repeats a failure of a record of
-    one's own has SCRIPT.py in place of the script that it stands in.
+    kernels: names, also ``script.py:name``, or records. grid, samples, seed, dtypes: the cases, as
+    for ``grids.cases``. options: of attention, in place of the grid's own; with a precision, inputs
+    are float32 unless dtypes are given. reruns: how often each kernel runs again and must give the
+    same bits. jobs: the number of worker processes, which use the visible GPUs in turn if these are
+    alike; 0 runs in this process, which records need. timeout: seconds until a worker process whose
+    kernel does not end is ended. failures: a folder, created if necessary, for the files of the
+    first EXAMINED failures of each kernel, for ``replay``. Failures on ``fuzz`` are shrunk first.
+    The command that repeats a failure has SCRIPT.py in place of the script of a record.
 
-    Raises ValueError for arguments that are wrong, DeviceError if there is no such backend, and
-    Interrupted, with what was found so far, on Ctrl-C or where a signal's handler exits.
+    Raises ValueError for wrong arguments, DeviceError without such a backend, and Interrupted with
+    the results so far on Ctrl-C or if a signal handler exits.
     """
     start = time.monotonic()
     if not 0 < timeout <= _LONGEST:
@@ -196,7 +192,7 @@ def check(
         folder = Path(failures) if failures is not None else None
         found = _examined(workers, sheet, engine, folder, shrink=grid == "fuzz")
     except (KeyboardInterrupt, SystemExit) as ended:
-        found = [_failure(engine, task, outcome) for task, outcome in sheet.in_order()]
+        found = [_failure(engine, task, outcome) for task, outcome in sheet.failed()]
         raise Interrupted(so_far(found)) from ended
     finally:
         for worker in workers:
@@ -206,7 +202,7 @@ def check(
 
 @dataclass(frozen=True)
 class Replayed:
-    """A failure that was stored, and what the same inputs give now."""
+    """A stored failure, and the outcome of the same inputs now."""
 
     stored: Stored
     now: Outcome
@@ -216,12 +212,12 @@ class Replayed:
 def replay(
     file: str | Path, kernel: KernelOrName | None = None, backend: str | Backend = "auto"
 ) -> Replayed:
-    """Runs the kernel of a file that ``check`` wrote, or another one, on the inputs in it.
+    """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
 
-    With the constants it had then, if they can be had here, and in the simulator with the threads
-    in the order they had, unless ``backend`` has another. Raises OSError if the file cannot be
-    read, ValueError if it is damaged or of a record of one's own and no kernel is given, and
-    Unsupported if the kernel cannot do the case.
+    The kernel has its constants of the file where they are possible here, and the simulator the
+    thread order of the file unless ``backend`` has its own. Raises OSError if the file cannot be
+    read, ValueError if it is damaged or if its kernel is a record and none is given, and
+    Unsupported if the kernel cannot run the case.
     """
     engine, stored = backend_named(backend), read(file)
     if isinstance(engine, Simulator) and engine.schedule is None:
@@ -229,7 +225,7 @@ def replay(
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
-            f"{file} is of {name}, a record of your own; give it as kernel= or, on the command "
+            f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
             f"line, as --kernel script.py:{name}"
         )
     chosen = kernel or name
@@ -255,7 +251,7 @@ def replay(
 
 
 def _with_options(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """The cases with the options that were asked for, each once; a softmax has none."""
+    """The cases with the given options, without repetition; a softmax has no options."""
     if not given:
         return list(cases)
     changed = (
@@ -268,7 +264,7 @@ def _with_options(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]
 def _by_operation(
     kernels: KernelOrName | Sequence[KernelOrName], jobs: int
 ) -> dict[str, tuple[KernelOrName, ...]]:
-    """The kernels of each operation, in the order given, each once."""
+    """The kernels of each operation in the given order, without repetition."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
@@ -288,61 +284,55 @@ def _by_operation(
 
 
 class _Sheet:
-    """What is known so far."""
+    """The outcomes so far, each with its task and the task's index."""
 
     def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
         names = [name_of(kernel) for task in tasks for kernel in task.kernels]
-        self._total = len(names)
+        self._total, self._names = len(names), list(dict.fromkeys(names))
         self._progress = progress
-        self._outcomes = {name: Counter[str]() for name in names}  # how many of each kind
-        self._not_run = {name: Counter[str]() for name in names}
-        self._worst: dict[str, float] = {}
-        self._failed: list[tuple[int, Task, Outcome]] = []
+        self._done: list[tuple[int, Task, Outcome]] = []
+        self._failed = 0
 
     def add(self, index: int, task: Task, outcome: Outcome) -> None:
-        """Takes down what came of one kernel on the task of an index."""
-        name = outcome.kernel
-        if outcome.failed:
-            self._failed.append((index, task, outcome))
-        elif outcome.kind != RIGHT:
-            reason = outcome.message if outcome.kind == UNSUPPORTED else "not enough memory"
-            self._not_run[name][reason] += 1
-        elif outcome.worst:
-            self._worst[name] = max(self._worst.get(name, 0.0), outcome.worst.ratio)
-        self._outcomes[name][outcome.kind] += 1
-        done = sum(counts.total() for counts in self._outcomes.values())
-        self._progress(done, self._total, f"{len(self._failed)} failed")
+        """Adds the outcome of one kernel."""
+        self._done.append((index, task, outcome))
+        self._failed += outcome.failed
+        self._progress(len(self._done), self._total, f"{self._failed} failed")
 
-    def in_order(self) -> list[tuple[Task, Outcome]]:
+    def failed(self) -> list[tuple[Task, Outcome]]:
         """The failures, kernel by kernel in the order of the cases."""
-        order = list(self._outcomes)
-        by_kernel = sorted(self._failed, key=lambda x: (order.index(x[2].kernel), x[0]))
-        return [(task, outcome) for _, task, outcome in by_kernel]
+        failed = [x for x in self._done if x[2].failed]
+        failed.sort(key=lambda x: (self._names.index(x[2].kernel), x[0]))
+        return [(task, outcome) for _, task, outcome in failed]
 
     def tallies(self) -> tuple[Tally, ...]:
-        return tuple(
-            Tally(
-                kernel=name,
-                runs=kinds.total() - kinds[UNSUPPORTED] - kinds[NO_MEMORY],
-                right=kinds[RIGHT],
-                worst=self._worst.get(name),
-                not_run=dict(self._not_run[name]),
-            )
-            for name, kinds in self._outcomes.items()
-        )
+        by_name: dict[str, list[Outcome]] = {name: [] for name in self._names}
+        for _, _, outcome in self._done:
+            by_name[outcome.kernel].append(outcome)
+        return tuple(_tally(name, outcomes) for name, outcomes in by_name.items())
+
+
+def _tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
+    reasons = {NO_MEMORY: "not enough memory"}
+    not_run = Counter(
+        reasons.get(x.kind, x.message) for x in outcomes if x.kind in (UNSUPPORTED, NO_MEMORY)
+    )
+    right = [x for x in outcomes if x.kind == RIGHT]
+    worst = max((x.worst.ratio for x in right if x.worst), default=None)
+    return Tally(name, len(outcomes) - not_run.total(), len(right), worst, not_run)
 
 
 def _run(workers: Sequence[Worker], tasks: Sequence[tuple[int, Task]], sheet: _Sheet) -> None:
-    """Runs numbered tasks. What may be the neighbours' fault is run once more, alone.
+    """Runs tasks with their indices. What other workers may have caused is run again, alone.
 
-    A kernel that hung or died a few times is given no more cases.
+    A kernel that hung or died _PATIENCE times is given up.
     """
     alone = len(workers) == 1
-    lost = Counter[str]()  # answers, by kernel
+    lost = Counter[str]()  # outcomes without a result, by kernel
     later: list[tuple[int, Task]] = []
     tasks = list(tasks)
     if not alone:
-        random.Random(0).shuffle(tasks)  # so that GPU and CPU have work all the time
+        random.Random(0).shuffle(tasks)  # so that GPU and CPU are both busy all the time
 
     def job(worker: Worker, item: tuple[int, Task]) -> list[Outcome]:
         task = item[1]
@@ -370,31 +360,31 @@ def _run(workers: Sequence[Worker], tasks: Sequence[tuple[int, Task]], sheet: _S
 def _examined(
     workers: Sequence[Worker], sheet: _Sheet, engine: Backend, folder: Path | None, *, shrink: bool
 ) -> list[Failure]:
-    """The failures; the first ones of each kernel smaller if they are to be, and in files."""
-    failed = sheet.in_order()
+    """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
+    failed = sheet.failed()
     first = _first_of_each_kind(failed) if shrink or folder else []
 
     def job(worker: Worker, item: tuple[int, tuple[Task, Outcome]]) -> Failure:
         return _closer(worker, engine, *item[1], shrink=shrink)
 
     closer = {item[0]: failure for item, failure in in_parallel(workers, job, first)}
-    if folder and closer:
-        made_with = environment.describe(engine)
-        for i, failure in closer.items():
-            try:
-                task, outcome = failed[i]
-                file = write(
-                    folder,
-                    failure,
-                    reruns=task.reruns,
-                    made_with=made_with,
-                    schedule=getattr(engine, "schedule", None),
-                    has_name=has_name(_kernel_of(task, outcome)),
-                )
-            except OSError as error:  # the check is not to be lost for that
-                warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
-                break
-            closer[i] = replace(failure, file=file)
+    made_with = environment.describe(engine) if folder and closer else {}
+    for i, failure in closer.items() if folder else ():
+        assert folder
+        task, outcome = failed[i]
+        stored = Stored(
+            failure.case,
+            failure.outcome,
+            reruns=task.reruns,
+            schedule=getattr(engine, "schedule", None),
+            has_name=has_name(_kernel_of(task, outcome)),
+            made_with=made_with,
+        )
+        try:
+            closer[i] = replace(failure, file=write(folder, stored, failure.command))
+        except OSError as error:  # the results of the check are worth more than its files
+            warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
+            break
     found = [closer.get(i) or _failure(engine, *one) for i, one in enumerate(failed)]
     return list({failure.command: failure for failure in found}.values())
 
@@ -402,14 +392,14 @@ def _examined(
 def _first_of_each_kind(
     failed: Sequence[tuple[Task, Outcome]],
 ) -> list[tuple[int, tuple[Task, Outcome]]]:
-    """The numbers of the failures to look at: of each kernel a few, of all kinds it has."""
+    """The indices and failures to examine: EXAMINED of each kernel, of all its kinds in turn."""
     of_kind, of_kernel = Counter[tuple[str, str]](), Counter[str]()
-    ranks = []
-    for _, outcome in failed:
-        ranks.append(of_kind[outcome.kernel, outcome.kind])
+    ranked = []
+    for i, (_, outcome) in enumerate(failed):
+        ranked.append((of_kind[outcome.kernel, outcome.kind], i))
         of_kind[outcome.kernel, outcome.kind] += 1
     first = []
-    for i in sorted(range(len(failed)), key=lambda i: ranks[i]):
+    for _, i in sorted(ranked):
         kernel = failed[i][1].kernel
         of_kernel[kernel] += 1
         if of_kernel[kernel] <= EXAMINED:
@@ -420,7 +410,7 @@ def _first_of_each_kind(
 def _closer(
     worker: Worker, engine: Backend, task: Task, outcome: Outcome, *, shrink: bool
 ) -> Failure:
-    """A failure seen once more, with arrays, and on a smaller case if it is to be."""
+    """The failure again with its arrays, on a smaller case if ``shrink``."""
     task = replace(task, kernels=(_kernel_of(task, outcome),), keep=True)
     quick = replace(task, keep=False, timeout=min(task.timeout, _WHILE_SHRINKING))
 
@@ -449,6 +439,6 @@ def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
     }
     named = replace(outcome, kernel=script + outcome.kernel)
     again = command(task.case, named, options)
-    if outcome.kind == NO_ANSWER:  # it would not end by itself
+    if outcome.kind == NO_ANSWER:  # the command would not end
         again = f"timeout -k 5 {task.timeout + _TO_BEGIN:g} {again}"
     return Failure(task.case, outcome, again)

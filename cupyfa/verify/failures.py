@@ -1,4 +1,4 @@
-"""What a check found wrong: what failed and how, the command that repeats it, and a file of it."""
+"""Failures of a check: the outcome, the command that repeats it, and the file that stores it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cupyfa.problem import Problem
 from cupyfa.verify.case import Case
 
 RIGHT, UNSUPPORTED, NO_MEMORY = "right", "not supported", "out of memory"
-# All other kinds of outcomes are failures.
+# All other kinds of outcomes are failures:
 WRONG_RESULT = "wrong result"
 WROTE_OUTSIDE = "wrote outside"
 DIFFERS = "differs between runs"
@@ -35,7 +35,7 @@ ERROR = "error"
 NO_ANSWER = "no answer"
 DIED = "the process died"
 
-LARGEST_FILE = 250 * 2**20  # bytes of arrays, without the results
+LARGEST_FILE = 250 * 2**20  # bytes of a file's arrays besides the results
 _FORMAT = "cupyfa failure 2"
 
 Arrays = Mapping[str, np.ndarray]
@@ -43,10 +43,10 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one kernel on one case.
+    """The outcome of one kernel on one case.
 
-    kind: RIGHT, UNSUPPORTED, NO_MEMORY, or what went wrong. message: in words; of what is not
-    supported, the reason. arrays: what a file of the failure is to hold, if that was asked for.
+    kind: RIGHT, UNSUPPORTED, NO_MEMORY or a kind of failure. message: the reason in words. arrays:
+    those of a failure's file, if they were asked for.
     """
 
     kernel: str
@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the kernel did what it must not do."""
+        """Whether the kernel is wrong."""
         return self.kind not in (RIGHT, UNSUPPORTED, NO_MEMORY)
 
     @property
     def worst(self) -> Verdict | None:
-        """The verdict that lies farthest from the reference, measured by its bound."""
+        """The verdict with the largest error / bound."""
         return max(self.verdicts, key=lambda verdict: verdict.ratio, default=None)
 
 
@@ -71,8 +71,8 @@ class Outcome:
 class Failure:
     """A kernel that failed on a case.
 
-    found_on: the case it was found on, where ``case`` is a smaller one that fails in the same way.
-    command: what repeats it. file: what ``replay`` reads, where one was written.
+    command: repeats the failure. found_on: the original case if ``case`` was made smaller. file:
+    for ``replay``, if one was written.
     """
 
     case: Case
@@ -102,17 +102,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Stored:
-    """A failure as a file holds it: also how often the kernel was run again, and with what.
+    """A failure in a file.
 
-    schedule: of the simulator's threads. has_name: whether the kernel's name finds it again.
+    schedule: of the simulator's threads. has_name: whether the kernel can be found by its name.
+    made_with: device and versions.
     """
 
     case: Case
     outcome: Outcome
-    reruns: int
-    schedule: int | None
-    has_name: bool
-    made_with: Mapping[str, str]
+    reruns: int = 0
+    schedule: int | None = None
+    has_name: bool = True
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
@@ -122,62 +123,49 @@ class Stored:
 
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
-    """The command line that repeats an outcome, with these options where they have a value."""
+    """The command line that repeats an outcome, with the options that have a value."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     fixed = [f"--constant={name}={value}" for name, value in outcome.constants.items()]
     return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
 
 
-def write(
-    folder: Path,
-    failure: Failure,
-    *,
-    reruns: int,
-    made_with: Mapping[str, str],
-    schedule: int | None = None,
-    has_name: bool = True,
-) -> Path | None:
-    """Writes a failure's arrays and all that is known of it, as in ``Stored``, for ``read``.
+def write(folder: Path, stored: Stored, command: str) -> Path | None:
+    """Writes a failure for ``read``, under a name made from the command that repeats it.
 
-    Returns None if it has no arrays. Raises OSError.
+    Returns None without arrays. Raises OSError.
     """
-    arrays = failure.outcome.arrays
-    if not arrays:
+    outcome = stored.outcome
+    if not outcome.arrays:
         return None
     about = {
+        **{name: x for name, x in vars(stored).items() if name not in ("case", "outcome")},
+        **{name: x for name, x in vars(outcome).items() if name != "arrays"},
         "format": _FORMAT,
-        "case": _plain_case(failure.case),
-        "kernel": failure.outcome.kernel,
-        "kind": failure.outcome.kind,
-        "message": failure.outcome.message,
-        "verdicts": [vars(verdict) for verdict in failure.outcome.verdicts],
-        "constants": dict(failure.outcome.constants),
-        "reruns": reruns,
-        "schedule": schedule,
-        "has_name": has_name,
-        "command": failure.command,
-        "made_with": dict(made_with),
-        "dtypes": {name: x.dtype.name for name, x in arrays.items()},
+        "case": {**vars(stored.case), "problem": stored.case.problem.record()},
+        "verdicts": [vars(verdict) for verdict in outcome.verdicts],
+        "command": command,
+        "dtypes": {name: x.dtype.name for name, x in outcome.arrays.items()},
     }
     content = io.BytesIO()
-    members = {name: _known_to_numpy(x) for name, x in arrays.items()}
-    np.savez(content, allow_pickle=False, about=np.array(json.dumps(about)), **members)
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(failure.outcome.kernel).name).strip("-")
-    digest = hashlib.sha256(failure.command.encode()).hexdigest()[:8]
+    arrays = {name: _known_to_numpy(x) for name, x in outcome.arrays.items()}
+    plain = json.dumps(about, default=dict)
+    np.savez(content, allow_pickle=False, about=np.array(plain), **arrays)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(outcome.kernel).name).strip("-")
+    digest = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = folder / f"{name}-{digest}.npz"
     store.write_whole(path, content.getvalue())
     return path
 
 
 def read(path: str | Path) -> Stored:
-    """The failure in a file that ``write`` wrote.
+    """The failure in a file of ``write``.
 
-    Raises OSError if the file cannot be read, and ValueError if it is damaged or another's.
+    Raises OSError if the file cannot be read, and ValueError if it is damaged or no such file.
     """
     try:
         with Path(path).open("rb") as file:
-            if not zipfile.is_zipfile(file):  # np.load would take it for a pickle
-                raise ValueError("it is no .npz file")
+            if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
+                raise ValueError("it is not an .npz file")
         with np.load(path, allow_pickle=False) as members:
             about = json.loads(str(members["about"]))
             if about["format"] != _FORMAT:
@@ -187,7 +175,7 @@ def read(path: str | Path) -> Stored:
                 for name, dtype in about["dtypes"].items()
             }
         stored = Stored(
-            case=_case_of(about["case"]),
+            case=Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])}),
             outcome=Outcome(
                 kernel=str(about["kernel"]),
                 kind=str(about["kind"]),
@@ -207,9 +195,9 @@ def read(path: str | Path) -> Stored:
         return stored
     except OSError:
         raise
-    except Exception as error:  # there is no end to what may be wrong with a file
+    except Exception as error:  # a damaged file can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{path} is damaged, or no file of `cupyfa check` ({reason})") from None
+        raise ValueError(f"{path} is damaged, or not a file of `cupyfa check` ({reason})") from None
 
 
 def _check_inputs(stored: Stored) -> None:
@@ -221,13 +209,5 @@ def _check_inputs(stored: Stored) -> None:
 
 
 def _known_to_numpy(x: np.ndarray) -> np.ndarray:
-    """The elements of bfloat16 as integers, for which a file has a name."""
+    """The array, with the bits of bfloat16, a dtype that files do not have, as integers."""
     return np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
-
-
-def _plain_case(case: Case) -> dict[str, Any]:
-    return {**vars(case), "problem": case.problem.record()}
-
-
-def _case_of(plain: dict[str, Any]) -> Case:
-    return Case(**{**plain, "problem": Problem.of_record(plain["problem"])})

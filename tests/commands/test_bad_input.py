@@ -405,9 +405,8 @@ def stored(folder, kernel):
     """A file of a failure, as ``check`` writes it."""
     case = Case("forward", problem())
     outcome = failures.Outcome(kernel, failures.WRONG_RESULT, arrays=case.inputs())
-    failure = failures.Failure(case, outcome, command="")
     made_with = {"device": "the simulator", "cupyfa": "0"}
-    return failures.write(folder, failure, reruns=0, made_with=made_with)
+    return failures.write(folder, failures.Stored(case, outcome, made_with=made_with), "")
 
 
 @pytest.mark.parametrize("args, code, words", table("bad_commands.txt"))

@@ -43,6 +43,27 @@ def test_attention_is_what_one_would_write_first(causal_offset, kv_heads, scale)
     assert out.dtype == lse.dtype == np.float64
 
 
+@pytest.fixture
+def capped(monkeypatch):
+    """Scores become 2 * tanh(score / 2), as an option might ask for."""
+
+    def modified(scores, options):
+        ratio = np.tanh(scores / 2)
+        return 2 * ratio, 1 - ratio * ratio
+
+    monkeypatch.setattr(reference, "modified_scores", modified)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_modified_scores_are_those_of_every_precision(capped, precision):
+    q, k, v = inputs((1, 2, 7, 4), (1, 2, 10, 4), dv=5)
+    out, lse = reference.attention(q, k, v, scale=1.5, precision=precision)
+    P = np.exp(2 * np.tanh(1.5 * q @ k.mT / 2))
+    error = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 0.02}[precision]
+    np.testing.assert_allclose(lse, np.log(P.sum(-1)), rtol=0, atol=4 * error)
+    np.testing.assert_allclose(out, P @ v / P.sum(-1, keepdims=True), rtol=0, atol=4 * error)
+
+
 @pytest.mark.parametrize("tile", [1, 16, 1 << 18])
 def test_tiles_change_nothing(monkeypatch, tile):
     q, k, v = inputs((2, 4, 33, 4), (2, 2, 33, 4), dv=4)
@@ -229,7 +250,12 @@ def test_softmax_of_infinite_and_empty_rows():
         *((5, 3, 0, None, 0.0), (1, 1, 0, None, 0.7), (5, 4, 1, -1, 0.7), (4, 5, None, 2, -1.3)),
     ],
 )
-def test_gradients_are_finite_differences(M, N, causal_offset, window_offset, scale, kv_heads):
+@pytest.mark.parametrize("modification", [None, "capped"])
+def test_gradients_are_finite_differences(
+    request, M, N, causal_offset, window_offset, scale, kv_heads, modification
+):
+    if modification:
+        request.getfixturevalue(modification)
     arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
     dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
     options = {"scale": scale, "causal_offset": causal_offset, "window_offset": window_offset}

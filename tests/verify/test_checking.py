@@ -190,7 +190,7 @@ def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
     kernel = replace(record_named(script), name=name)
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
     assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
-    with pytest.raises(ValueError, match=f"is of {name}, a record of your own; give it"):
+    with pytest.raises(ValueError, match=f"is of {name}, a record from a script; give it"):
         cupyfa.replay(failure.file, backend="simulator")
     again = cupyfa.replay(failure.file, kernel, backend="simulator")
     assert again.now.kind == WRONG_RESULT

@@ -15,7 +15,7 @@ from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
 from cupyfa.verify import failures
 from cupyfa.verify.case import LAYOUTS, Case
-from cupyfa.verify.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Failure
+from cupyfa.verify.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Stored
 from cupyfa.verify.tasks import Task, perform
 
 CASE = Case("softmax", Problem.of_row_sizes(5, 19, "float32"), seed=4, layout="gaps")
@@ -28,9 +28,8 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
     *_, outcome = perform(Simulator(), task)
     command = failures.command(case, outcome, {"backend": "simulator"})
     made_with = {"device": "the simulator", "cupyfa": "0"}
-    return failures.write(
-        tmp_path / "files", Failure(case, outcome, command), reruns=reruns, made_with=made_with
-    )
+    failure = Stored(case, outcome, reruns=reruns, made_with=made_with)
+    return failures.write(tmp_path / "files", failure, command)
 
 
 def replay(file, *args, code):
@@ -73,8 +72,7 @@ def test_attention_is_replayed_from_what_is_stored_not_from_the_seed(tmp_path):
     case = Case("forward", problem, values="inf", layout="packed")
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
     arrays = {**outcome.arrays, "V": outcome.arrays["V"] + np.float16(1)}
-    failure = Failure(case, replace(outcome, arrays=arrays), "none")
-    file = failures.write(tmp_path, failure, reruns=0, made_with={})
+    file = failures.write(tmp_path, Stored(case, replace(outcome, arrays=arrays)), "none")
     again = cupyfa.replay(file, backend="simulator")
     assert again.now.kind == RIGHT
     assert again.now.verdicts != outcome.verdicts
@@ -90,8 +88,8 @@ def test_constants_that_are_no_more_are_left_to_the_plan(tmp_path):
     case = Case("forward", Problem.of_sizes(M=5, N=7, d=3))
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), {"Br": 64, "Bc": 16}, keep=True))
     for constants in (outcome.constants, {"Br": 64, "Bc": 16, "gone": 3}):
-        failure = Failure(case, replace(outcome, constants=constants), str(constants))
-        file = failures.write(tmp_path, failure, reruns=0, made_with={})
+        failure = Stored(case, replace(outcome, constants=constants))
+        file = failures.write(tmp_path, failure, str(constants))
         again = cupyfa.replay(file, backend="simulator")
         assert again.now.kind == RIGHT
         assert (again.now.constants == outcome.constants) == ("gone" not in constants)
@@ -161,7 +159,7 @@ def damaged(file, what):
 def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path, what):
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     damaged(file, what)
-    with pytest.raises(ValueError, match="is damaged, or no file of `cupyfa check`"):
+    with pytest.raises(ValueError, match="is damaged, or not a file of `cupyfa check`"):
         cupyfa.replay(file, backend="simulator")
     done = replay(file, code=2)
     assert done.stdout == ""
@@ -171,7 +169,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path, what):
 def test_what_the_kernel_cannot_do_is_said(tmp_path):
     case = Case("forward", Problem.of_sizes(M=5, N=7, d=3, dtype="float64"))
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
-    file = failures.write(tmp_path, Failure(case, outcome, ""), reruns=0, made_with={})
+    file = failures.write(tmp_path, Stored(case, outcome), "")
     with pytest.raises(cupyfa.Unsupported, match="v3 cannot do .*: its dtypes are"):
         cupyfa.replay(file, "v3", backend="simulator")
     replay(file, "--kernel", "v3", code=3)
