@@ -43,12 +43,14 @@ def tiles_of(kernel, *sizes):
     return dict(zip(("Br", "Bc"), sizes))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     plan = planned(kernel, backend, sizes, dtype, **tiles_of(kernel))
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
 def test_layouts(backend, kernel, layout):
@@ -57,6 +59,7 @@ def test_layouts(backend, kernel, layout):
     guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, d",
     [(k, d) for k in BACKWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
@@ -75,6 +78,7 @@ MMA_TILES = {
 }
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, tile",
     [
@@ -91,6 +95,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", MMA, ids=name)
 def test_tiles_that_are_measured(backend, kernel, d):
@@ -100,6 +105,7 @@ def test_tiles_that_are_measured(backend, kernel, d):
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("M", [1025, 4097])
 def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d):
@@ -109,6 +115,7 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])
 def test_any_size_may_be_zero(backend, kernel, empty):

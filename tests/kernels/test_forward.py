@@ -12,12 +12,14 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     plan = planned(kernel, backend, sizes, dtype)
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 def test_token_major_layout_is_read_in_place(backend, kernel):
     plan = planned(kernel, backend, {**RAGGED[0], "d": 24})
@@ -26,6 +28,7 @@ def test_token_major_layout_is_read_in_place(backend, kernel):
     guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
     plan = planned(kernel, backend, {"batch": 2, "heads": 2, "M": 19, "N": 23, "d": 8})
@@ -36,6 +39,7 @@ def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
     guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, d",
     [(k, d) for k in FORWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
@@ -46,6 +50,7 @@ def test_large_head_dimensions(backend, kernel, d):
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, tiles",
     [

@@ -44,6 +44,7 @@ def checked(backend, plan, inputs=None):
 # Scales
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-30, -1e-30, 30.0, -30.0, 1e36, -1e36])
 def test_any_scale(backend, kernel, scale):
@@ -51,6 +52,7 @@ def test_any_scale(backend, kernel, scale):
     checked(backend, plan)
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("step", [0.5, 7.9, 8.1, 40.0, -20.0])
 def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
@@ -67,6 +69,7 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
 # Infinity and NaN
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -98,6 +101,7 @@ def test_rows_that_do_not_see_it_are_as_if_it_were_not_there(backend, kernel, ma
 # Lengths
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 64, 65])
 def test_short_lengths(backend, kernel, N):
@@ -110,6 +114,7 @@ def test_short_lengths(backend, kernel, N):
 # Rows that cannot be boxed, and outputs that are not aligned
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize(
     "d, dv, dtype",
@@ -162,6 +167,7 @@ def test_blocks_share_tasks_whatever_their_number(backend, mask, Q_stages):
         assert all((result[key] == results[0][key]).all() for key in result)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize(
     "sizes",
@@ -193,6 +199,7 @@ def test_there_are_no_more_blocks_than_multiprocessors():
         assert plan.launches[0].grid[0] == blocks
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("consumers, threads", [(1, 256), (2, 384), (3, 512)])
 @EACH
 def test_up_to_three_warpgroups_of_consumers(kernel, consumers, threads):

@@ -171,6 +171,7 @@ def test_peers_have_no_such_option():
 # What comes out
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", RAGGED, ids=name)
 @pytest.mark.parametrize("kernel, precision", ROUNDING)
 def test_results_are_within_the_bounds_of_the_precision(backend, kernel, precision, sizes):
@@ -217,6 +218,7 @@ def test_a_hidden_value_that_is_infinite_in_tf32_alone_does_not_matter(backend):
     assert np.isfinite(out[..., :3, :]).all()
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("d, dv", [(1, 8), (24, 3), (47, 130), (80, 16), (112, 48), (255, 144)])
 def test_every_head_dimension(backend, d, dv):
     for kernel, precision in ROUNDING[:2]:

@@ -45,6 +45,7 @@ def tiled(kernel, sizes):
     ]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, sizes, tile",
     [*tiled(MMA, SIZES[1:5] + SIZES[8:9] + ODD_SIZES), *tiled(WGMMA, SIZES)],
@@ -146,6 +147,7 @@ def test_sums_take_memory_only_beyond_a_span(kernel, columns):
     assert scratch_bytes(513, 320) == 4 * 2 * 3 * 128 * columns
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tile", WGMMA.tiles[:2], ids=lambda tile: f"{tile['span']}")
 @pytest.mark.parametrize(
     "d, dtype, mask",

@@ -31,6 +31,7 @@ def plan_of(backend, sizes, dtype="float16"):
     return planned(SLICES, backend, sizes, dtype, **TILE)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", SIZES, ids=name)
 def test_rounds_of_heads_and_keys(backend, sizes):
     plan = plan_of(backend, {**CAUSAL, **sizes})

@@ -40,6 +40,7 @@ def splits(plan):
 BLOCKS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("sizes, blocks", BLOCKS, ids=name)
 def test_splits_are_merged(backend, sizes, blocks):
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=blocks)

@@ -74,6 +74,7 @@ def problem(M, N, causal=None, window=None, **sizes):
 # What it means
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("M, N", SHAPES)
 def test_the_reference_is_what_one_would_write_first(M, N, causal, monkeypatch):
@@ -111,6 +112,7 @@ def test_causal_is_the_right_side():
 # Kernels
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
@@ -125,6 +127,7 @@ def test_kernels_are_right(backend, kernel, causal):
         assert (results["lse"][:, :, empty] == -np.inf).all()
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("schedule", [1, 2])
 def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
@@ -134,6 +137,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
     guard.checked(engine, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_hidden_keys_and_values_never_matter(backend, kernel, poison):

@@ -176,6 +176,7 @@ def assert_shows(printed, shown):
         assert any(re.fullmatch(pattern, x) for x in lines), f"not printed: {line}\n{printed}"
 
 
+@pytest.mark.slow
 @EACH_PAGE
 def test_what_a_page_says_can_be_done(page, environment, tmp_path):
     follow(read(page), tmp_path, {**environment, "CUDA_VISIBLE_DEVICES": ""}, gpu=False)
