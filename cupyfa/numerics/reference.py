@@ -372,18 +372,13 @@ def _rounded_to_float16(x: Array) -> Array:
 
 
 def _rounded_to_e4m3(x: Array) -> Array:
-    """float32 rounded to e4m3, each matrix scaled by a power of two of its own.
-
-    The spacing of e4m3 is 2**(e - 3) from 2**e to 2**(e + 1), and 2**-9 below 2**-6.
-    """
-    finite = np.isfinite(x)
-    size = np.abs(np.where(finite, x, 0)).max((-2, -1), keepdims=True, initial=0)
+    """float32 rounded to e4m3, each matrix scaled by a power of two of its own."""
+    size = np.abs(np.where(np.isfinite(x), x, 0)).max((-2, -1), keepdims=True, initial=0)
     mantissa, exponent = np.frexp(size)
-    top = np.where(size > 0, exponent + (mantissa > 0.875), -126)  # 448 is 0.875 * 2**9
-    _, of_x = np.frexp(np.where(finite, x, 0))
-    spacing = np.maximum(of_x - 4, top - 18).astype(np.int32)
-    kept = np.ldexp(np.rint(np.ldexp(np.where(finite, x, 0), -spacing)), spacing)
-    return np.where(finite, kept, np.nan).astype(np.float32)
+    shift = np.where(size > 0, exponent + (mantissa > 0.875), -126) - 9  # 448 is 0.875 * 2**9
+    with np.errstate(all="ignore"):
+        kept = np.ldexp(x, -shift).astype(ml_dtypes.float8_e4m3fn)
+    return np.ldexp(kept.astype(np.float32), shift)
 
 
 _ROUNDED = {

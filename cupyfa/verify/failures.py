@@ -174,23 +174,17 @@ def read(path: str | Path) -> Stored:
                 name: members[name].view(dtype_named(dtype).numpy)
                 for name, dtype in about["dtypes"].items()
             }
-        stored = Stored(
-            case=Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])}),
-            outcome=Outcome(
-                kernel=str(about["kernel"]),
-                kind=str(about["kind"]),
-                message=str(about["message"]),
-                verdicts=tuple(
-                    Verdict(**{**x, "index": tuple(x["index"])}) for x in about["verdicts"]
-                ),
-                constants={str(name): int(x) for name, x in about["constants"].items()},
-                arrays=arrays,
-            ),
-            reruns=int(about["reruns"]),
-            schedule=about["schedule"],
-            has_name=bool(about["has_name"]),
-            made_with=about["made_with"],
+        outcome = Outcome(
+            str(about["kernel"]),
+            str(about["kind"]),
+            str(about["message"]),
+            tuple(Verdict(**{**x, "index": tuple(x["index"])}) for x in about["verdicts"]),
+            {str(name): int(x) for name, x in about["constants"].items()},
+            arrays,
         )
+        case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
+        more = {name: about[name] for name in ("schedule", "has_name", "made_with")}
+        stored = Stored(case, outcome, int(about["reruns"]), **more)
         _check_inputs(stored)
         return stored
     except OSError:
