@@ -407,7 +407,7 @@ def test_show_plan_has_every_number_of_the_launch():
     )
     assert "grid           18 x 1 x 1\n" in shown.stdout
     assert "shared memory  36,864 bytes\n" in shown.stdout
-    assert "arguments      Q K V O lse M N heads batch" in shown.stdout
+    assert "arguments      Q K V O lse sizes heads batch" in shown.stdout
 
 
 def test_show_tells_resources_of_every_launch():
