@@ -371,7 +371,7 @@ def wgmma_tile_launch(entry: str, args: str, parts: Formula, threads: int, **fie
 WGMMA_COLUMNS = Launch(
     "wgmma_columns",
     args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data counts.data dQ dK dV "
-    "M N heads kv_heads group diagonal lower scale",
+    "sizes heads kv_heads group scale mods",
     boxes={
         "Q": lambda p, c: c.Br,
         "K": lambda p, c: c.Bc,
@@ -583,7 +583,7 @@ KERNELS = (
             ),
             wgmma_tile_launch(
                 "finish_dQ",
-                "Q K V dO dQ row_sums.data dQ_sum.data M N heads group diagonal lower scale",
+                "Q K V dO dQ row_sums.data dQ_sum.data sizes heads group scale mods",
                 wgmma_parts,
                 128,
                 when=lambda p: not finishes(p),
@@ -627,7 +627,7 @@ KERNELS = (
             Launch(
                 "wgmma_two_pass_rows",
                 args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ "
-                "M N heads group diagonal lower scale",
+                "sizes heads group scale mods",
                 boxes={
                     "Q": lambda p, c: 128,
                     "K": lambda p, c: c.Bk,

@@ -2,7 +2,7 @@
 // not finish it themselves.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
 #include <backward/parts/finish_dQ.cuh>
@@ -12,10 +12,10 @@ static_assert(threads == Piece::in_part * warp_size, "a warp has a piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, int M, int N, int heads,
-    int group, int causal_offset, int window_offset, real scale) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+    Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
+    int group, real scale, Mods mods) {
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const Queries in = {
-      Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset, window_offset, scale};
+      Q, K, V, dO, dQ, row_sums, dQ_sum, extent_of(sizes, batch), heads, group, {scale, mods}};
   Piece(in, batch, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
 }

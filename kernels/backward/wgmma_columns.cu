@@ -97,14 +97,14 @@ __device__ __forceinline__ void add_dQ(Shared& shared, const Work& work, Part* d
 struct Consumer {
   Shared& shared;
   Own own;
-  float scale2;
+  Scorer<float> scorer;
   Sums<d_width> dK;
   Sums<dv_width> dV;
   PipelineState<stages> turn;
   PipelineState<dS_stages> dS_turn;
 
-  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, float scale)
-      : shared(shared), own(warpgroup), scale2(scale * log2e), dK(), dV() {}
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
+      : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
   // Begins the warpgroup's part of dQ = dS K.
   __device__ __forceinline__ void begin_dQ(Sums<part_width>& dQ) const {
@@ -115,21 +115,21 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < (parts == 1 ? warpgroup_rows : Bc) / step; ++k) {
-      const Matrix slopes = by_rows(dS.box[k / 4 + own_keys][first_row]) + k % 4 * 32;
+      const Matrix own_dS = by_rows(dS.box[k / 4 + own_keys][first_row]) + k % 4 * 32;
       const Matrix keys = by_columns(shared.K.box[first_box][own_keys * warpgroup_rows], Bc);
-      multiply_columns<scalar>(dQ, slopes, keys + k * 2048, k > 0);
+      multiply_columns<scalar>(dQ, own_dS, keys + k * 2048, k > 0);
     }
     wgmma_commit_group();
   }
 
   // Writes the warp's columns of dS, whose transpose these are.
-  __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
+  __device__ __forceinline__ void store_dS(const Operands<Br>& operands) const {
     const int lane = opaque(own.lane);
     const int chunk = own.first_key() / 8 + lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < Br / step; ++i) {
       const int row = i * step + lane % 8 + lane / 16 * 8;
-      store_matrices_transposed(shared.dS[dS_turn.stage].at(row, chunk), weights[i]);
+      store_matrices_transposed(shared.dS[dS_turn.stage].at(row, chunk), operands[i]);
     }
   }
 
@@ -146,22 +146,29 @@ struct Consumer {
   }
 
   // A tile. Its products with dS are under way while others are waited for.
-  __device__ __forceinline__ void advance(const Pairs& pairs) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const int i = turn.stage;
     Sums<Br> S, dP;
     Sums<part_width> dQ;
-    Weights16<Br> P, dS;
+    Operands<Br> P, dS;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
     wgmma_wait_group<1>(S);
-    own.weigh(S, shared.sums[i], scale2);
-    own.hide(S, pairs);
-    wgmma_wait_group<0>(dP);
-    own.differentiate(S, dP, shared.sums[i]);
-    pack_weights(S, P);
-    pack_weights(dP, dS);
+    if constexpr (has_score_mod) {
+      Sums<Br> slopes;
+      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
+      wgmma_wait_group<0>(dP);
+      own.compute_dS(slopes, dP, shared.sums[i]);
+    } else {
+      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
+      own.mask(S, pair);
+      wgmma_wait_group<0>(dP);
+      own.compute_dS(S, dP, shared.sums[i]);
+    }
+    pack_operands(S, P);
+    pack_operands(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
     store_dS(dS);
     begin_sums(dV, P, shared.dO[i]);
@@ -185,12 +192,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int causal_offset,
-    int window_offset, real scale) {
+    Tensor<scalar> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const Work work = find_work(sizes, kv_heads, group);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
@@ -199,33 +206,29 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     if (warp > 0 && warp <= consumers)
       add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
-             consumers * max(cdiv(N, Bc), 1), warp - 1, heads);
+             consumers * max(cdiv(sizes.N, Bc), 1), warp - 1, heads);
     return;
   }
   take_from_producer();
-  Consumer consumer(shared, warpgroup, scale);
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
   if (work.first_row < work.end_row) {
     wait(shared.K_full, 0);
     wait(shared.V_full, 0);
   }
   work.for_tiles(heads, [&](int, int row, long long) {
-    consumer.advance({row, work.first_key, M, N, causal_offset, window_offset});
+    consumer.advance({work.extent, row, work.first_key});
   });
 
-  const int first_key = work.first_key + consumer.own.first_key();
-  if (has_nonfinite(consumer.dK) || has_nonfinite(consumer.dV)) {
-    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, causal_offset,
-                   window_offset, scale);
-  } else {
-    store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
-                      consumer.own.lane);
-    store_gradient<dv>(consumer.dV, 1, first_key, dV, work.batch, work.kv_head, N,
-                       consumer.own.lane);
-  }
+  const RepairKeys repair = {work.extent, Q,          K,
+                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
+                             scorer,      work.batch, work.kv_head};
+  store_or_repair<false>(consumer.dK, dK, consumer.own, work, repair);
+  store_or_repair<true>(consumer.dV, dV, consumer.own, work, repair);
   if constexpr (finishes) {
     barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
-      finish_heads(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset,
-                          window_offset, scale});
+      finish_heads(work,
+                   {Q, K, V, dO, dQ, row_sums, dQ_sum, work.extent, heads, group, {scale, mods}});
   }
 }

@@ -21,7 +21,7 @@ struct Shared {
   TmaTile<scalar, Br, d> Q[stages];
   TmaTile<scalar, Br, dv> dO[dO_stages];
   TmaTile<scalar, Br, Bc> dS;
-  PassedWeights P;
+  PassedP P;
   Part dQ[consumers];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[dO_stages], dO_empty[dO_stages];
@@ -122,8 +122,8 @@ struct OwnParts {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Bc / step; ++k) {
-        const Matrix keys = by_columns(shared.K.box[first], Bc) + k * 2048;
-        multiply_columns<scalar>(dQ, by_rows(shared.dS.box[0]) + k * 32, keys, k > 0);
+        const Matrix own_K = by_columns(shared.K.box[first], Bc) + k * 2048;
+        multiply_columns<scalar>(dQ, by_rows(shared.dS.box[0]) + k * 32, own_K, k > 0);
       }
       wgmma_commit_group();
     }
@@ -150,32 +150,38 @@ struct OwnParts {
 };
 
 // What the first warpgroup goes through, tile by tile.
-struct Weigher {
+struct ValueConsumer {
   Shared& shared;
   Own own;
-  float scale2;
+  Scorer<float> scorer;
   Sums<dv_width> dV;
   PipelineState<stages> turn;
   PipelineState<dO_stages> dO_turn;
 
-  __device__ __forceinline__ Weigher(Shared& shared, float scale)
-      : shared(shared), own(0), scale2(scale * log2e), dV() {}
+  __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
+      : shared(shared), own(0), scorer(scorer), dV() {}
 
   // A tile.
-  __device__ __forceinline__ void advance(const Pairs& pairs) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const int i = turn.stage, j = dO_turn.stage;
     Sums<Br> S;
-    Weights16<Br> P;
+    Operands<Br> P;
     OwnParts<of_dV> dQ;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
     wgmma_wait_group<0>(S);
-    own.weigh(S, shared.sums[i], scale2);
-    own.hide(S, pairs);
-    shared.P.write(S);
+    if constexpr (has_score_mod) {
+      Sums<Br> slopes;
+      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
+      shared.P.write(slopes);
+    } else {
+      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
+      own.mask(S, pair);
+      shared.P.write(S);
+    }
     barrier_arrive(P_full, consuming_threads);
     arrive(shared.Q_empty[i]);  // row sums were read
-    pack_weights(S, P);
+    pack_operands(S, P);
     wait(shared.dO_full[j], dO_turn.phase);
     begin_sums(dV, P, shared.dO[j]);
     barrier_sync(dS_full, consuming_threads);
@@ -189,24 +195,23 @@ struct Weigher {
 };
 
 // What the second goes through.
-struct Differentiator {
+struct KeyConsumer {
   Shared& shared;
   Own own;
   Sums<d_width> dK;
   PipelineState<stages> turn;
   PipelineState<dO_stages> dO_turn;
 
-  __device__ __forceinline__ explicit Differentiator(Shared& shared)
-      : shared(shared), own(0), dK() {}
+  __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
   // Writes the warp's columns of dS, whose transpose these are.
-  __device__ __forceinline__ void store_dS(const Weights16<Br>& weights) const {
+  __device__ __forceinline__ void store_dS(const Operands<Br>& operands) const {
     const int lane = opaque(own.lane);
     const int chunk = own.first_key() / 8 + lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < Br / step; ++i) {
       const int row = i * step + lane % 8 + lane / 16 * 8;
-      store_matrices_transposed(shared.dS.at(row, chunk), weights[i]);
+      store_matrices_transposed(shared.dS.at(row, chunk), operands[i]);
     }
   }
 
@@ -214,15 +219,15 @@ struct Differentiator {
   __device__ __forceinline__ void advance() {
     const int i = turn.stage, j = dO_turn.stage;
     Sums<Br> P, dP;
-    Weights16<Br> dS;
+    Operands<Br> dS;
     OwnParts<of_dK> dQ;
     wait(shared.dO_full[j], dO_turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[j], 0);
     wgmma_wait_group<0>(dP);
     barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
     shared.P.read(P);
-    own.differentiate(P, dP, shared.sums[i]);
-    pack_weights(dP, dS);
+    own.compute_dS(P, dP, shared.sums[i]);
+    pack_operands(dP, dS);
     store_dS(dS);
     fence_proxy_async();
     barrier_arrive(dS_full, consuming_threads);
@@ -243,12 +248,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
-    Tensor<scalar> dV, int M, int N, int heads, int kv_heads, int group, int causal_offset,
-    int window_offset, real scale) {
+    Tensor<scalar> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const Work work = find_work(sizes, kv_heads, group);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
@@ -257,30 +262,32 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
       produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
     if (warp > 0 && warp <= consumers)
       add_dQ(shared, work, dQ_sum, counts[work.batch * kv_heads + work.kv_head],
-             consumers * max(cdiv(N, Bc), 1), warp - 1, heads);
+             consumers * max(cdiv(sizes.N, Bc), 1), warp - 1, heads);
     return;
   }
   take_from_producer();
   const bool any = work.first_row < work.end_row;
+  const Scorer<float> scorer = {scale, mods};
+  const RepairKeys repair = {work.extent, Q,          K,
+                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
+                             scorer,      work.batch, work.kv_head};
   if (warpgroup == of_dV) {
-    Weigher weigher(shared, scale);
+    ValueConsumer values(shared, scorer);
     if (any) wait(shared.K_full, 0);
     work.for_tiles(heads, [&](int, int row, long long) {
-      weigher.advance({row, work.first_key, M, N, causal_offset, window_offset});
+      values.advance({work.extent, row, work.first_key});
     });
-    leave_gradient<of_dV>(weigher.dV, weigher.own, Q, K, V, dO, dK, dV, row_sums, work, heads, N,
-                          causal_offset, window_offset, scale);
+    store_or_repair<true>(values.dV, dV, values.own, work, repair);
   } else {
-    Differentiator differentiator(shared);
+    KeyConsumer keys(shared);
     if (any) wait(shared.V_full, 0);  // K is there before dS
-    work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
-    leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
-                          work, heads, N, causal_offset, window_offset, scale);
+    work.for_tiles(heads, [&](int, int, long long) { keys.advance(); });
+    store_or_repair<false>(keys.dK, dK, keys.own, work, repair);
   }
   if constexpr (finishes) {
     barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
-      finish_heads(work, {Q, K, V, dO, dQ, row_sums, dQ_sum, M, N, heads, group, causal_offset,
-                          window_offset, scale});
+      finish_heads(work,
+                   {Q, K, V, dO, dQ, row_sums, dQ_sum, work.extent, heads, group, {scale, mods}});
   }
 }

@@ -57,30 +57,37 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 struct Consumer {
   Shared& shared;
   Own own;
-  float scale2;
+  Scorer<float> scorer;
   Sums<d_width> dK;
   Sums<dv_width> dV;
   PipelineState<stages> turn;
 
-  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, float scale)
-      : shared(shared), own(warpgroup), scale2(scale * log2e), dK(), dV() {}
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
+      : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
   // A tile.
-  __device__ __forceinline__ void advance(const Pairs& pairs) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const int i = turn.stage;
     Sums<Br> S, dP;
-    Weights16<Br> P, dS;
+    Operands<Br> P, dS;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
     wgmma_wait_group<1>(S);
-    own.weigh(S, shared.sums[i], scale2);
-    own.hide(S, pairs);
-    wgmma_wait_group<0>(dP);
-    own.differentiate(S, dP, shared.sums[i]);
-    pack_weights(S, P);
-    pack_weights(dP, dS);
+    if constexpr (has_score_mod) {
+      Sums<Br> slopes;
+      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
+      wgmma_wait_group<0>(dP);
+      own.compute_dS(slopes, dP, shared.sums[i]);
+    } else {
+      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
+      own.mask(S, pair);
+      wgmma_wait_group<0>(dP);
+      own.compute_dS(S, dP, shared.sums[i]);
+    }
+    pack_operands(S, P);
+    pack_operands(dP, dS);
     begin_sums(dV, P, shared.dO[i]);
     begin_sums(dK, dS, shared.Q[i]);
     wgmma_wait_group<0>(dK);
@@ -94,12 +101,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads,
-    int kv_heads, int group, int causal_offset, int window_offset, real scale) {
+    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
+    int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const Work work = find_work(sizes, kv_heads, group);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
@@ -108,22 +115,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     return;
   }
   take_from_producer();
-  Consumer consumer(shared, warpgroup, scale);
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
   if (work.first_row < work.end_row) {
     wait(shared.K_full, 0);
     wait(shared.V_full, 0);
   }
   work.for_tiles(heads, [&](int, int row, long long) {
-    consumer.advance({row, work.first_key, M, N, causal_offset, window_offset});
+    consumer.advance({work.extent, row, work.first_key});
   });
 
-  const int first_key = work.first_key + consumer.own.first_key();
-  if (has_nonfinite(consumer.dK) || has_nonfinite(consumer.dV)) {
-    recompute_keys(Q, K, V, dO, dK, dV, row_sums, work, first_key, heads, N, causal_offset,
-                   window_offset, scale);
-    return;
-  }
-  store_gradient<d>(consumer.dK, scale, first_key, dK, work.batch, work.kv_head, N,
-                    consumer.own.lane);
-  store_gradient<dv>(consumer.dV, 1, first_key, dV, work.batch, work.kv_head, N, consumer.own.lane);
+  const RepairKeys repair = {work.extent, Q,          K,
+                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
+                             scorer,      work.batch, work.kv_head};
+  store_or_repair<false>(consumer.dK, dK, consumer.own, work, repair);
+  store_or_repair<true>(consumer.dV, dV, consumer.own, work, repair);
 }

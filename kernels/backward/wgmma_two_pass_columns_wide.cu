@@ -17,7 +17,7 @@ struct Shared {
   TmaTile<scalar, Bc, dv> V;
   TmaTile<scalar, Br, d> Q[stages];
   TmaTile<scalar, Br, dv> dO[stages];
-  PassedWeights P[stages];
+  PassedP P[stages];
   RowSums sums[stages];
   Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[stages], dO_empty[stages];
   Barrier P_full[stages][warps];  // what a warp reads one other has written
@@ -60,30 +60,36 @@ __device__ __forceinline__ void produce(Shared& shared, const Work& work, const 
 }
 
 // What the first warpgroup goes through, tile by tile.
-struct Weigher {
+struct ValueConsumer {
   Shared& shared;
   Own own;
-  float scale2;
+  Scorer<float> scorer;
   Sums<dv_width> dV;
   PipelineState<stages> turn;
 
-  __device__ __forceinline__ Weigher(Shared& shared, float scale)
-      : shared(shared), own(0), scale2(scale * log2e), dV() {}
+  __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
+      : shared(shared), own(0), scorer(scorer), dV() {}
 
   // A tile. P of the last one here was read before the stage was filled again.
-  __device__ __forceinline__ void advance(const Pairs& pairs) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const int i = turn.stage;
     Sums<Br> S;
-    Weights16<Br> P;
+    Operands<Br> P;
     wait(shared.Q_full[i], turn.phase);
     begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
     wgmma_wait_group<0>(S);
-    own.weigh(S, shared.sums[i], scale2);
-    own.hide(S, pairs);
-    shared.P[i].write(S);
+    if constexpr (has_score_mod) {
+      Sums<Br> slopes;
+      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
+      shared.P[i].write(slopes);
+    } else {
+      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
+      own.mask(S, pair);
+      shared.P[i].write(S);
+    }
     arrive(shared.P_full[i][own.warp]);
     arrive(shared.Q_empty[i]);
-    pack_weights(S, P);
+    pack_operands(S, P);
     wait(shared.dO_full[i], turn.phase);
     begin_sums(dV, P, shared.dO[i]);
     wgmma_wait_group<0>(dV);
@@ -93,28 +99,27 @@ struct Weigher {
 };
 
 // What the second goes through.
-struct Differentiator {
+struct KeyConsumer {
   Shared& shared;
   Own own;
   Sums<d_width> dK;
   PipelineState<stages> turn;
 
-  __device__ __forceinline__ explicit Differentiator(Shared& shared)
-      : shared(shared), own(0), dK() {}
+  __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
   // A tile.
   __device__ __forceinline__ void advance() {
     const int i = turn.stage;
     Sums<Br> P, dP;
-    Weights16<Br> dS;
+    Operands<Br> dS;
     wait(shared.dO_full[i], turn.phase);
     begin_scores<dv_width>(dP, shared.V, shared.dO[i], 0);
     wait(shared.P_full[i][own.warp], turn.phase);  // and with it Q and the row sums are there
     shared.P[i].read(P);
     wgmma_wait_group<0>(dP);
     if (own.leads()) arrive(shared.dO_empty[i]);
-    own.differentiate(P, dP, shared.sums[i]);
-    pack_weights(dP, dS);
+    own.compute_dS(P, dP, shared.sums[i]);
+    pack_operands(dP, dS);
     begin_sums(dK, dS, shared.Q[i]);
     wgmma_wait_group<0>(dK);
     arrive(shared.Q_empty[i]);
@@ -126,12 +131,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, int M, int N, int heads,
-    int kv_heads, int group, int causal_offset, int window_offset, real scale) {
+    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
+    int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) make_barriers(shared);
   __syncthreads();
-  const Work work = find_work(M, N, kv_heads, group, causal_offset, window_offset);
+  const Work work = find_work(sizes, kv_heads, group);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     give_to_consumers();
@@ -141,19 +146,21 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   }
   take_from_producer();
   const bool any = work.first_row < work.end_row;
+  const Scorer<float> scorer = {scale, mods};
+  const RepairKeys repair = {work.extent, Q,          K,
+                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
+                             scorer,      work.batch, work.kv_head};
   if (warpgroup == of_dV) {
-    Weigher weigher(shared, scale);
+    ValueConsumer values(shared, scorer);
     if (any) wait(shared.K_full, 0);
     work.for_tiles(heads, [&](int, int row, long long) {
-      weigher.advance({row, work.first_key, M, N, causal_offset, window_offset});
+      values.advance({work.extent, row, work.first_key});
     });
-    leave_gradient<of_dV>(weigher.dV, weigher.own, Q, K, V, dO, dK, dV, row_sums, work, heads, N,
-                          causal_offset, window_offset, scale);
+    store_or_repair<true>(values.dV, dV, values.own, work, repair);
   } else {
-    Differentiator differentiator(shared);
+    KeyConsumer keys(shared);
     if (any) wait(shared.V_full, 0);
-    work.for_tiles(heads, [&](int, int, long long) { differentiator.advance(); });
-    leave_gradient<of_dK>(differentiator.dK, differentiator.own, Q, K, V, dO, dK, dV, row_sums,
-                          work, heads, N, causal_offset, window_offset, scale);
+    work.for_tiles(heads, [&](int, int, long long) { keys.advance(); });
+    store_or_repair<false>(keys.dK, dK, keys.own, work, repair);
   }
 }

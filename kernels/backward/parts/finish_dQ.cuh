@@ -6,17 +6,18 @@
 
 #include <backward/parts/own_keys.cuh>
 
-// What dQ is finished from, and computed once more from where there is anything strange in it.
+// What dQ is finished from; where it is not finite, it is computed again from the inputs.
 struct Queries {
   Tensor<const scalar> Q, K, V, dO;
   Tensor<scalar> dQ;
   const RowSums* row_sums;
   const Part* dQ_sum;
-  int M, N, heads, group, causal_offset, window_offset;
-  float scale;
+  Extent extent;
+  int heads, group;
+  Scorer<float> scorer;
 };
 
-// 16 rows of a part of a tile, of which a warp has number `own`; there may be none of M.
+// 16 rows of a part of a tile, number `own` of a warp; they may lie outside the array.
 struct Piece {
   static constexpr int in_part = warpgroup_rows / step;
 
@@ -27,8 +28,8 @@ struct Piece {
                                    int own)
       : batch(batch), head(head), part(part) {
     first_row = tile * Br + own * step + (by_rows_of_dQ ? part * warpgroup_rows : 0);
-    if (head >= in.heads || first_row >= in.M) return;
-    const long long place = tile_of(batch, head, in.heads, tile * Br, in.M) * parts + part;
+    if (head >= in.heads || first_row >= in.extent.M) return;
+    const long long place = tile_of(batch, head, in.heads, tile * Br, in.extent.M) * parts + part;
     const int thread = own * warp_size + threadIdx.x % warp_size;
 #pragma unroll
     for (int i = 0; i < part_width / 8; ++i) {
@@ -39,12 +40,13 @@ struct Piece {
   }
 
   __device__ __forceinline__ void finish(const Queries& in) const {
-    if (head >= in.heads || first_row >= in.M) return;
+    if (head >= in.heads || first_row >= in.extent.M) return;
     const int first_col = by_columns_of_dQ ? part * part_width : 0;
-    if (has_nonfinite(sums)) {
-      recompute_rows<part_width>(in.Q, in.K, in.V, in.dO, in.dQ, in.row_sums, first_row, head,
-                                 in.heads, head / in.group, batch, in.M, in.N, in.causal_offset,
-                                 in.window_offset, in.scale, first_col);
+    if (!all_finite(sums)) {
+      const RepairKeys repair = {in.extent, in.Q,  in.K,
+                                 in.V,      in.dO, {in.row_sums, batch, in.heads, in.extent.M},
+                                 in.scorer, batch, head / in.group};
+      repair.rows<part_width>(in.dQ, head, first_row, first_row + step, first_col);
       return;
     }
     const bool aligned = is_aligned(in.dQ);
@@ -54,10 +56,10 @@ struct Piece {
       unsigned pairs[part_width / 8];
 #pragma unroll
       for (int n = 0; n < part_width / 8; ++n)
-        pairs[n] =
-            pack<scalar>(sums[4 * n + 2 * half] * in.scale, sums[4 * n + 2 * half + 1] * in.scale);
+        pairs[n] = pack<scalar>(sums[4 * n + 2 * half] * in.scorer.scale,
+                                sums[4 * n + 2 * half + 1] * in.scorer.scale);
       const int row = first_row + lane / 4 + half * 8;
-      store_row<d>(in.dQ.row(batch, head, row), pairs, first_col, aligned, row < in.M, lane);
+      store_row<d>(in.dQ.row(batch, head, row), pairs, first_col, aligned, row < in.extent.M, lane);
     }
   }
 };

@@ -1,6 +1,5 @@
 #pragma once
-// What warpgroups that own 64 rows or keys do for gradients, with tiles in boxes: begin products of
-// scores, weigh, begin sums, and write these.
+// Products and stores of warpgroups that own 64 rows or keys of a gradient, with TMA tiles.
 
 #include <tile/tma_tile.cuh>
 #include <tile/store.cuh>
@@ -12,11 +11,11 @@
 template <int columns>
 using Sums = float[columns / 2];  // of a product of 64 rows
 template <int columns>
-using Weights16 = unsigned[columns / step][4];  // the same in 16 bits, as operands of products
+using Operands = unsigned[columns / step][4];  // the same in 16 bits, as operands of products
 
 constexpr int consuming_threads = consumers * warpgroup_size;
 
-// Registers are the consumers', but for a few.
+// The consumers have all registers but a few.
 __device__ __forceinline__ void give_to_consumers() {
   decrease_registers<24>();
 }
@@ -24,7 +23,7 @@ __device__ __forceinline__ void take_from_producer() {
   increase_registers<240>();
 }
 
-// Begins S = A B^T for the warpgroup's rows of A, of so many columns, and all rows of B.
+// Begins S = A B^T for the warpgroup's rows of A, of `columns` columns, and all rows of B.
 template <int columns, int count, class Own, class Others>
 __device__ __forceinline__ void begin_scores(float (&S)[count], const Own& A, const Others& B,
                                              int warpgroup) {
@@ -37,24 +36,24 @@ __device__ __forceinline__ void begin_scores(float (&S)[count], const Own& A, co
   wgmma_commit_group();
 }
 
-// Begins to add the products of weights with the rows of a tile.
+// Begins to add the products of A, in registers, with the rows of a tile.
 template <int count, int steps, class Others>
-__device__ __forceinline__ void begin_sums(float (&sums)[count],
-                                           const unsigned (&weights)[steps][4], const Others& B) {
+__device__ __forceinline__ void begin_sums(float (&sums)[count], const unsigned (&A)[steps][4],
+                                           const Others& B) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < steps; ++k)
-    multiply<scalar>(sums, weights[k], by_columns(B.box, steps * step) + k * 2048, true);
+    multiply<scalar>(sums, A[k], by_columns(B.box, steps * step) + k * 2048, true);
   wgmma_commit_group();
 }
 
 template <int count, int steps>
-__device__ __forceinline__ void pack_weights(const float (&sums)[count],
-                                             unsigned (&weights)[steps][4]) {
+__device__ __forceinline__ void pack_operands(const float (&sums)[count],
+                                              unsigned (&operands)[steps][4]) {
   static_assert(count == steps * 8, "all of them");
 #pragma unroll
   for (int i = 0; i < count / 2; ++i)
-    weights[i / 4][i % 4] = pack<scalar>(sums[2 * i], sums[2 * i + 1]);
+    operands[i / 4][i % 4] = pack<scalar>(sums[2 * i], sums[2 * i + 1]);
 }
 
 // Writes the warp's 16 rows of a gradient, times a factor, 16 bytes at a time where rows lie so.

@@ -1,17 +1,17 @@
 #pragma once
-// What the last block of a key head does: dQ of the heads that share it, from what all its blocks
-// have added up. The sums are still in L2 then, and the products of other heads go on meanwhile.
-// Of long sequences a launch makes dQ: there many multiprocessors would wait for this one at last.
+// The last block of a key head finishes dQ of the heads that share it, from the sums that all its
+// blocks have added to. They are still in L2 then, and the products of other heads go on meanwhile.
+// For long sequences a launch of its own does it: many multiprocessors would wait for this block.
 
 #include <backward/parts/finish_dQ.cuh>
 #include <ptx/named_barrier.cuh>
 
-// A named barrier of the consumers, and of a warp that adds for each warpgroup of them: all that
-// the block knows of dQ has arrived in memory.
+// A named barrier of the consumers and of the warp that adds for each warpgroup of them: all that
+// the block adds to dQ has arrived in memory.
 constexpr int sums_left = 7;
 constexpr int leaving_threads = consumers * (warpgroup_size + warp_size);
 
-// Whether a thread is the last of so many that come here. It then sees what they did before.
+// Whether a thread is the last of `all` that come here. It then sees what the others wrote before.
 __device__ __forceinline__ bool is_last(int& count, int all) {
   __threadfence();
   const bool last = atomicAdd(&count, 1) == all - 1;
@@ -19,7 +19,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   return last;
 }
 
-// What a warp that adds does at last, of which the elected lane has begun the additions.
+// The end of a warp that adds; its elected lane has begun the additions.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all, bool elected) {
   if (elected) {
     bulk_wait_group();
@@ -29,10 +29,10 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all, b
   barrier_arrive(sums_left, leaving_threads);
 }
 
-// What the block's consumers do, warp by warp, with the loads of two pieces under way together.
+// The block's consumers finish dQ warp by warp, the loads of two pieces under way together.
 __device__ __forceinline__ void finish_heads(const Work& work, const Queries& in) {
   constexpr int warps = consuming_threads / warp_size;
-  const int tiles = cdiv(in.M, Br), pieces = in.group * tiles * parts * Piece::in_part;
+  const int tiles = cdiv(in.extent.M, Br), pieces = in.group * tiles * parts * Piece::in_part;
   const auto piece = [&](int number) {
     const int rest = number / Piece::in_part, head = rest / parts / tiles;
     return Piece(in, work.batch, head < in.group ? work.kv_head * in.group + head : in.heads,

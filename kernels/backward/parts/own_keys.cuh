@@ -1,17 +1,18 @@
 #pragma once
-// What a block does that owns Bc keys, and goes through tiles of Br rows that lie transposed: a
-// thread has two keys of each tile, and of each 8 rows two.
+// A block that owns Bc keys and goes through tiles of Br rows, transposed: a thread has two keys of
+// each tile, and two of each 8 rows.
 
 #include <ptx/opaque.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <attention/pairs.cuh>
+#include <attention/score.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/tensor.cuh>
-#include <backward/parts/recompute_gradients.cuh>
+#include <backward/parts/repair_gradients.cuh>
 
 // A block's keys, and the tiles of rows that see some of them, in each head of the group.
 struct Work {
-  int first_key, kv_head, batch, first_row, end_row, group, M;
+  Extent extent;
+  int first_key, kv_head, batch, first_row, end_row, group;
 
   // body(head, first row, number of the tile) for each tile.
   template <class Body>
@@ -20,17 +21,18 @@ struct Work {
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int row = first_row; row < end_row; row += Br)
-        body(head, row, tile_of(batch, head, heads, row, M));
+        body(head, row, tile_of(batch, head, heads, row, extent.M));
     }
   }
 };
 
-__device__ __forceinline__ Work find_work(int M, int N, int kv_heads, int group, int causal_offset,
-                                          int window_offset) {
+__device__ __forceinline__ Work find_work(const Sizes& sizes, int kv_heads, int group) {
   // With a causal mask the first keys have the most rows.
-  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
-  const auto rows = rows_that_see(tile * Bc, M, N, causal_offset, window_offset);
-  return {tile * Bc, kv_head, batch, rows.first / Br * Br, N > 0 ? rows.end : 0, group, M};
+  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const Extent extent = extent_of(sizes, batch);
+  const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
+  const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
+  return {extent, first_key, kv_head, batch, first_row, end_row, group};
 }
 
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
@@ -48,7 +50,7 @@ struct Own {
   __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2).
-  __device__ __forceinline__ void weigh(Sums<Br>& S, const RowSums& sums, float scale2) const {
+  __device__ __forceinline__ void compute_P(Sums<Br>& S, const RowSums& sums, float scale2) const {
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
@@ -58,26 +60,27 @@ struct Own {
     }
   }
 
-  // Sets the weights of pairs to 0 that do not count. What of a key and a row decides is how far
-  // the key is ahead.
-  __device__ __forceinline__ void hide(Sums<Br>& P, const Pairs& pairs) const {
-    if (pairs.first_key + Bc <= pairs.N && pairs.all()) return;
-    const int first = pairs.first_key + key(), ahead = first - pairs.first_row - row();
+  // Sets P of masked pairs to 0. The mask depends only on how far the key is ahead of the row,
+  // which is why it is written out here: Extent::sees would compare each pair anew.
+  __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
+    const Extent& extent = pair.extent;
+    if (pair.first_key + Bc <= extent.N && pair.sees_all()) return;
+    const int first = pair.first_key + key(), ahead = first - pair.first_row - row();
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int more = e / 2 * 8, here = ahead + more - (n * 8 + e % 2);
-        const bool seen = first + more < pairs.N && (!causal || here <= pairs.causal_offset) &&
-                          (!windowed || here >= pairs.window_offset);
+        const bool seen = first + more < extent.N && (!causal || here <= extent.causal_offset) &&
+                          (!windowed || here >= extent.window_offset);
         if (!seen) P[n * 4 + e] = 0;
       }
     }
   }
 
-  // dP^T becomes dS^T = P^T * (dP^T - D), without the scale.
-  __device__ __forceinline__ void differentiate(const Sums<Br>& P, Sums<Br>& dP,
-                                                const RowSums& sums) const {
+  // dP^T becomes dS^T = P^T * (dP^T - delta), without the scale.
+  __device__ __forceinline__ void compute_dS(const Sums<Br>& P, Sums<Br>& dP,
+                                             const RowSums& sums) const {
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
@@ -86,51 +89,35 @@ struct Own {
         dP[n * 4 + e] = P[n * 4 + e] * (dP[n * 4 + e] - (e % 2 ? delta.y : delta.x));
     }
   }
+
+  // For modified scores: S^T becomes P^T, and `slopes` P^T * slope, 0 where P^T is 0.
+  __device__ __forceinline__ void compute_P_and_slopes(Sums<Br>& S, Sums<Br>& slopes,
+                                                       const RowSums& sums,
+                                                       const Scorer<float>& scorer,
+                                                       const TilePair<Br, Bc>& pair) const {
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) {
+      const auto [score, slope] = scorer.with_slope(S[i]);
+      S[i] = exp2f(score * log2e - sums.lse2[i / 4 * 8 + row() + i % 2]);
+      slopes[i] = slope;
+    }
+    mask(S, pair);
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) slopes[i] = score_gradient(S[i], 1.0f, slopes[i]);
+  }
 };
 
-// dK and dV of a warp's 16 keys, or one of them, by the rows that see each.
-template <bool with_dK = true, bool with_dV = true>
-__device__ void recompute_keys(Tensor<const scalar> Q, Tensor<const scalar> K,
-                               Tensor<const scalar> V, Tensor<const scalar> dO, Tensor<scalar> dK,
-                               Tensor<scalar> dV, const RowSums* row_sums, const Work& work,
-                               int first_key, int heads, int N, int causal_offset,
-                               int window_offset, float scale) {
-  constexpr int d_count = cdiv(d, warp_size), dv_count = cdiv(dv, warp_size);
-  const int lane = threadIdx.x % warp_size;
-  for (int key = first_key; key < min(first_key + step, N); ++key) {
-    const scalar* k = K.row(work.batch, work.kv_head, key);
-    const scalar* v = V.row(work.batch, work.kv_head, key);
-    float k_sums[d_count] = {}, v_sums[dv_count] = {};
-    work.for_tiles(heads, [&](int head, int first_row, long long tile) {
-      for (int i = 0; i < min(Br, work.M - first_row); ++i) {
-        const int row = first_row + i;
-        const RowSums& sums = row_sums[tile];
-        if (!sums.counts(i) || !sees_key(row, key, N, causal_offset, window_offset)) continue;
-        const scalar* q = Q.row(work.batch, head, row);
-        const scalar* grad = dO.row(work.batch, head, row);
-        const Pair pair = weigh_pair(q, k, grad, v, sums.lse2[i], sums.delta[i], scale, lane);
-#pragma unroll
-        for (int j = 0; j < d_count; ++j) {
-          const int col = lane + j * warp_size;
-          if (with_dK && col < d) k_sums[j] += pair.slope * float(q[col]);
-        }
-#pragma unroll
-        for (int j = 0; j < dv_count; ++j) {
-          const int col = lane + j * warp_size;
-          if (with_dV && col < dv) v_sums[j] += pair.weight * float(grad[col]);
-        }
-      }
-    });
-#pragma unroll
-    for (int j = 0; j < d_count; ++j) {
-      const int col = lane + j * warp_size;
-      if (with_dK && col < d)
-        dK.row(work.batch, work.kv_head, key)[col] = scalar(k_sums[j] * scale);
-    }
-#pragma unroll
-    for (int j = 0; j < dv_count; ++j) {
-      const int col = lane + j * warp_size;
-      if (with_dV && col < dv) dV.row(work.batch, work.kv_head, key)[col] = scalar(v_sums[j]);
-    }
-  }
+using RepairKeys = Repair<d, dv, scalar, StatsOfTiles>;
+
+// Stores the warp's 16 keys of dK or dV, or computes them again if they are not finite.
+template <bool of_V, int count>
+__device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<scalar> gradient,
+                                                const Own& own, const Work& work,
+                                                const RepairKeys& repair) {
+  const int first = work.first_key + own.first_key();
+  if (all_finite(sums))
+    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, first, gradient,
+                                  work.batch, work.kv_head, work.extent.N, own.lane);
+  else
+    repair.keys<of_V, of_V ? dv : d>(gradient, work.group, first, first + step, 0);
 }
