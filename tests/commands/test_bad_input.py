@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works
+from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works, table
 from helpers.problems import FORWARD
 
 import cupyfa
@@ -125,13 +125,6 @@ WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all 
 ONE_OF = "float16, bfloat16, float32, float64"
 
 
-def table(file):
-    """The rows of a table: cells between bars, of which those from the third on are one."""
-    rows = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
-    cells = [row.split(" | ") for row in rows if not row.startswith("#")]
-    return [(first, second, words) for first, second, *words in cells]
-
-
 @pytest.mark.parametrize("call, error, words", table("bad_calls.txt"))
 def test_a_bad_call_is_one_line_and_leaves_nothing(call, error, words, capfd):
     ALIVE.clear()
@@ -166,134 +159,43 @@ def test_numbers_of_other_kinds_are_scales(scale):
 
 def test_sizes_may_be_numpys():
     large = problem(**{name: np.int16(181) for name in ("M", "N", "heads", "batch")})
-    assert cupyfa.planner.select.plan(FORWARD["fa2_coalesced"], large, Simulator().limits).launches[
-        0
-    ].grid[0] == 181 * 181 * math.ceil(181 / 128)
+    plan = cupyfa.planner.select.plan(FORWARD["fa2_coalesced"], large, Simulator().limits)
+    assert plan.launches[0].grid[0] == 181 * 181 * math.ceil(181 / 128)
 
 
 # Kernels of one's own
 
 
-GRID = "grid=lambda p, c: (cdiv(p.M, 64), p.heads, p.batch)"
 BEFORE = "mine = Kernel"
-# What is replaced in the script or in the kernel's file, the code, and words of the message.
-SCRIPTS = {
-    "no tiles": (("features=", "tiles=(), features="), 2, r"script\.py:\d+: ", "tiles must hold"),
-    "unknown feature": (('"strides"', '"mask"'), 2, "features are causal", r"but here \('mask'"),
-    "unknown dtype": (("features=", "dtypes=('int8',), features="), 2, "dtypes are float16"),
-    "scratch kind": (("features=", 'scratch={"S": ("M", "half")}, features='), 2, "'half'"),
-    "unknown operation": (("features=", 'operation="pool", features='), 2, "'pool'", "softmax, f"),
-    "grid float": ((GRID, "grid=lambda p, c: p.M / 2"), 2, r"mine: .* grid=\(2.5,\)", "whole"),
-    "grid negative": ((GRID, "grid=lambda p, c: -p.M"), 2, r"grid=\(-5,\)", "must give whole"),
-    "grid zero": ((GRID, "grid=lambda p, c: p.M // 64"), 2, r"grid=\(0,\)", "at least one block"),
-    "grid raises": ((GRID, "grid=lambda p, c: p.rows"), 2, "grid of mine fails with", "'rows'"),
-    "grid too large": ((GRID, "grid=lambda p, c: 2**31"), 3, "2,147,483,648 x 1 x 1", "can: "),
-    "threads too many": (("p, c: 64", "p, c: 4096"), 3, "4,096 threads a block", "allows 1,024"),
-    "shared too large": (("threads=", "shared=lambda p, c: 10**9, threads="), 3, "1,000,000,000 b"),
-    "unknown argument": (
-        ("M N scale", "M N slope"),
-        2,
-        "mine: argument 'slope' is unknown",
-        "are Q",
-    ),
-    "argument too few": (("M N scale", "M N"), 2, "mine takes .* were given", "let args= "),
-    "argument too many": (
-        ("M N scale", "M N M scale"),
-        2,
-        "mine takes .* were given",
-        "let args= ",
-    ),
-    "script raises": (
-        (BEFORE, f"raise OSError('a\\n\\nb')\n{BEFORE}"),
-        2,
-        r":5: OSError: a b; correct",
-    ),
-    "script exits": ((BEFORE, f"exit(0)\n{BEFORE}"), 2, r"script\.py:5: SystemExit: 0; correct"),
-    "script recurs": (
-        (BEFORE, f"def f(): f()\nf()\n{BEFORE}"),
-        2,
-        "5: RecursionError: .*; correct",
-    ),
-    "script imports": (
-        (BEFORE, f"import nothing_there\n{BEFORE}"),
-        2,
-        "No module named",
-        "correct",
-    ),
-    "script breaks off": (("launches=(", "launches=["), 2, "SyntaxError: .*line", "correct"),
-    "script divides by zero": (
-        (BEFORE, f"1 / 0\n{BEFORE}"),
-        2,
-        "5: ZeroDivisionError: .*; correct",
-    ),
-    "no such record": (
-        (BEFORE, "other = Kernel"),
-        2,
-        "has no Kernel named 'mine'",
-        "Kernels: other",
-    ),
-    "not a record": ((BEFORE, "mine = 3 or Kernel"), 2, "no Kernel named 'mine'", "Kernels: none"),
-    "another entry": (
-        ("void mine", "void yours"),
-        2,
-        r"mine\.cu has no kernel mine",
-        "write there",
-    ),
-    "entry of another name": (
-        ('"mine",\n            args', '"our", file="mine.cu", args'),
-        2,
-        "our",
-    ),
-}
-FILES = {
-    "kernel missing": (
-        lambda x: (x / "mine.cu").unlink(),
-        "mine.cu, the file of kernel mine",
-        "put",
-    ),
-    "kernel a folder": (
-        lambda x: ((x / "mine.cu").unlink(), (x / "mine.cu").mkdir()),
-        *("mine.cu, the file of kernel mine", "Is a directory", "put it there"),
-    ),
-    "kernel not text": (
-        lambda x: (x / "mine.cu").write_bytes(b"\xff\xfe"),
-        *("mine.cu is not text in UTF-8", "byte 0xff", "save it"),
-    ),
-    "kernel empty": (
-        lambda x: (x / "mine.cu").write_text(""),
-        "mine.cu has no kernel mine",
-        "write",
-    ),
-    "script missing": (lambda x: (x / "script.py").unlink(), "there is no file", "give the path"),
-    "script a folder": (
-        lambda x: ((x / "script.py").unlink(), (x / "script.py").mkdir()),
-        *("there is no file", "give the path"),
-    ),
-    "script not text": (
-        lambda x: (x / "script.py").write_bytes(b'x = "\xff"\n'),
-        *(r"script\.py: SyntaxError: .*0xff", "correct the script"),
-    ),
-    "script of null bytes": (
-        lambda x: (x / "script.py").write_bytes(b"x = 1\0\n"),
-        *(r"script\.py: SyntaxError: .*null bytes", "correct the script"),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "change, code, words", [(c, x, w) for c, x, *w in SCRIPTS.values()], ids=SCRIPTS
+# A file, its content (None: it is missing), and parts of the message.
+FILES = (
+    ("mine.cu", None, "mine.cu, the file of kernel mine", "put"),
+    ("mine.cu", "a folder", "mine.cu, the file of kernel mine", "Is a directory", "put it there"),
+    ("mine.cu", b"\xff\xfe", "mine.cu is not text in UTF-8", "byte 0xff", "save it"),
+    ("mine.cu", b"", "mine.cu has no kernel mine", "write"),
+    ("script.py", None, "there is no file", "give the path"),
+    ("script.py", "a folder", "there is no file", "give the path"),
+    ("script.py", b'x = "\xff"\n', r"script\.py: SyntaxError: .*0xff", "correct the script"),
+    ("script.py", b"x = 1\0\n", r"script\.py: SyntaxError: .*null bytes", "correct the script"),
 )
-def test_a_bad_record_is_one_line(tmp_path, change, code, words):
-    where = "py" if change[0] in own_kernel.SCRIPT else "cu"
-    script = own_kernel.write(tmp_path, **{where: change})
-    refused(["run", f"{script}:mine", *SIMULATOR, *SMALL], code, words)
 
 
-@pytest.mark.parametrize("spoil, words", [(spoil, w) for spoil, *w in FILES.values()], ids=FILES)
+@pytest.mark.parametrize("right, wrong, code, words", table("bad_scripts.txt", columns=3))
+def test_a_bad_record_is_one_line(tmp_path, right, wrong, code, words):
+    where = "py" if right in own_kernel.SCRIPT else "cu"
+    script = own_kernel.write(tmp_path, **{where: (right, wrong)})
+    refused(["run", f"{script}:mine", *SIMULATOR, *SMALL], int(code), words)
+
+
+@pytest.mark.parametrize("file, content, words", [(x, y, words) for x, y, *words in FILES])
 @pytest.mark.parametrize("how", ["run", "compile"])
-def test_a_bad_file_is_one_line(tmp_path, spoil, words, how):
+def test_a_bad_file_is_one_line(tmp_path, file, content, words, how):
     script = own_kernel.write(tmp_path)
-    spoil(tmp_path)
+    (tmp_path / file).unlink()
+    if content == "a folder":
+        (tmp_path / file).mkdir()
+    elif content is not None:
+        (tmp_path / file).write_bytes(content)
     rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32"]
     refused([how, f"{script}:mine", *rest], 2, words)
 
@@ -310,30 +212,21 @@ def refused(args, code, words):
 
 BODY = "const int row"
 # What is replaced in the kernel's file, and what the compilers say of it.
-TEXTS = {
-    "syntax": (("if (row >= M) return;", "if (row >= M return;"), 9, "expected"),
-    "unknown name": (("real score = 0;", "real score = nought;"), 12, "nought"),
-    "static_assert": (
-        (BODY, f'static_assert(d % 2 == 0, "d is even");\n  {BODY}'),
-        *(8, "static assertion failed.*d is even"),
-    ),
-    "shared= is not sizeof(Shared)": (
-        (
-            BODY,
-            "struct Shared { real x[8]; };\n"
-            f'static_assert(sizeof(Shared) == shared_bytes, "shared= is sizeof");\n{BODY}',
-        ),
-        *(9, "static assertion failed.*shared= is sizeof"),
-    ),
-    "header missing": (("<math.cuh>", "<nothing.cuh>"), 2, r"nothing\.cuh"),
-    "error in a macro": ((BODY, f"#error not today\n  {BODY}"), 8, "not today"),
-}
+SIZE = 'struct Shared { real x[8]; }; static_assert(sizeof(Shared) == shared_bytes, "shared=");'
+TEXTS = (
+    ("if (row >= M) return;", "if (row >= M return;", 9, "expected"),
+    ("real score = 0;", "real score = nought;", 12, "nought"),
+    (BODY, f'static_assert(d % 2 == 0, "even"); {BODY}', 8, "static assertion failed.*even"),
+    (BODY, f"{SIZE} {BODY}", 8, "static assertion failed.*shared="),
+    ("<math.cuh>", "<nothing.cuh>", 2, r"nothing\.cuh"),
+    (BODY, f"#error not today\n  {BODY}", 8, "not today"),
+)
 
 
-@pytest.mark.parametrize("change, line, words", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("right, wrong, line, words", TEXTS)
 @pytest.mark.parametrize("how", ["run", "compile"])
-def test_a_compilers_words_name_the_kernels_own_file_and_line(tmp_path, change, line, words, how):
-    script = own_kernel.write(tmp_path, cu=change)
+def test_errors_of_compilers_name_file_and_line(tmp_path, right, wrong, line, words, how):
+    script = own_kernel.write(tmp_path, cu=(right, wrong))
     rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32", "-d", 3]
     before = files()
     stderr = cli(how, f"{script}:mine", *rest, code=2).stderr

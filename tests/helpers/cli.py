@@ -84,3 +84,10 @@ def line_of(stderr):
 def says(message, *words):
     """Whether a message has all the words, each a pattern, in this order."""
     assert re.search(".*".join(words), message), message
+
+
+def table(file, columns=2):
+    """The rows of a table: cells between bars, of which those behind the columns are one."""
+    rows = (sources.ROOT / "tests" / "commands" / file).read_text(encoding="utf-8").splitlines()
+    cells = [row.split(" | ") for row in rows if not row.startswith("#")]
+    return [(*row[:columns], row[columns:]) for row in cells]

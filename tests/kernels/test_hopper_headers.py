@@ -11,6 +11,15 @@ from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
 from cupyfa.errors import CompileError, SimulatorFault
 
 BODIES = Path(__file__).with_name("device_code")
+
+
+def faults(section):
+    """What is wrong in a piece of code: (right, wrong, message, line) by its name."""
+    text = (BODIES / "faults.txt").read_text().split(f"## {section}\n")[1].partition("\n## ")[0]
+    rows = [line.replace("\\n", "\n").split(" | ") for line in text.splitlines()]
+    return {name: (*cells, None)[:4] for name, *cells in rows}
+
+
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
 )
@@ -183,96 +192,7 @@ def test_a_ring_of_two_stages(schedule):
     assert (got == want).all()
 
 
-FAULTS = {
-    "the wrong phase of an empty stage": (
-        "(i / 2 + 1) % 2", "i / 2 % 2",
-        r"waits for ever: 128 threads wait for phase 0 of the barrier at byte 24576 of shared "
-        r"memory, at test.cu:23; it is in phase 0, 0 of 1 arrivals came; 1 thread waits .* at byte "
-        r"24592 .*, at test.cu:12; it is in phase 0, 0 of 4 arrivals came",
-        23,
-    ),
-    "the wrong phase of a full stage": (
-        "i / 2 % 2);\n      wgmma_fence", "(i / 2 + 1) % 2);\n      wgmma_fence",
-        r"no thread of this block has written|a box that .* loads at test.cu:1[45] is under way",
-        26,
-    ),
-    "no wait for an empty stage": (
-        "wait(shared.empty[i % 2], (i / 2 + 1) % 2);", "",
-        r"arrive_expect_tx on the barrier .* where all 1 arrivals of its phase 0 came and 12288 "
-        r"bytes are under way|a box that .* wrote and this thread writes|a product .* and this",
-        None,
-    ),
-    "no wait for a full stage": (
-        "wait(shared.full[i % 2], i / 2 % 2);", "",
-        r"no thread of this block has written|a box that .* loads at test.cu:1[45] is under way",
-        26,
-    ),
-    "a stage given back too early": (
-        "wgmma_wait_group<0>(d);\n      if (elect_one()) arrive(shared.empty[i % 2]);",
-        "if (elect_one()) arrive(shared.empty[i % 2]);\n      wgmma_wait_group<0>(d);",
-        r"a product of warpgroup 0 at test.cu:26 (is under way|read) and this thread writes", 14,
-    ),
-    "too few bytes expected": (
-        "expect_tx(shared.full[i % 2], bytes)", "expect_tx(shared.full[i % 2], bytes - 128)",
-        r"loads a box of 4096 bytes, of which its barrier at byte \d+ .* did not expect 128", 15,
-    ),
-    "too many bytes expected": (
-        "expect_tx(shared.full[i % 2], bytes)", "expect_tx(shared.full[i % 2], bytes + 128)",
-        r"128 threads wait for phase 0 .* 1 of 1 arrivals came and 128 expected bytes are missing",
-        23,
-    ),
-    "no bytes expected": (
-        "arrive_expect_tx(shared.full[i % 2], bytes)", "arrive(shared.full[i % 2])",
-        r"a box that .* is under way|no thread of this block|did not expect 8192", None,
-    ),
-    "no arrival": (
-        "if (elect_one()) arrive(shared.empty[i % 2]);", "",
-        r"128 threads wait .*; 1 thread waits for phase 0 .* 0 of 4 arrivals came", 23,
-    ),
-    "more arrivals than the barrier was made for": (
-        "if (elect_one()) arrive", "arrive", r"race|waits for ever|where all", None,
-    ),
-    "barriers that copies do not see": (
-        "fence_barrier_init();", "", "fence_barrier_init after", 14,
-    ),
-    "barriers that threads do not see": (
-        "    __syncthreads();\n", "\n", r"none|wrote and this thread updates", None,
-    ),
-    "a barrier that was not made": (
-        "init_barrier(shared.full[i], 1)", "",
-        r"calls (wait|arrive_expect_tx) on a barrier at byte \d+ .* init_barrier has made none",
-        None,
-    ),
-    "threads that wait elsewhere": (
-        "if (elect_one()) arrive", "barrier_sync(3, 256); arrive",
-        r"waits for ever: 1 thread waits for phase 0 .* 0 of 4 arrivals came; 128 threads wait in "
-        r"barrier_sync on barrier 3 at test.cu:31, where 128 of 256 arrived",
-        12,
-    ),
-    "products that no fence begins": (
-        "wgmma_fence();", "", "multiplies without wgmma_fence", 26,
-    ),
-    "products that no group holds": ("wgmma_commit_group();", "", "that no group holds", 30),
-    "products that nobody waits for": (
-        "wgmma_wait_group<0>(d);", "", "multiplies|is under way|waited for", None,
-    ),
-    "an operand that begins in the middle of the pattern": (
-        "+ k * 32, by", "+ k * 64, by", "multiplies with A at byte 128 of shared memory", 26,
-    ),
-    "products of one warp": (
-        "multiply<", "if (threadIdx.x < 32) multiply<",
-        r"of other products than the rest|waits for products, at test.cu:30", None,
-    ),
-    "a box at no multiple of 1024": (
-        "tma_load(&shared.A[i % 2],", "tma_load(shared.A[i % 2].box[0][1],",
-        "calls tma_load with a box at byte 128 of shared memory", 14,
-    ),
-    "a barrier that is overwritten": (
-        "    c += blockIdx.x * 64 * 32;",
-        "    shared.full[1].state = 3; arrive(shared.full[1]);",
-        "the barrier at byte .* which has been overwritten|race", None,
-    ),
-}  # fmt: skip
+FAULTS = faults("ring")
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -330,45 +250,12 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
     assert (got[1] == -B[:, :16] @ A[:, :16].T).all()
 
 
-PRODUCT_FAULTS = {
-    "written without fence_proxy_async": (
-        "fence_proxy_async();", "", "wrote byte 0 of shared memory without fence_proxy_async",
-    ),
-    "written after fence_proxy_async": (
-        "__syncthreads();",
-        "__syncthreads(); if (threadIdx.x == 0) shared.A.box[0][9][2] = 1; __syncthreads();",
-        r"wrote byte 11\d\d of shared memory without fence_proxy_async",
-    ),
-    "no barrier behind the writes": ("__syncthreads();", "", "race: thread .* wrote"),
-    "written while it is read": (
-        "wgmma_wait", "if (threadIdx.x == 95) shared.B.box[0][0][0] = 2; wgmma_wait",
-        r"a product of warpgroup 0 at test.cu:8 is under way and this thread writes byte 8192",
-    ),
-    "a wait for a group too few": (
-        "wgmma_wait_group<0>(d)", "wgmma_wait_group<1>(d)", "waits for D while a product of one",
-    ),
-    "other operands in one warp": (
-        "by_rows(&shared.A)", "by_rows(&shared.A) + threadIdx.x / 96 * 32",
-        r"multiplies other matrices than thread \(\d+, 0, 0\) of its warpgroup does at test.cu:8",
-    ),
-    "returned too early": ("wgmma_wait_group<0>(d);", "", "returns before its products were"),
-    "registers of another product": (
-        "wgmma_commit",
-        "multiply<__half>(*reinterpret_cast<float(*)[16]>(d + 16), by_rows(&shared.A), "
-        "by_rows(&shared.B), false); wgmma_commit", "that another product under way is to write",
-    ),
-    "B by columns": ("by_rows(&shared.B)", "by_columns(&shared.B, 64)", "A or B by_columns"),
-    "outside shared memory": (
-        "by_rows(&shared.B)", "by_rows(&shared.B) + 60 * 1024",
-        "multiplies with 8192 bytes at byte 69632 of shared memory|not all in the block",
-    ),
-    "half a warpgroup": ("", "", "in a warpgroup of less than 128 threads"),
-}  # fmt: skip
+PRODUCT_FAULTS = faults("products")
 
 
 @pytest.mark.parametrize("name", PRODUCT_FAULTS)
 def test_faults_of_products(name):
-    right, wrong, message = PRODUCT_FAULTS[name]
+    right, wrong, message, _ = PRODUCT_FAULTS[name]
     body = """
         Shared& shared = shared_memory<Shared>();
         fill(&shared.A, a, 64 * 64);
@@ -392,48 +279,7 @@ def test_faults_of_products(name):
     assert caught.place.startswith("test.cu:")
 
 
-COPY_FAULTS = {
-    "stored without fence_proxy_async": (
-        "fence_proxy_async();\n", "\n", r"wrote byte \d+ of shared memory without fence", 21,
-    ),
-    "stored without a barrier": (
-        "__syncthreads();\n    if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_",
-        "if (threadIdx.x == 0) {\n      for (int i = 0; i < 2; ++i) tma_",
-        "race: thread .* (wrote and this thread reads|read and this thread writes)", None,
-    ),
-    "overwritten while it is stored": (
-        "bulk_wait_group_read();", "shared.tile.box[1][2][3] = 1;",
-        r"a box that thread \(0, 0, 0\) stores at test.cu:21 is under way and this thread",
-        23,
-    ),
-    "not waited for": (
-        "bulk_wait_group_read();", "", "returns before a box that it stores was read", 21,
-    ),
-    "no group": ("bulk_commit_group();", "", "that no group holds; bulk_commit_group first", 23),
-    "read too early": (
-        "    wait(shared.full, 0);\n", "    __syncthreads();\n",
-        r"a box that thread \(0, 0, 0\) loads at test.cu:10 is under way and this thread", 16,
-    ),
-    "nobody waits": (
-        "    wait(shared.full, 0);", "    return;", "that no thread waits for before the block", 10,
-    ),
-    "an impossible phase": ("wait(shared.full, 0)", "wait(shared.full, 2)", "phase 2 of a bar", 12),
-    "a barrier made twice": (
-        "      fence_b", "init_barrier(shared.full, 2); fence_b", "where there is one", 4,
-    ),
-    "a barrier out of place": (
-        "wait(shared.full, 0);",
-        "wait(*reinterpret_cast<Barrier*>(4 + reinterpret_cast<char*>(&shared.full)), 0);",
-        "not a multiple of 8", 12,
-    ),
-    "a barrier elsewhere": (
-        "wait(shared.full, 0);", "Barrier mine; wait(mine, 0);", "not in shared memory", 12,
-    ),
-    "a box past the end": (
-        "tma_load(shared.tile.box[i],", "tma_load(shared.tile.box[i] + 16 * 31,",
-        "loads a box to 2048 bytes at byte 65536|loads a box to 2048 bytes at", 10,
-    ),
-}  # fmt: skip
+COPY_FAULTS = faults("copy")
 
 
 @pytest.mark.parametrize("name", COPY_FAULTS)
@@ -489,22 +335,12 @@ def test_floats_of_all_blocks_are_added(schedule):
     assert (sums == want).all()
 
 
-ADD_FAULTS = {
-    "read too early": ("if (round == 0) wait(shared.full, 0);", "", "loads at test.cu:7 is under"),
-    "not published": ("fence_proxy_async();", "", "without fence_proxy_async"),
-    "no barrier": ("fence_proxy_async();\n      __syncthreads();", "fence_proxy_async();", "race"),
-    "not waited for": ("bulk_wait_group_read();", "", "stores at test.cu:16 is under way"),
-    "no group": ("bulk_commit_group();", "", "bulk_commit_group first"),
-    "bytes missing": ("shared.full, 256)", "shared.full, 272)", "16 expected bytes are missing"),
-    "no whole pieces": ("shared.numbers, 64)", "shared.numbers, 63)", "bulk_add with 252 bytes"),
-    "not at a piece": ("a + blockIdx.x * 64, 256", "a + 1, 240", "multiples of 16"),
-    "past the end": ("bulk_add(b,", "bulk_add(b + 4,", "updates 256 bytes.*past the end"),
-}
+ADD_FAULTS = faults("add")
 
 
 @pytest.mark.parametrize("name", ADD_FAULTS)
 def test_faults_of_bytes_and_additions(name):
-    right, wrong, message = ADD_FAULTS[name]
+    right, wrong, message, _ = ADD_FAULTS[name]
     assert ADD.count(right) == 1
     caught = fault(ADD.replace(right, wrong), np.ones(64, np.float32), np.ones(64, np.float32))
     assert re.search(message, str(caught)), str(caught)
