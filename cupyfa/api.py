@@ -531,7 +531,7 @@ def _given(tiles: Tiles | None) -> Tiles:
     """The tile sizes that a caller fixes."""
     if tiles is None:
         return {}
-    if not isinstance(tiles, Mapping):
+    if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
     return tiles
 

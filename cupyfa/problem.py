@@ -341,8 +341,8 @@ def _lead(array: Any) -> tuple[int, ...]:
 
 def _sizes(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
     """Batch, heads, rows and columns of an array in a layout; missing axes are 1."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
     if array.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(array.shape)}; it needs at least two axes, [rows, columns]"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.errors import described
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan, aligned_width
 from cupyfa.runtime.arguments import can_be_boxed
@@ -68,7 +69,7 @@ def target(
     if not (isinstance(given, np.ndarray) if on_host else backend.owns(given)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"{name} is a {type(given).__name__}, the inputs are {kind} arrays; give a {kind} array"
+            f"{name} is {described(given)}, the inputs are {kind} arrays; give a {kind} array"
         )
     if is_masked(given):
         raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; give its data")

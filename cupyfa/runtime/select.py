@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import DeviceError
+from cupyfa.errors import DeviceError, described
 from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
@@ -114,7 +114,7 @@ def _on_host(name: str, array: Any) -> bool:
     elif hasattr(array, "__cuda_array_interface__"):
         return False
     raise TypeError(
-        f"{name} is a {type(array).__name__}; pass a NumPy or CuPy array, or one that has "
+        f"{name} is {described(array)}; pass a NumPy or CuPy array, or one that has "
         "__dlpack__ or __cuda_array_interface__"
     )
 
