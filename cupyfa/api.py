@@ -106,34 +106,36 @@ def attention(
     progress: Progress | None = None,
     **unknown: Any,
 ) -> Any:
-    """softmax(q kᵀ · scale) v, row by row and without ever holding all the scores.
+    """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
 
     q [..., heads, M, d], k [..., kv_heads, N, d], v [..., kv_heads, N, dv] of one dtype: float16,
     bfloat16 (ml_dtypes), float32 or float64. heads is a multiple of kv_heads, and query head h
-    reads key head h // (heads // kv_heads). Two axes are one head, three are [heads, rows, d];
-    ``layout="bshd"`` reads [batch, rows, heads, d]. Any size may be 0. Strides are honoured.
+    reads key head h // (heads // kv_heads). Arrays of two axes are one head, those of three are
+    [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows, heads, d]. Any size may be 0,
+    and arrays may have any strides.
 
-    ``causal`` True or "bottom-right" lets query i see keys j <= i + N - M, "top-left" j <= i.
-    ``window`` (left, right) lets it see keys p - left <= j <= p + right, where p = i + N - M is its
-    position, or i if ``causal`` is "top-left"; None is no limit, and causal is right = 0.
-    ``scale`` is 1/sqrt(d) unless given. ``precision`` says what float32 inputs may be rounded to,
-    "tf32" or "float16"; by default they keep float32 accuracy, unless a kernel is named that has
-    only another. "float8_e4m3", three bits of mantissa, is for float16 and bfloat16 inputs too.
-    ``options`` is all of these at once, an AttentionOptions.
+    causal: with True or "bottom-right" query i sees keys j <= i + N - M, with "top-left" j <= i.
+    window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
+        keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
+    scale: the factor of the scores, by default 1/sqrt(d).
+    precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
+        they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
+        float16 and bfloat16 inputs.
+    options: all of these as one AttentionOptions.
+    kernel: a name of ``kernels()``, a Kernel, or "auto".
+    backend: "cuda", "simulator", "auto", or a Simulator with settings of its own.
+    tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
+    check: also compare the result with the float64 reference, and detect writes outside of it.
+    progress: ``progress(done, total, what)`` is called as chunks of NumPy arrays are done.
 
-    ``kernel`` is a name of ``kernels()``, a Kernel, or "auto"; ``backend`` is "cuda", "simulator",
-    "auto" or a Simulator with settings of its own. ``tiles`` fixes tile sizes of the kernel, for
-    example ``{"Br": 64, "Bc": 32}``. ``check`` also compares with the float64 reference and
-    detects writes outside the results. ``progress(done, total, what)`` is called as chunks of NumPy
-    arrays are done.
+    Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
+    with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
+    in float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity.
 
-    Returns out [..., heads, M, dv] of the inputs' dtype and kind, in ``out`` if that is given; with
-    ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
-    float32 (float64 for float64). Rows that see no key are 0 and -infinity.
-
-    Raises ValueError or TypeError for the arguments, Unsupported if the kernel or device cannot do
-    the problem, DeviceError for the device's failures, SimulatorFault for what a kernel does wrong
-    in the simulator, CompilerNotFound if there is none for it, WrongResult if a check fails.
+    Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
+    do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
+    in the simulator, CompilerNotFound if the simulator finds no compiler, WrongResult if a check
+    fails.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
@@ -165,15 +167,14 @@ def compile(
     return_lse: bool = False,
     **keywords: Unpack[OptionKeywords],
 ) -> Prepared:
-    """``attention`` with all but the arrays decided, its kernels compiled: call it on arrays.
+    """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
-    q, k and v are arrays like those to come, or the shapes of contiguous ones of ``dtype`` in the
-    backend's own memory (CuPy's; NumPy's in the simulator). The other arguments are those of
+    q, k and v are arrays with the forms of later calls, or the shapes of contiguous arrays of
+    ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
     ``attention``.
 
-    Returns what ``prepared(q, k, v, out=None)`` calls, in a few microseconds for CuPy arrays. It
-    refuses arrays of other shapes, strides or dtypes, or on another device. Raises what
-    ``attention`` would.
+    Returns a Prepared. ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
+    refuses arrays of other shapes, strides, dtypes or devices. Raises what ``attention`` raises.
     """
     chosen = _options("compile", options, keywords)
     engine, arrays = _arrays(backend, dtype, q=q, k=k, v=v)
@@ -197,14 +198,15 @@ def compile_backward(
     tiles: Tiles | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Prepared:
-    """``attention_backward`` with all but the arrays decided, its kernels compiled.
+    """The prepared form of ``attention_backward``: its plan is made, its kernels are compiled.
 
-    The arrays are like those to come, or all are shapes of contiguous arrays of ``dtype`` (lse of
-    float32, or float64 for float64). The other arguments are those of ``attention_backward``.
+    The arrays have the forms of later calls, or all are shapes of contiguous arrays of ``dtype``
+    (lse of float32, or float64 for float64). The other arguments are those of
+    ``attention_backward``.
 
-    Returns what ``prepared(dout, q, k, v, out, lse, grads=None)`` calls, in a few microseconds for
-    CuPy arrays. It refuses arrays of other shapes, strides or dtypes, or on another device. Raises
-    what ``attention_backward`` would.
+    Returns a Prepared. ``prepared(dout, q, k, v, out, lse, grads=None)`` takes a few microseconds
+    for CuPy arrays. It refuses arrays of other shapes, strides, dtypes or devices. Raises what
+    ``attention_backward`` raises.
     """
     chosen = _options("compile_backward", options, keywords)
     engine, arrays = _arrays(backend, dtype, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
@@ -231,17 +233,16 @@ def attention_backward(
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
 
-    q, k, v and the options (causal, window, …) are what ``attention`` was called with, ``out``
-    [..., heads, M, dv] and ``lse`` [..., heads, M] what it returned with ``return_lse``; dout is an
-    array like out.
-    ``deterministic`` takes a kernel whose results are the same bits in every run. ``grads`` are
-    three arrays to write to, in place of new ones.
+    q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
+    [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
+    the shape of out. With ``deterministic`` every run gives the same bits. ``grads`` are three
+    arrays for the results, each None for a new one.
 
-    Returns dq, dk and dv, arrays like q, k and v; dk and dv are sums over the query heads that
-    share a key head. Rows that see no key have no gradient: theirs are 0, and they add nothing.
+    Returns dq, dk and dv with the shapes of q, k and v; dk and dv are sums over the query heads
+    that share a key head. The gradient of a row that sees no key is 0.
 
-    Raises what ``attention`` does, and Unsupported if ``deterministic`` is more than the kernel
-    named can do.
+    Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but
+    has to be.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
@@ -271,12 +272,12 @@ def attention_vjp(
     backward_kernel: str | Kernel = "auto",
     **options: Unpack[_Common],
 ) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
-    """The attention of q, k and v, and the function that takes its gradient back to them.
+    """The attention of q, k and v, and the function that computes its gradients.
 
-    Returns out and ``pullback``, with ``pullback(dout)`` the gradients dq, dk and dv. ``kernel`` is
-    that of ``attention``, ``backward_kernel`` and ``deterministic`` are those of
-    ``attention_backward``; the other options are what both have. The pullback keeps q, k, v, out
-    and lse, and may be called again; it goes by what they hold then.
+    Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. ``kernel`` is the argument
+    of ``attention``, ``backward_kernel`` and ``deterministic`` are those of ``attention_backward``;
+    the other arguments go to both. The pullback keeps references to q, k, v, out and lse, and may
+    be called several times; it uses their contents at that time.
     """
     if given := options.keys() & {"return_lse", "out", "grads"}:
         raise ValueError(
@@ -310,9 +311,9 @@ def softmax(
 ) -> Any:
     """exp(x) over its sum along the last axis, computed without overflow.
 
-    x [..., N] of float16, bfloat16, float32 or float64; arguments as of ``attention``. Returns an
-    array like x; with ``return_lse`` also the natural logarithm of each row's sum of exp(x), [...]
-    in float32 (float64 for float64).
+    x [..., N] of float16, bfloat16, float32 or float64; other arguments as for ``attention``.
+    Returns an array like x; with ``return_lse`` also the natural logarithm of each row's sum of
+    exp(x), [...] in float32 (float64 for float64).
 
     Online softmax: Milakov and Gimelshein, 2018, arXiv:1805.02867.
     """
@@ -351,10 +352,10 @@ def plan(
     options: AttentionOptions | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Plan:
-    """Every number of an attention call of these sizes, without arrays and without launching.
+    """The plan of an attention call of these sizes, without arrays and without a launch.
 
-    N defaults to M, dv to d, kv_heads to heads. ``limits`` plans for a device that need not be
-    here; else it is the backend's. Raises what ``attention`` would.
+    N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
+    by default the backend's. Raises what ``attention`` raises.
     """
     problem = Problem.of_sizes(
         M=M,
@@ -375,10 +376,10 @@ def plan(
 def empty_pinned(
     shape: int | Sequence[int], dtype: Any = "float32", *, backend: BackendName | Backend = "auto"
 ) -> np.ndarray:
-    """A NumPy array with unspecified elements in pinned memory, which the GPU copies by itself.
+    """A NumPy array with unspecified elements in page-locked host memory.
 
-    ``attention`` reads and writes such arrays where they are, and so every call that NumPy arrays
-    are given to; they are slower to make than others. In the simulator it is an array like others.
+    Copies to and from the GPU need no buffer for such arrays, but they take longer to allocate. In
+    the simulator it is an ordinary array.
     """
     sizes = _shape("shape", (shape,) if isinstance(shape, int | np.integer) else shape)
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)
@@ -396,28 +397,28 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def configure_transfer(**changes: Any) -> Transfer:
-    """Chooses how NumPy arrays are moved to and from the GPU, from the next call on.
+    """Sets how NumPy arrays are copied to and from the GPU, from the next call on.
 
     The names are the fields of ``Transfer``: threads, chunk_bytes, buffers, piece_bytes, pieces,
-    device_bytes, pinned_results. Returns all that is chosen. Raises TypeError or ValueError for
-    what is no such choice.
+    device_bytes, pinned_results. Returns all settings. Raises TypeError for other names and
+    ValueError for wrong values.
     """
     return transfer.configure(**changes)
 
 
 def held_buffers() -> int:
-    """Bytes of pinned memory that are held for NumPy arrays: buffers, and results in your hands.
+    """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
 
-    Buffers take up to ``configure_transfer().most_held``; those that calls of other threads still
+    Buffers take up to ``configure_transfer().most_held``. Buffers that calls of other threads still
     use after ``free_buffers`` are not counted.
     """
     return transfer.held()
 
 
 def free_buffers() -> None:
-    """Gives the pinned memory of buffers and of results that are no more back to the system.
+    """Frees the page-locked memory of buffers and of results that no longer exist.
 
-    Calls of other threads go on; the next call makes buffers again.
+    Calls of other threads go on; the next call allocates buffers again.
     """
     transfer.release()
 
