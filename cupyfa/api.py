@@ -427,7 +427,7 @@ def _adopted(
     backend: BackendName | Backend, names: Sequence[str], arrays: Sequence[Any]
 ) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
     """The backend for arrays, the arrays as its own or NumPy's, and their forms."""
-    engine = owner(backend, *arrays)
+    engine = owner(backend, arrays)
     if engine is not None:
         return engine, arrays, tuple(map(engine.form, arrays))
     engine, arrays = adopt(backend, **dict(zip(names, arrays)))

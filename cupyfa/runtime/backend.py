@@ -80,6 +80,9 @@ class Backend(ABC):
     # What decides how kernels see an array of this backend, except for its address; the address.
     form: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("shape", "strides", "dtype"))
     address: Callable[[Any], int]  # of element 0
+    empty: Callable[
+        [tuple[int, ...], np.dtype], Any
+    ]  # a new contiguous array, unspecified elements
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
@@ -100,10 +103,6 @@ class Backend(ABC):
     @abstractmethod
     def download(self, array: Any) -> np.ndarray:
         """The elements as a NumPy array, after all work before is done."""
-
-    @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new contiguous array with unspecified elements."""
 
     @abstractmethod
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
@@ -164,6 +163,10 @@ class Backend(ABC):
     def device(self) -> int:
         """The number of the current device."""
         return 0
+
+    def current(self) -> tuple[int, int | None]:
+        """The current device and stream."""
+        return self.device, self.stream
 
     def use(self, device: int) -> None:
         """Makes a device current in this thread."""

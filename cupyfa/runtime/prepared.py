@@ -51,7 +51,7 @@ class _Recorded(NamedTuple):
 
     ids: tuple[int, ...]  # of the inputs, and of the arrays for the results
     alive: list[ref]  # of these arrays; empty as soon as one of them is gone
-    stream: int | None
+    where: tuple[int, int | None]  # device and stream
     launch: Callable[[], Any]
     memory: Any  # of arguments and temporaries
 
@@ -119,6 +119,10 @@ class Prepared:
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
         self._recorded: _Recorded | None = None
         self._before: tuple[int, ...] | None = None  # the addresses of the call before
+        p, seen = plan.problem, self._seen(inputs)
+        self._without_columns = any(
+            tuple(x.shape) != operation.inputs[name].shape(p) for name, x in seen.items()
+        )
         self._owned = backend.owns(next(iter(inputs.values())))
         self._launcher = self._made_launcher(inputs) if self._owned else None
         if keep and self._launcher is None:
@@ -132,7 +136,7 @@ class Prepared:
         """
         recorded = self._recorded
         if recorded is not None:
-            ids, alive, stream, launch, _ = recorded
+            ids, alive, where, launch, _ = recorded
             targets = (out,) if grads is None else grads
             backend = self._backend
             try:
@@ -143,9 +147,8 @@ class Prepared:
                 same
                 and alive
                 and not named
-                and backend.device == self._device
-                and backend.stream == stream
-                and not (stream and self._workspace and backend.is_capturing)
+                and backend.current() == where
+                and not (where[1] and self._workspace and backend.is_capturing)
             ):
                 try:
                     launch()
@@ -175,12 +178,10 @@ class Prepared:
         ``targets`` are the caller's arrays for the results, each None for a new one.
         """
         backend, launcher = self._backend, self._launcher
-        if targets is not None and not all(map(self._is_known, targets)):
-            results = self.run(arrays, self._views_of(targets), check=check, progress=progress)
-            return _as_given(results, targets)
         if launcher is None or check:
-            return self._in_general(arrays, targets, check, progress)
-        if backend.device != self._device:
+            return self._closely(arrays, targets, check, progress)
+        device, stream = backend.current()
+        if device != self._device:
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets)
         try:
@@ -189,7 +190,7 @@ class Prepared:
                 results = [backend.empty(*x) for x in self._new]
             else:
                 if not self._takes(targets, given):
-                    return self._in_general(arrays, targets, check, progress)
+                    return self._closely(arrays, targets, check, progress)
                 results = [
                     backend.empty(*new) if mine is None else mine
                     for mine, new in zip((*targets, None), self._new)
@@ -197,7 +198,6 @@ class Prepared:
             own = tuple(map(backend.address, results))
             if self._mask and self._is_misaligned((*given, *own)):
                 return self._in_general(arrays, targets, check, progress)
-            stream = backend.stream
             space = self._workspace.at(stream)  # which must live until the launch
             addresses = (*given, *own, *space[1])
             launcher(addresses, stream)
@@ -343,7 +343,7 @@ class Prepared:
 
             alive.extend(ref(x, gone) for x in (*arrays, *targets))
             ids = (*map(id, arrays), *map(id, targets))
-            self._recorded = _Recorded(ids, alive, stream, launch, (memory, space))
+            self._recorded = _Recorded(ids, alive, (self._device, stream), launch, (memory, space))
         self._before = addresses
 
     def _again(self, recorded: _Recorded, arrays: Sequence[Any]) -> None:
@@ -359,6 +359,19 @@ class Prepared:
         names = ((NAMES.get(name, name), x) for name, x in arrays.items())
         return {name: self._views[name](x) for name, x in names}
 
+    def _closely(
+        self,
+        arrays: Sequence[Any],
+        targets: Sequence[Any] | None,
+        check: bool,
+        progress: Progress | None,
+    ) -> Any:
+        """The call for results that cannot be written at once; views of other libraries' arrays."""
+        if targets is not None and not all(map(self._is_known, targets)):
+            results = self.run(arrays, self._views_of(targets), check=check, progress=progress)
+            return _as_given(results, targets)
+        return self._in_general(arrays, targets, check, progress)
+
     def _in_general(
         self,
         arrays: Sequence[Any],
@@ -369,6 +382,8 @@ class Prepared:
         backend = self._backend
         with backend.working_on(arrays[0]):
             inputs = self._seen(dict(zip(self._names, arrays)))
+            if self._without_columns:
+                inputs = with_planned_shapes(self.plan, inputs)
             given = [*(targets or ()), *(None,) * len(self._results)][: len(self._results)]
             given = self._checked_targets(given, inputs)
             results = [
@@ -429,7 +444,6 @@ def fill(
     """
     if not all(map(backend.owns, inputs.values())):
         if not check:
-            inputs = with_planned_shapes(plan, inputs)
             transfer.compute(backend, pieces or pieces_of(backend, plan), inputs, outputs, progress)
             return
         written: Mapping[str, Any] = guard.checked(backend, plan, readable_inputs(plan, inputs), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,12 @@ def backend_named(backend: str | Backend) -> Backend:
     raise ValueError(f"backend {backend!r} is unknown; {known}")
 
 
-def owner(backend: str | Backend, first: Any, *others: Any) -> Backend | None:
+def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
     """The backend, if all arrays are of its own kind; None if they have to be looked at."""
-    kind = type(first)
-    found = _owners.get(kind)
+    found = _owners.get(type(arrays[0]))
     if found is None or not (backend == "auto" or backend is found or backend == found.name):
         return None
-    for other in others:
-        if type(other) is not kind:
-            return None
-    return found
+    return found if len({*map(type, arrays)}) == 1 else None
 
 
 def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
@@ -61,10 +57,12 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     on CUDA. Raises TypeError for anything else and for a mixture.
     """
     values = list(arrays.values())
-    if (theirs := owner(backend, *values)) is not None:
+    if (theirs := owner(backend, values)) is not None:
         return theirs, values
     if (seen := _tensors(backend, values)) is not None:
         return seen
+    if set(map(type, values)) == {np.ndarray}:
+        return backend_named(backend), values
     host = {name: _on_host(name, array) for name, array in arrays.items()}
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())

@@ -64,7 +64,7 @@ class Workspace:
         # Between the launches of a call other threads may launch, in the same stream, calls of one
         # launch only: so these have another workspace.
         self._several = len(plan.steps) > 1
-        self._recent: tuple[int, tuple[int, ...]] = 0, ()
+        self._recent: tuple[Any, Any, Space] = None, None, NO_SPACE
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -111,23 +111,22 @@ class Workspace:
             self._by_graph[key] = found
         return found
 
-    def _shared(self, key: Any) -> Space:
+    def _shared(self, stream: Any) -> Space:
         """Memory that all calls in a stream share, if it is large enough."""
         if self._bytes > SHARED:
             return self._space()
-        spaces, key = self._backend.spaces, (self._device, key, self._several)
-        found = spaces.get(key)
-        if found is None:
+        spaces, key = self._backend.spaces, (self._device, stream, self._several)
+        memory, (known, of, space) = spaces.get(key), self._recent
+        if memory is not None and memory is known and stream == of:
+            return space
+        if memory is None:
             if len(spaces) >= MOST:
                 spaces.clear()
-            memory = self._backend.empty((SHARED,), _BYTE)
-            found = spaces[key] = memory, self._backend.address(memory)
-        memory, start = found
-        recent, addresses = self._recent
-        if recent != start:
-            addresses = tuple(start + x for x in self._starts)
-            self._recent = start, addresses
-        return memory, addresses
+            memory = spaces[key] = self._backend.empty((SHARED,), _BYTE)
+        start = self._backend.address(memory)
+        space = memory, tuple(start + x for x in self._starts)
+        self._recent = memory, stream, space
+        return space
 
     def _space(self, arrays: dict[str, Any] | None = None) -> Space:
         if arrays is None:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -837,11 +838,12 @@ def test_errors_of_cuda_are_one_line(monkeypatch):
     def lost():
         raise runtime.CUDARuntimeError(700)
 
+    working = cuda._Working(nullcontext())
     monkeypatch.setattr(cuda.driver, "CUDADriverError", DriverError)
     for error in (runtime.CUDARuntimeError(700), DriverError(700)):
         for synchronize in (lost, lambda: None):
             monkeypatch.setattr(cuda.runtime, "deviceSynchronize", synchronize)
-            with pytest.raises(cupyfa.DeviceError) as raised, cuda.device_errors():
+            with pytest.raises(cupyfa.DeviceError) as raised, working:
                 raise error
             message = str(raised.value)
             assert message.startswith(f"the device failed: {error}")
@@ -851,7 +853,7 @@ def test_errors_of_cuda_are_one_line(monkeypatch):
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(cupyfa.DeviceError) as raised,
-        cuda.device_errors(),
+        working,
     ):
         patch.setattr(cuda, "runtime", SimpleNamespace(memGetInfo=lambda: (10**9, 8 * 10**9)))
         raise OutOfMemoryError(10**12, 10**6)

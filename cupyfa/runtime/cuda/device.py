@@ -79,25 +79,37 @@ def compile_without_gpu(
         nvrtc.destroyProgram(program)
 
 
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Turns the device's failures into DeviceError, in one line."""
-    try:
-        yield
-    except cupy.cuda.memory.OutOfMemoryError as error:
+class _Working:
+    """A device made current, and its failures turned into DeviceError, in one line."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        found = _device_error(error) if error is not None else None
+        self._device.__exit__(kind, error, trace)
+        if found is not None:
+            raise found from None
+
+
+def _device_error(error: BaseException) -> DeviceError | None:
+    """What to raise for a failure of the device; None for any other error."""
+    if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
         free, total = runtime.memGetInfo()
-        raise OutOfMemory(
+        return OutOfMemory(
             f"out of memory: {error}; the device has {free:,} of {total:,} bytes free: "
             "free arrays, or give smaller sizes"
-        ) from None
-    except (runtime.CUDARuntimeError, driver.CUDADriverError) as error:
+        )
+    if isinstance(error, runtime.CUDARuntimeError | driver.CUDADriverError):
         no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
         what = f"the device failed: {error}"
-        raise (OutOfMemory(what) if no_memory else _failed(what)) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "CUBLASError":  # of a module that need not be there
-            raise
-        raise _failed(f"cuBLAS failed: {error}") from None
+        return OutOfMemory(what) if no_memory else _failed(what)
+    if type(error).__name__ == "CUBLASError":  # of a module that need not be there
+        return _failed(f"cuBLAS failed: {error}")
+    return None
 
 
 def _failed(what: str) -> DeviceError:
@@ -175,6 +187,7 @@ class Cuda(Backend):
     )
     form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
     address = staticmethod(attrgetter("data.ptr"))
+    empty = staticmethod(cupy.ndarray)
     compiles_in_parallel = True
 
     def __init__(self) -> None:
@@ -223,9 +236,6 @@ class Cuda(Backend):
 
     def download(self, array: Any) -> np.ndarray:
         return cupy.asnumpy(array)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        return cupy.ndarray(shape, dtype)
 
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return cupy.ndarray(shape, dtype, memory.data + offset, strides)
@@ -323,6 +333,9 @@ class Cuda(Backend):
     def device(self) -> int:
         return runtime.getDevice()
 
+    def current(self) -> tuple[int, int]:
+        return runtime.getDevice(), get_current_stream().ptr
+
     def use(self, device: int) -> None:
         runtime.setDevice(device)
 
@@ -345,9 +358,10 @@ class Cuda(Backend):
         return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        low, high = extent(array)
-        ends = array.ctypes.data + low, array.ctypes.data + high - 1
-        return all(runtime.pointerGetAttributes(x).type == runtime.memoryTypeHost for x in ends)
+        start = array.__array_interface__["data"][0]
+        low, high = (0, array.nbytes) if array.flags.c_contiguous else extent(array)
+        first, last = map(runtime.pointerGetAttributes, (start + low, start + high - 1))
+        return first.type == last.type == runtime.memoryTypeHost
 
     def free_bytes(self) -> int:
         return runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
@@ -379,11 +393,8 @@ class Cuda(Backend):
         _limits.cache_clear()
         self.known.clear()
 
-    @contextmanager
-    def working_on(self, array: Any) -> Iterator[None]:
-        device = array.device if self.owns(array) else cupy.cuda.Device()
-        with device_errors(), device:
-            yield
+    def working_on(self, array: Any) -> _Working:
+        return _Working(array.device if self.owns(array) else cupy.cuda.Device())
 
 
 def _of_tensor(torch: Any, x: Any, device: int) -> Any:

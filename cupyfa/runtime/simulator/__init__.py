@@ -73,6 +73,7 @@ class Simulator(Backend):
 
     name = "simulator"
     address = staticmethod(lambda array: array.__array_interface__["data"][0])
+    empty: Any = staticmethod(np.empty)
     writes_in_place = False  # a kernel may fail
     compile_errors = (CompileError,)
 
@@ -94,9 +95,6 @@ class Simulator(Backend):
 
     def download(self, array: Any) -> np.ndarray:
         return array
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
 
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
         return np.ndarray(shape, dtype, memory, offset, strides)
