@@ -27,8 +27,8 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
 from cupyfa.runtime.arrays import require_one_device
-from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
+from cupyfa.runtime.backend import Backend, recent
+from cupyfa.runtime.prepared import Form, Prepared, Progress, Recent, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 from cupyfa.runtime.transfer import Transfer
 
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
+_seen: dict[str, int] = {}  # the first array of each function's call before, by its id
+# Arguments that cannot change between two calls.
+_FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
 
 
@@ -141,15 +144,24 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", unknown)
-    engine, arrays, forms = _adopted(backend, ("q", "k", "v"), (q, k, v))
+    given: Sequence[Any] = (q, k, v)
+    targets = None if out is None else (out,)
     asked = precision, causal, window, scale
+    how = (options, kernel, backend, layout, return_lse, tiles, *asked)
+    before = recent.get("forward")
+    if before is not None and before.is_of(given, how):
+        return before.prepared.run(
+            given, targets, check=check, progress=progress, addresses=before.addresses
+        )
+    engine, arrays, forms = _adopted(backend, ("q", "k", "v"), given)
     key = "forward", forms, _which(kernel), repr(asked), options, layout, return_lse, repr(tiles)
     prepared = _known(engine, key)
     if prepared is None:
         chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
         prepared = _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
         _keep(engine, key, prepared)
-    targets = None if out is None else (out,)
+    else:
+        _remember("forward", prepared, engine, arrays, given, how)
     return prepared.run(arrays, targets, check=check, progress=progress)
 
 
@@ -246,11 +258,17 @@ def attention_backward(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
+    given: Sequence[Any] = (dout, q, k, v, out, lse)
+    how = (options, kernel, backend, layout, deterministic, tiles, *keywords, *keywords.values())
+    before = recent.get("backward")
+    if before is not None and before.is_of(given, how):
+        prepared = before.prepared
+        targets = None if grads is None else prepared.targets(None, grads)
+        return prepared.run(given, targets, check=check, addresses=before.addresses)
     names = ("dout", "q", "k", "v", "out", "lse")
-    engine, arrays, forms = _adopted(backend, names, (dout, q, k, v, out, lse))
-    asked = repr(keywords) if keywords else None
-    how = _which(kernel), asked, options, layout, bool(deterministic), repr(tiles)
-    key = ("backward", forms, *how)
+    engine, arrays, forms = _adopted(backend, names, given)
+    asked = repr(keywords), bool(deterministic)
+    key = "backward", forms, _which(kernel), asked, options, layout, repr(tiles)
     prepared = _known(engine, key)
     if prepared is None:
         chosen = _options("attention_backward", options, keywords)
@@ -258,6 +276,8 @@ def attention_backward(
             engine, arrays, kernel, chosen, layout, deterministic, tiles, keep=False
         )
         _keep(engine, key, prepared)
+    else:
+        _remember("backward", prepared, engine, arrays, given, how)
     targets = None if grads is None else prepared.targets(None, grads)
     return prepared.run(arrays, targets, check=check)
 
@@ -602,6 +622,22 @@ def _keep(engine: Backend, key: Any, prepared: Prepared) -> None:
     if len(engine.known) >= _MOST_KNOWN:
         engine.known.clear()
     engine.known[key] = prepared
+
+
+def _remember(
+    function: str,
+    prepared: Prepared,
+    engine: Backend,
+    arrays: Sequence[Any],
+    given: Sequence[Any],
+    how: tuple[Any, ...],
+) -> None:
+    """Remembers a call on arrays of a device that may come again, with these very arrays."""
+    if arrays is not given or engine.stream is None:
+        return
+    last, _seen[function] = _seen.get(function), id(given[0])
+    if last == id(given[0]) and all(map(_FIXED.__contains__, map(type, how))):
+        recent[function] = Recent(prepared, engine, given, how)
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

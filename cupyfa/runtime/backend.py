@@ -19,6 +19,8 @@ from cupyfa.runtime.arguments import Mapped
 
 # Starts a launch: (stream, address of a table with each argument's address, 0).
 Start = Callable[[int | None, int, int], Any]
+# The call before of each function, by its name; cleared when limits change.
+recent: dict[str, Any] = {}
 
 
 class Region(NamedTuple):

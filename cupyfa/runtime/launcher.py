@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.ladder.kernel import Matmul, cdiv
-from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
 from cupyfa.runtime.arguments import Mapped, arguments, mapped
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Region, Start
@@ -76,6 +76,10 @@ def compiled(backend: Backend, plan: Plan) -> dict[int, Any]:
     if errors:
         raise errors[0]
     return kernels
+
+
+class Misaligned(Exception):
+    """An array begins at an address that a tensor map cannot have."""
 
 
 class _Form(NamedTuple):
@@ -238,6 +242,8 @@ class _Arguments:
 
     def _mapped(self, like: Mapped, address: int) -> int:
         """The address of the tensor map of an array at an address."""
+        if address % BOX_ALIGNMENT and like.address:
+            raise Misaligned
         if len(self._encoded) >= _MOST_MAPS:
             self._forget()
         encoded = self._backend.tensor_map(like._replace(address=address if like.address else 0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -27,7 +28,7 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.launcher import Launcher, compiled, run
+from cupyfa.runtime.launcher import Launcher, Misaligned, compiled, run
 from cupyfa.runtime.select import adopt, writable_view
 from cupyfa.runtime.workspace import NO_SPACE, PER_THREAD, Workspace, allocated
 
@@ -35,7 +36,6 @@ Form = tuple[Any, ...]
 Progress = Callable[[int, int, str], None]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
-_ALIGNMENT = 16  # bytes, of the first element of an array that TMA copies
 
 
 class Result(NamedTuple):
@@ -49,8 +49,7 @@ class Result(NamedTuple):
 class _Recorded(NamedTuple):
     """Launches of a call on certain arrays, for the same arrays again."""
 
-    ids: tuple[int, ...]  # of the inputs, and of the arrays for the results
-    alive: list[ref]  # of these arrays; empty as soon as one of them is gone
+    arrays: list[ref]  # the inputs, and the arrays for the results
     where: tuple[int, int | None]  # device and stream
     launch: Callable[[], Any]
     memory: Any  # of arguments and temporaries
@@ -71,6 +70,28 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
     if layout is None or len(axes.split()) != 4:
         return array.reshape(problem.shape(axes))
     return four_axes(array, layout)
+
+
+class Recent:
+    """The call before of a function: the very same arrays need not be looked at again."""
+
+    __slots__ = ("addresses", "how", "prepared", "refs", "shapes")
+
+    def __init__(self, prepared: Prepared, backend: Backend, arrays: Sequence[Any], how: Any):
+        self.prepared, self.how = prepared, how
+        self.refs: list[ref] = [ref(x) for x in arrays]
+        self.shapes = [x.shape for x in arrays]
+        self.addresses = tuple(map(backend.address, arrays))
+
+    def is_of(self, arrays: Sequence[Any], how: tuple[Any, ...]) -> bool:
+        """Whether it was a call on these arrays, with arguments that are the same objects.
+
+        A shape may have been changed in place, and with it the strides.
+        """
+        for known, shape, x in zip(self.refs, self.shapes, arrays):
+            if known() is not x or x.shape != shape:  # type: ignore[union-attr]
+                return False
+        return len(how) == len(self.how) and all(map(is_, how, self.how))
 
 
 class Prepared:
@@ -136,16 +157,19 @@ class Prepared:
         """
         recorded = self._recorded
         if recorded is not None:
-            ids, alive, where, launch, _ = recorded
-            targets = (out,) if grads is None else grads
+            known, where, launch, _ = recorded
             backend = self._backend
             try:
-                same = (*map(id, arrays), *map(id, targets)) == ids
+                given = (*arrays, out) if grads is None else (*arrays, *grads)
             except TypeError:  # grads are no sequence
-                same = False
+                given = ()
+            same = len(given) == len(known)
+            for before, x in zip(known, given):
+                if before() is not x:
+                    same = False
+                    break
             if (
                 same
-                and alive
                 and not named
                 and backend.current() == where
                 and not (where[1] and self._workspace and backend.is_capturing)
@@ -172,10 +196,12 @@ class Prepared:
         *,
         check: bool = False,
         progress: Progress | None = None,
+        addresses: tuple[int, ...] | None = None,
     ) -> Any:
         """The call, for arrays that are known to be like those that it was made for.
 
         ``targets`` are the caller's arrays for the results, each None for a new one.
+        ``addresses`` are those of the arrays, where known.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
@@ -185,24 +211,28 @@ class Prepared:
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets)
         try:
-            given = tuple(map(backend.address, arrays))
+            given = addresses or tuple(map(backend.address, arrays))
             if targets is None:
                 results = [backend.empty(*x) for x in self._new]
-            else:
-                if not self._takes(targets, given):
-                    return self._closely(arrays, targets, check, progress)
+            elif self._takes(targets, given):
                 results = [
                     backend.empty(*new) if mine is None else mine
                     for mine, new in zip((*targets, None), self._new)
                 ]
-            own = tuple(map(backend.address, results))
-            if self._mask and self._is_misaligned((*given, *own)):
-                return self._in_general(arrays, targets, check, progress)
+            else:
+                return self._closely(arrays, targets, check, progress)
             space = self._workspace.at(stream)  # which must live until the launch
-            addresses = (*given, *own, *space[1])
-            launcher(addresses, stream)
+            every = (*given, *map(backend.address, results), *space[1])
+            if self._mask and self._is_misaligned(every):
+                return self._in_general(arrays, targets, check, progress)
+            try:
+                launcher(every, stream)
+            except Misaligned:
+                return self._in_general(arrays, targets, check, progress)
             if self._keep and targets is not None:
-                self._record(arrays, results, targets, addresses, stream, space)
+                if every == self._before:
+                    self._record(arrays, targets, every, stream, space)
+                self._before = every
         except backend.failures:
             with backend.working_on(arrays[0]):
                 raise
@@ -269,24 +299,28 @@ class Prepared:
 
     def _takes(self, targets: Sequence[Any], given: tuple[int, ...]) -> bool:
         """Whether the caller's arrays can be written as they are; else they are checked closely."""
-        if not self._backend.writes_in_place:
+        backend, extents = self._backend, self._extents
+        if not backend.writes_in_place:
             return False
-        spans = [(start + low, start + high) for start, (low, high) in zip(given, self._extents)]
         try:
             for mine, wanted, size in zip(targets, self._result_forms, self._result_bytes):
                 if mine is None:
                     continue
-                if self._backend.form(mine) != wanted:
+                if backend.form(mine) != wanted:
                     return False
-                start = self._backend.address(mine)
-                end = start + size
-                for low, high in spans:
-                    if start < high and low < end:
+                start = backend.address(mine)
+                for other, (low, high) in zip(given, extents):
+                    if start < other + high and other + low < start + size:
                         return False
-                spans.append((start, end))
+            return len(targets) == 1 or self._are_apart(targets)
         except AttributeError:  # the host's, or another library's
             return False
-        return True
+
+    def _are_apart(self, targets: Sequence[Any]) -> bool:
+        """Whether no two arrays for results, all contiguous, share memory."""
+        address, sizes = self._backend.address, self._result_bytes
+        spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
+        return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
     def _is_misaligned(self, addresses: Sequence[int]) -> bool:
         bits = 0
@@ -313,38 +347,28 @@ class Prepared:
         self._extents = [extent(x) for x in arrays.values()]
         self._result_forms = [form(backend, x) for x in made]
         self._result_bytes = [x.nbytes for x in made]
-        self._mask = _ALIGNMENT - 1 if plan.boxed else 0
-        if isinstance(made[0], np.ndarray):
-            self._mask |= max(x.dtype.itemsize for x in (*arrays.values(), *made)) - 1
+        on_host = isinstance(made[0], np.ndarray)  # where addresses may be misaligned
+        self._mask = max(x.dtype.itemsize for x in (*arrays.values(), *made)) - 1 if on_host else 0
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
     def _record(
         self,
         arrays: Sequence[Any],
-        results: Sequence[Any],
         targets: Sequence[Any],
         addresses: tuple[int, ...],
         stream: int | None,
         space: Any,
     ) -> None:
-        """Keeps the launches of a call that has come twice, if it may come again."""
-        if len(targets) < len(results) or any(x is None for x in targets):
+        """Keeps the launches of a call that has come twice, and may come again."""
+        if len(targets) < len(self._results) or any(x is None for x in targets):
             return
         usual = space is NO_SPACE or space is self._workspace.by_stream.get(stream)
         if not usual or stream is None or stream == PER_THREAD:
             return
-        if addresses == self._before:
-            assert self._launcher is not None
-            launch, memory = self._launcher.fixed(addresses, stream)
-            alive: list[ref] = []
-
-            def gone(_: ref) -> None:
-                alive.clear()
-
-            alive.extend(ref(x, gone) for x in (*arrays, *targets))
-            ids = (*map(id, arrays), *map(id, targets))
-            self._recorded = _Recorded(ids, alive, (self._device, stream), launch, (memory, space))
-        self._before = addresses
+        assert self._launcher is not None
+        launch, memory = self._launcher.fixed(addresses, stream)
+        known = [ref(x) for x in (*arrays, *targets)]
+        self._recorded = _Recorded(known, (self._device, stream), launch, (memory, space))
 
     def _again(self, recorded: _Recorded, arrays: Sequence[Any]) -> None:
         """A recorded launch that failed: in a new thread, for want of a CUDA context."""

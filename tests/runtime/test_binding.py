@@ -8,12 +8,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.far_device import FarDevice
 from helpers.problems import FORWARD, name, planned
 from helpers.threads import in_threads
 
@@ -267,6 +268,204 @@ def test_addresses_that_boxes_cannot_begin_at(near, kernel):
     q, k, v = arrays(1, 2, 40, 64, dtype=np.float16)
     bound = cupyfa.compile(q, k, v, backend=near, kernel=kernel)
     np.testing.assert_array_equal(bound(*map(moved, (q, k, v))), bound(q, k, v))
+
+
+# Gradients
+
+
+def forward(near, q, k, v, **options):
+    """The host's results of attention, in the device's memory."""
+    o, lse = right(q, k, v, return_lse=True, **options)
+    return [near_copy(near, x) for x in (o, lse)]
+
+
+def near_copy(near, array):
+    made = near.empty(array.shape, array.dtype)
+    made[...] = array
+    return made
+
+
+def right_gradients(kernel, *arrays, **options):
+    host = (np.array(x) for x in arrays)
+    return cupyfa.attention_backward(*host, backend="simulator", kernel=kernel, **options)
+
+
+@pytest.mark.parametrize("kernel", ["rows", "two_pass", "baseline_backward"])
+def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
+    kernel = kernel if kernel in LADDER["backward"] else next(iter(LADDER["backward"]))
+    q, k, v = arrays(2, 3, 20, 16)
+    given = [arrays(2, 3, 20, 16, seed=1)[0], q, k, v, *forward(near, q, k, v)]
+    wanted = right_gradients(kernel, *given)
+    prepared = cupyfa.compile_backward(*given, backend=near, kernel=kernel)
+    names = ("dout", "q", "k", "v", "out", "lse")
+    for got in (
+        prepared(*given),
+        prepared(*given[:4], out=given[4], lse=given[5]),
+        prepared(**dict(zip(names, given))),
+        cupyfa.attention_backward(*given, backend=near, kernel=kernel),
+        cupyfa.attention_backward(*given, backend=near, kernel=kernel),
+        cupyfa.attention_vjp(q, k, v, backend=near, kernel="fa2", backward_kernel=kernel)[1](
+            given[0]
+        ),
+    ):
+        assert all(isinstance(x, Near) for x in got)
+        for mine, its in zip(got, wanted):
+            np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6)
+    assert near.short == 7  # all of these, and the forward pass of the last
+    grads = [near.empty(x.shape, x.dtype) for x in (q, k, v)]
+    for _ in range(4):  # the last ones from a recording
+        for x in grads:
+            x[...] = 7
+        assert all(map(is_, prepared(*given, grads=grads), grads))
+        for mine, its in zip(grads, wanted):
+            np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6)
+    other = near_copy(near, given[0] * 2)
+    twice = prepared(other, *given[1:], grads=grads)
+    np.testing.assert_allclose(twice[2], 2 * wanted[2], rtol=1e-6, atol=1e-6)
+
+
+def test_shapes_and_a_dtype_will_do_for_gradients(near):
+    x, lse = (2, 3, 20, 16), (2, 3, 20)
+    prepared = cupyfa.compile_backward(
+        *(x, x, x, x, x, lse), dtype="float16", backend=near, kernel="rows"
+    )
+    q, k, v = arrays(*x, dtype=np.float16)
+    o, sums = forward(near, q, k, v)
+    dq, dk, dv = prepared(o, q, k, v, o, sums)
+    assert dq.shape == dk.shape == dv.shape == x and dq.dtype == np.float16
+    with pytest.raises(TypeError, match="and lse as arrays, or all as shapes"):
+        cupyfa.compile_backward(o, q, k, v, o, lse, backend=near)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda f, g, x: f(*x, out=x[1]), TypeError, "out= is of attention; give grads="),
+        (lambda f, g, x: g(*x[1:4], grads=x[1:4]), TypeError, "grads are of attention_backward"),
+        (lambda f, g, x: f(*x[:5]), TypeError, "arrays are dout, q, .* given are 5 without a name"),
+        (lambda f, g, x: g(*x[1:4], bias=x[0]), TypeError, "given are 3 without a name and bias"),
+        (lambda f, g, x: f(*x, grads=x[:2]), TypeError, "grads has 2 elements"),
+        (lambda f, g, x: f(*x, grads=[x[1]] * 3), ValueError, "dq of grads overlaps the input Q"),
+        (lambda f, g, x: f(x[0], *x[:5]), ValueError, "lse is float32 .* and this was compiled"),
+    ],
+)
+def test_wrong_arrays_for_gradients_are_refused(near, call, error, message):
+    q, k, v = arrays(2, 3, 20, 16)
+    given = [q.copy(), q, k, v, *forward(near, q, k, v)]
+    backward = cupyfa.compile_backward(*given, backend=near, kernel="rows")
+    with pytest.raises(error, match=message):
+        call(backward, compiled(near, q, k, v), given)
+
+
+def test_grads_that_overlap_one_another_are_refused(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    given = [q.copy(), q, k, v, *forward(near, q, k, v)]
+    both = near.empty((2, 2, 3, 20, 16), q.dtype)
+    grads = both[0], both.reshape(-1)[960:2880].reshape(q.shape), None
+    for call in (
+        cupyfa.compile_backward(*given, backend=near, kernel="rows"),
+        partial(cupyfa.attention_backward, backend=near, kernel="rows"),
+    ):
+        with pytest.raises(ValueError, match="dq of grads and dk of grads overlap"):
+            call(*given, grads=grads)
+
+
+def test_the_old_name_tells_the_new_one():
+    with pytest.raises(AttributeError, match="Prepared"):
+        cupyfa.Bound  # noqa: B018
+
+
+class Foreign:
+    """An array of another library, which has DLPack alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("there", [Simulator, FarDevice])
+def test_results_are_written_to_arrays_of_other_libraries(there):
+    backend = there()
+    q, k, v = (np.array(x) for x in arrays(1, 2, 20, 16))
+    out, lse = cupyfa.attention(q, k, v, backend=backend, kernel="fa2", return_lse=True)
+    mine = Foreign(np.full_like(q, 7))
+    inputs = map(Foreign, (q, k, v))
+    assert cupyfa.attention(*inputs, backend=backend, kernel="fa2", out=mine) is mine
+    np.testing.assert_array_equal(mine.array, out)
+    wanted = right_gradients("rows", out, q, k, v, out, lse)
+    grads = [Foreign(np.full_like(x, 7)) for x in (q, k)]
+    got = cupyfa.attention_backward(
+        *(out, q, k, v, out, lse), backend=backend, kernel="rows", grads=(*grads, None)
+    )
+    assert got[0] is grads[0] and got[1] is grads[1] and isinstance(got[2], np.ndarray)
+    for x, its in zip((grads[0].array, grads[1].array, got[2]), wanted):
+        np.testing.assert_array_equal(x, its)
+    with pytest.raises(TypeError, match="out is a list; pass a NumPy or CuPy array"):
+        cupyfa.attention(q, k, v, backend=backend, kernel="fa2", out=[1, 2])
+
+
+def test_the_arrays_of_a_call_before_need_no_second_look(near, monkeypatch):
+    q, k, v = arrays(2, 3, 20, 16)
+    forms, form = [], near.form
+    monkeypatch.setattr(near, "form", lambda x: forms.append(x) or form(x))
+    monkeypatch.setitem(select._owners, Near, near)
+    monkeypatch.setattr(select, "_automatic", lambda: near)
+
+    def call(*x, **options):
+        forms.clear()
+        got = cupyfa.attention(*x, kernel="fa2", **options)
+        np.testing.assert_array_equal(got, right(*x, **options))
+        return len(forms)
+
+    assert [call(q, k, v) > 0 for _ in range(4)] == [True, True, True, False]
+    q += 1
+    assert call(q, k, v) == 0
+    assert call(q, k, v, causal=True) and call(k, q, v) and call(q, k, k)
+    with pytest.raises(ValueError, match="causal is 0"):
+        cupyfa.attention(q, k, v, kernel="fa2", causal=0)
+    for x in (q, k, v):
+        x.shape = (3, 2, 20, 16)
+    assert call(q, k, v)
+    near.refresh()
+    assert call(q, k, v)
+
+
+# How many Python functions are called
+
+
+def python_calls(call):
+    """Python functions that a call enters in this thread, those of a far device left out."""
+    entered, inside = 0, 0
+
+    def count(frame, event, _):
+        nonlocal entered, inside
+        if event == "call":
+            far = frame.f_code.co_filename.endswith("far_device.py")
+            entered += not inside and not far
+            inside += bool(inside or far)
+        elif event == "return" and inside:
+            inside -= 1
+
+    for _ in range(3):
+        call()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.parametrize("there, most", [(Simulator, 90), (FarDevice, 240)])
+def test_a_call_that_comes_again_enters_few_functions(there, most):
+    q, k, v = (np.array(x) for x in arrays(1, 2, 64, 64))
+    call = partial(cupyfa.attention, q, k, v, backend=there(), kernel="fa2")
+    assert 20 < python_calls(call) <= most
 
 
 # What attention finds again
@@ -646,7 +845,7 @@ def torch(driver, monkeypatch):
     for each in names:
         setattr(module, each, f"torch.{each}")
     monkeypatch.setitem(sys.modules, "torch", module)
-    monkeypatch.setattr(cuda, "get_current_stream", lambda: SimpleNamespace(ptr=5))
+    monkeypatch.setattr(cuda, "get_current_stream", lambda device=0: SimpleNamespace(ptr=5))
     monkeypatch.setattr(cuda, "_dtypes_of", cuda._dtypes_of.__wrapped__)
     return module
 

@@ -21,7 +21,7 @@ from cupyfa.planner import tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start
+from cupyfa.runtime.backend import Backend, Region, Start, recent
 
 store.give_cupy_a_folder()
 import cupy  # noqa: E402
@@ -334,7 +334,8 @@ class Cuda(Backend):
         return runtime.getDevice()
 
     def current(self) -> tuple[int, int]:
-        return runtime.getDevice(), get_current_stream().ptr
+        device = runtime.getDevice()
+        return device, get_current_stream(device).ptr
 
     def use(self, device: int) -> None:
         runtime.setDevice(device)
@@ -392,6 +393,7 @@ class Cuda(Backend):
     def refresh(self) -> None:
         _limits.cache_clear()
         self.known.clear()
+        recent.clear()
 
     def working_on(self, array: Any) -> _Working:
         return _Working(array.device if self.owns(array) else cupy.cuda.Device())

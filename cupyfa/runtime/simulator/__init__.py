@@ -48,7 +48,7 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
 from cupyfa.runtime.arguments import Mapped, blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start
+from cupyfa.runtime.backend import Backend, Region, Start, recent
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 _MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
@@ -162,6 +162,7 @@ class Simulator(Backend):
     def refresh(self) -> None:
         _limits.cache_clear()
         self.known.clear()
+        recent.clear()
 
 
 def try_out() -> str:
