@@ -1,8 +1,7 @@
-"""What the library and CuPy keep on disk: how much there is, removed, and made beforehand."""
+"""The files of the library and of CuPy on disk: counted, removed, and compiled in advance."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shutil
@@ -10,10 +9,10 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from cupyfa import store
 from cupyfa.analysis.resources import problem_to_compile
@@ -21,26 +20,26 @@ from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import operation_of
 from cupyfa.options import AttentionOptions
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
 from cupyfa.planner.plan import PlannedLaunch
+from cupyfa.planner.select import plan, select
+from cupyfa.planner.source import text
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
 FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
     "compiled": "kernels compiled for the simulator",
-    "peaks": "the speed of devices at their best",
-    "tuned": "the constants that were fastest on each device",
-    "tuning": "what `cupyfa tune` has measured",
-    "zig": "what zig keeps, the compiler of the ziglang wheel",
-    "leftovers": "what processes that were killed left half-written, an hour ago or more",
-    "cupy": "kernels compiled for GPUs, which CuPy keeps for all programs",
+    "peaks": "measured peak rates of devices",
+    "tuned": "the fastest constants on each device",
+    "tuning": "measurements of `cupyfa tune`",
+    "zig": "the cache of zig, the compiler of the ziglang wheel",
+    "leftovers": "unfinished files of killed processes, at least an hour old",
+    "cupy": "kernels compiled for GPUs, by CuPy for all programs",
 }
-# Key heads, queries and keys: the tiles and kernels that are chosen for these serve most others.
+# Key heads, queries and keys: their tiles and kernels are also those of most other sizes.
 _SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
 _HOUR = 3600
-_RANDOM = "[a-z0-9_]{8}"  # what tempfile puts into names
+_RANDOM = "[a-z0-9_]{8}"  # in names by tempfile
 _NAMES = {
     "compiled": r"\w[\w-]*-[0-9a-f]{32}\.so",
     **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
@@ -50,64 +49,51 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The files of a kind: how many, their bytes, when the newest was written, and where."""
+class Kept(NamedTuple):
+    """The files of a kind: how many, their bytes, the time of the newest, and the folder."""
 
     kind: str
     files: int
     bytes: int
-    newest: datetime.datetime | None
-    path: Path | None
-
-    def row(self) -> dict[str, Any]:
-        newest = self.newest.isoformat(sep=" ", timespec="seconds") if self.newest else None
-        path = str(self.path) if self.path else None
-        return {**vars(self), "newest": newest, "path": path}
+    newest: str | None
+    path: str | None
 
 
-@dataclass(frozen=True)
-class Removed:
-    """What was removed of a kind, and how many files could not be."""
+class Removed(NamedTuple):
+    """The removed files of a kind, and how many are left."""
 
     kind: str
     files: int
     bytes: int
     left: int
 
-    def row(self) -> dict[str, Any]:
-        return dict(vars(self))
 
-
-@dataclass(frozen=True)
-class Warmed:
-    """How many kernels there are to a deployment, how many had to be compiled, and the seconds."""
+class Warmed(NamedTuple):
+    """The number of kernels, how many of them had to be compiled, and the seconds."""
 
     kernels: int
     new: int
     seconds: float
 
-    def row(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 def kept(kind: str) -> Kept:
-    """What there is of one of KINDS."""
+    """The files of one of KINDS."""
     stats = [stat for item in _items(kind) for stat in _files(item).values()]
-    newest = max((stat.st_mtime for stat in stats), default=None)
+    newest = max((datetime.fromtimestamp(stat.st_mtime) for stat in stats), default=None)
+    folder = folder_of(kind)
     return Kept(
-        kind=kind,
+        kind,
         files=len(stats),
         bytes=sum(stat.st_size for stat in stats),
-        newest=datetime.datetime.fromtimestamp(newest) if newest is not None else None,
-        path=folder_of(kind),
+        newest=newest.isoformat(sep=" ", timespec="seconds") if newest else None,
+        path=str(folder) if folder else None,
     )
 
 
 def clear(kind: str, *, dry_run: bool = False) -> Removed:
-    """Removes what there is of one of KINDS: files that are known, and no links.
+    """Removes the files of one of KINDS, recognised by their names; links are not followed.
 
-    With ``dry_run`` it only tells what that would be. What cannot be removed stays, with a warning.
+    With ``dry_run`` it only counts them. Files that cannot be removed stay, with a warning.
     """
     files = size = left = 0
     refused: OSError | None = None
@@ -138,13 +124,13 @@ def warm(
     group: int = 1,
     progress: Progress = no_progress,
 ) -> Warmed:
-    """Compiles kernels for all these dtypes, head dimensions and options, for processes to come.
+    """Compiles kernels for all these dtypes, head dimensions and options in advance.
 
-    Any number in an option, as of a window, stands for all others; group is how many heads share a
-    key head.
-    A kernel is a record, a name of the ladder, or "auto": then it is what "auto" takes on this
-    device. Lengths are not compiled in, but tiles are: those for long sequences, for short ones,
-    for few queries and for few heads. Raises Unsupported if nothing of it can be.
+    Numbers in options, such as those of a window, are not compiled in; group is the number of query
+    heads for each key head. A kernel is a record, a name, or "auto" for the kernels that "auto"
+    chooses on this device. Lengths are not compiled in, but tiles are: those for long sequences,
+    for short ones, for few queries and for few heads. Raises Unsupported if no kernel can do
+    anything of it.
     """
     wanted = list(product(dtypes, ds, options, _SIZES))
     launches = _launches(engine, kernels, wanted, dv, group)
@@ -164,19 +150,19 @@ def _launches(
     dv: int | None,
     group: int,
 ) -> list[PlannedLaunch]:
-    """Those that differ in what is compiled, of all combinations that kernel and device can do."""
+    """The launches with different texts, of all combinations that kernel and device can do."""
     found: dict[tuple[str, str], PlannedLaunch] = {}
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, (dtype, d, options, sizes) in product(kernels, wanted):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
         problem = problem_to_compile(operation, dtype, d, dv, options, sizes, group)
         try:
-            record = planning.select(kernel, operation, problem, engine.limits)
-            plan = planning.plan(record, problem, engine.limits)
+            record = select(kernel, operation, problem, engine.limits)
+            programs = plan(record, problem, engine.limits).programs
         except Unsupported as error:
             refused = error
         else:
-            found |= {(sources.text(launch), launch.entry): launch for launch in plan.programs}
+            found |= {(text(launch), launch.entry): launch for launch in programs}
     if not found:
         raise refused
     return list(found.values())
@@ -187,7 +173,7 @@ def _compiled() -> set[Path]:
 
 
 def folder_of(kind: str) -> Path | None:
-    """Where things of a kind lie; None for a user without a home."""
+    """The folder of a kind; None for a user without a home."""
     if kind == "cupy":
         return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     base = store.chosen_folder()
@@ -195,21 +181,21 @@ def folder_of(kind: str) -> Path | None:
 
 
 def _items(kind: str) -> Iterator[Path]:
-    """The files and folders of a kind, told by their names."""
+    """The files and folders of a kind, recognised by their names."""
     folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
     if kind == "cupy" and (base := store.chosen_folder()):
-        folders.append(base / "cupy")  # where the library has CuPy keep it if it must
+        folders.append(base / "cupy")  # the folder if CuPy's own is not writable
     for entry in (x for folder in dict.fromkeys(folders) if folder for x in _entries(folder)):
         is_folder = entry.name == "zig" or entry.name.startswith("build-")
         plain = entry.is_dir if is_folder else entry.is_file
         if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
             path = Path(entry.path)
-            if kind != "leftovers" or _age(path) > _HOUR:  # else some process may be at it
+            if kind != "leftovers" or _age(path) > _HOUR:  # else a process may be writing it
                 yield path
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file or folder was changed; 0 if it is gone."""
+    """Seconds since a file or folder was changed; 0 if it does not exist."""
     try:
         return time.time() - path.lstat().st_mtime
     except FileNotFoundError:
@@ -217,7 +203,7 @@ def _age(path: Path) -> float:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing, with a warning, if that cannot be read."""
+    """The entries of a folder; none, with a warning, if it cannot be read."""
     leads_out = folder.name in FACTS and folder.is_symlink()
     if leads_out or not os.path.lexists(folder):
         return []
@@ -225,19 +211,19 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        warnings.warn(f"{folder} cannot be read and is passed over ({error})", stacklevel=2)
+        warnings.warn(f"{folder} cannot be read and is skipped ({error})", stacklevel=2)
         return []
 
 
 def _files(item: Path) -> dict[Path, os.stat_result]:
-    """A file, or all files of a folder, with what is known of each; links are not followed."""
+    """A file, or all files of a folder, each with its status; links are not followed."""
     if not item.is_dir():
         paths = [item]
     else:
         paths = [Path(place) / name for place, _, names in os.walk(item) for name in names]
     found = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # somebody else has removed it
+        with suppress(FileNotFoundError):  # removed by another process
             found[path] = path.lstat()
     return found
 

@@ -1,4 +1,4 @@
-"""What NVRTC makes of a kernel, for any architecture it claims; no GPU is needed."""
+"""Compiles kernels with NVRTC for any architecture, without a GPU: resources, PTX, machine code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
 from cupyfa.options import AttentionOptions
-from cupyfa.planner import source as sources
+from cupyfa.planner import source
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.planner.select import plan
 from cupyfa.problem import Problem
@@ -20,16 +20,16 @@ from cupyfa.problem import Problem
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor holds: KiB of shared memory for a block and in all, warps, blocks."""
+    """Limits of a multiprocessor: KiB of shared memory for a block and in all, warps, blocks."""
 
     shared_of_block: int
     shared: int
     warps: int
     blocks: int
-    reserved: int = 1024  # bytes of shared memory that the system takes of each block
+    reserved: int = 1024  # bytes of shared memory of each block for the system
 
 
-REGISTERS = 16384  # of each of a multiprocessor's four parts, given to warps by the 256
+REGISTERS = 16384  # of each quarter of a multiprocessor, allocated to warps in units of 256
 # By compute capability (CUDA C++ programming guide, technical specifications).
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
@@ -41,13 +41,13 @@ MULTIPROCESSORS = {
     "120": Multiprocessor(99, 100, warps=48, blocks=24),
 }
 
-# What the log says of code that is slower than it need be: (C7510) and its like, warnings.
+# Messages of the log on slow code: (C7510) and similar ones, warnings.
 _SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A launch compiled for an architecture: its cubin, and what the compiler said."""
+    """A launch compiled for an architecture: its cubin and the compiler's log."""
 
     launch: PlannedLaunch
     arch: str
@@ -61,18 +61,18 @@ class Compiled:
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that a thread stores to local memory for want of registers."""
+        """Bytes that a thread stores in local memory because registers are short."""
         return self._number(r"(\d+) bytes spill stores")
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the compiler found amiss: products in turn, registers that cannot be given, …"""
+        """Warnings of the compiler, for example of serialized products."""
         found = (re.sub(r" in around line \d+", "", x.strip()) for x in _SLOW.findall(self.log))
         return tuple(dict.fromkeys(found))
 
     @property
     def occupancy(self) -> tuple[int, str]:
-        """Blocks that a multiprocessor runs at a time, and what there is not enough of for more."""
+        """Blocks that a multiprocessor runs at a time, and the resource that limits them."""
         sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
         shared = self.launch.shared_bytes + sm.reserved
         fit = {
@@ -86,7 +86,7 @@ class Compiled:
 
     def _number(self, pattern: str) -> int:
         found = re.search(pattern, self.log)
-        assert found, f"the compiler did not tell {pattern!r}: {self.log}"
+        assert found, f"the compiler's log has no {pattern!r}: {self.log}"
         return int(found[1])
 
 
@@ -107,10 +107,10 @@ def plans(
     dv: int | None = None,
     options: AttentionOptions | None = None,
 ) -> list[tuple[Plan, str]]:
-    """(plan, architecture) of all combinations that the kernels claim, and each text once: 90 and
-    90a are one to a kernel for sm_90a.
+    """(plan, architecture) of all combinations that the kernels support, each text once: a kernel
+    for sm_90a is the same for 90 and 90a.
 
-    Raises Unsupported, with the reason, if that is none.
+    Raises Unsupported with the reason if there is none.
     """
     possible: list[tuple[Plan, str]] = []
     refused: Exception | None = None
@@ -123,7 +123,7 @@ def plans(
                     able = plan(kernel, problem, limits_of(arch))
                     found.setdefault(kernel.target or arch, (able, arch))
                 except Unsupported as error:
-                    if refused is None or kernel.takes(dtype):  # its dtypes are the duller reason
+                    if refused is None or kernel.takes(dtype):  # a better reason than its dtypes
                         refused = error
             possible += found.values()
     if not possible:
@@ -140,9 +140,9 @@ def problem_to_compile(
     sizes: tuple[int, int, int] = (64, 2048, 2048),
     group: int = 1,
 ) -> Problem:
-    """The problem to compile for. Its sizes are not compiled in, but tiles are chosen by them.
+    """The problem to compile for. Its sizes, key heads, queries and keys, only choose the tiles.
 
-    They are the key heads, queries and keys; a group of heads shares a key head.
+    ``group`` query heads share a key head.
     """
     kv_heads, M, N = sizes
     if operation == "softmax":
@@ -160,24 +160,24 @@ def problem_to_compile(
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:
-    """One launch as PTX for an architecture, or for its own."""
+    """The PTX of a launch for an architecture, or for the one of its kernel."""
     from cupyfa.runtime.cuda.device import compile_without_gpu
 
     arch = launch.target or arch
-    text, folders = sources.text(launch), sources.include_folders(launch)
+    text, folders = source.text(launch), source.include_folders(launch)
     made, _ = compile_without_gpu(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
     return made.rstrip(b"\0").decode()
 
 
 def sass(compiled: Compiled) -> str:
-    """The machine code of a launch, as nvdisasm of the CUDA toolkit writes it.
+    """The machine code of a launch, by nvdisasm of the CUDA toolkit.
 
     Raises Unsupported if nvdisasm is not on the PATH.
     """
     tool = shutil.which("nvdisasm")
     if tool is None:
         raise Unsupported(
-            "machine code is read by nvdisasm, of the CUDA toolkit; put it on the PATH"
+            "nvdisasm is not on the PATH; it prints machine code and is part of the CUDA toolkit"
         )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
@@ -190,13 +190,13 @@ def sass(compiled: Compiled) -> str:
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
-    """One launch, compiled for an architecture, or for its own."""
+    """A launch compiled for an architecture, or for the one of its kernel."""
     from cupyfa.runtime.cuda.device import compile_without_gpu
 
     arch = launch.target or arch
     cubin, log = compile_without_gpu(
-        sources.text(launch), f"{launch.entry}.cu", arch, sources.include_folders(launch)
+        source.text(launch), f"{launch.entry}.cu", arch, source.include_folders(launch)
     )
     if f"entry function '{launch.entry}'" not in log:
-        raise sources.without_entry(launch)
+        raise source.without_entry(launch)
     return Compiled(launch, arch, cubin, log)

@@ -18,13 +18,12 @@ from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
     backend_option,
-    every_option,
     format_option,
     input_options,
-    kernel_names,
     kernels_argument,
     problem_options,
     progress_bar,
+    seed_option,
 )
 from cupyfa.commands.signals import take_time
 from cupyfa.errors import Unsupported
@@ -62,13 +61,12 @@ sweep_option = click.option(
 
 @click.command()
 @kernels_argument
-@every_option
-@problem_options
+@problem_options()
 @input_options
 @sweep_option
 @click.option("--tokens", type=click.IntRange(1), help="batch * M, instead of the batch.")
 @click.option("--width", type=click.IntRange(1), help="heads * d, instead of the heads.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
+@seed_option
 @click.option("--hot", is_flag=True, help="Do not overwrite the caches before each launch.")
 @click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
 @budget_option
@@ -88,8 +86,7 @@ sweep_option = click.option(
 @backend_option
 @format_option
 def bench(
-    kernels: tuple[str, ...],
-    every: bool,
+    kernels: list[str],
     swept: tuple[str, ...],
     hot: bool,
     against: str,
@@ -137,7 +134,7 @@ def bench(
         progress_bar("measuring") as progress,
     ):
         rows = measure(
-            kernel_names(kernels, every),
+            kernels,
             backend=engine,
             against=others,
             constants=constants,

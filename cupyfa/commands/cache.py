@@ -15,74 +15,68 @@ from cupyfa.commands.options import (
     attention_options,
     backend_option,
     dtype_choice,
-    every_option,
     format_option,
-    kernel_names,
+    given_sizes,
     kernels_argument,
     progress_bar,
     refuse_foreign,
+    size_option,
 )
-from cupyfa.ladder import lookup as records
+from cupyfa.ladder.lookup import operation_of
 from cupyfa.options import AttentionOptions
-from cupyfa.report import tables as report
+from cupyfa.report.tables import render
 from cupyfa.runtime.select import backend_named
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
-
-
 _MEANINGS = "\b\nKinds:\n" + "\n".join(f"  {x:10} {y}" for x, y in caches.KINDS.items())
 
 
-class _Kind(click.Choice):  # type: ignore[type-arg]  # click takes none before 8.2
-    """A kind that is cupyfa's alone."""
+class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A kind of files that only cupyfa uses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "cupy":
-            self.fail(
-                "'cupy' is every program's; add --cupy to clear it beside other KINDs, or all",
-                *(param, ctx),
-            )
+            self.fail("other programs use 'cupy' too; add --cupy to clear it", param, ctx)
         return super().convert(value, param, ctx)
 
 
 @click.group(epilog=_MEANINGS)
 def cache() -> None:
-    """What is kept on disk: list it, clear it, or fill it beforehand."""
+    """List, clear or fill the files on disk."""
 
 
 @cache.command("list")
 @format_option
 def list_kinds(form: str) -> None:
-    """Each kind of file: how many, their bytes, the newest, and where.
+    """List each kind of file: how many, their bytes, the newest, and the folder.
 
-    What CuPy keeps is every program's, and not cupyfa's alone.
+    Other programs use CuPy's files too.
     """
-    rows = [caches.kept(kind).row() for kind in caches.KINDS]
-    click.echo(report.render(rows, form))
+    click.echo(render([caches.kept(kind)._asdict() for kind in caches.KINDS], form))
 
 
 @cache.command()
 @format_option
 def size(form: str) -> None:
-    """The bytes of each kind, and of all that is cupyfa's alone."""
+    """Print the bytes of each kind, and of all kinds that only cupyfa uses."""
     sizes = {kind: caches.kept(kind).bytes for kind in caches.KINDS}
     sizes["all but cupy"] = sum(sizes[kind] for kind in _OURS)
-    click.echo(report.render([{"kind": x, "bytes": sizes[x]} for x in sizes], form))
+    click.echo(render([{"kind": x, "bytes": sizes[x]} for x in sizes], form))
 
 
 @cache.command()
 @click.argument("kinds", nargs=-1, metavar="[KIND]...", type=_Kind(_OURS))
-@click.option("--cupy", is_flag=True, help="Also what CuPy keeps for all programs.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--cupy", is_flag=True, help="Also CuPy's files, which other programs use too.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed.")
 @format_option
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
-    """Remove what is kept, of these KINDs or of all but cupy, which --cupy adds to them.
+    """Remove the files of these KINDs; by default of all but cupy.
 
-    What killed processes left half-written goes too, when it is an hour old.
+    Unfinished files of killed processes are removed too, if they are an hour old.
     """
     chosen = dict.fromkeys([*(kinds or _OURS), "leftovers", *(["cupy"] if cupy else [])])
     removed = [caches.clear(kind, dry_run=dry_run) for kind in chosen]
-    click.echo(report.render([x.row() for x in removed], form))
+    click.echo(render([x._asdict() for x in removed], form))
     if dry_run:
         click.echo("note: nothing was removed", err=True)
     sys.exit(UNSUPPORTED if any(x.left for x in removed) and not dry_run else 0)
@@ -90,18 +84,16 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 
 @cache.command()
 @kernels_argument
-@every_option
 @click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, default=("float32",))
 @click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
-@click.option("--dv", type=click.IntRange(1), help="Value dimension.  [default: d]")
-@click.option("--group", type=click.IntRange(1), default=1, help="Heads to a key head.")
+@size_option("dv", type=click.IntRange(1))
+@click.option("--group", type=click.IntRange(1), default=1, help="Query heads for each key head.")
 @attention_options
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
 @backend_option
 @format_option
 def warm(
-    kernels: tuple[str, ...],
-    every: bool,
+    kernels: list[str],
     dtypes: tuple[str, ...],
     ds: str,
     dv: int | None,
@@ -111,32 +103,28 @@ def warm(
     form: str,
     **given: Any,
 ) -> None:
-    """Compile KERNELs beforehand, so that a program's first call finds them.
+    """Compile KERNELs now, so that the first call of a program finds them.
 
-    KERNEL is as for `cupyfa run`, `auto` too. Combinations that a kernel cannot do are passed over.
+    KERNEL is as for `cupyfa run`, also `auto`. Combinations that a kernel cannot do are skipped.
     Tiles are those of long sequences, of short ones, and of few queries or heads.
     """
-    chosen = [
-        name if name == "auto" else records.record_named(name)
-        for name in kernel_names(kernels, every)
-    ]
-    operations = {"forward" if isinstance(x, str) else x.operation for x in chosen}
+    operations = {operation_of(name) for name in kernels}
     refuse_foreign(operations, "ds", "dv", "group", "both", *given)
     if given["causal"] and both:
         raise ValueError("--causal and --both say different things; leave one out")
-    chosen_options = AttentionOptions(**{name: x for name, x in given.items() if x is not None})
-    masks = (None, "bottom-right") if both else (chosen_options.causal,)
+    options = AttentionOptions(**given_sizes(given))
+    masks = (None, "bottom-right") if both else (options.causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)
     with progress_bar("compiling") as progress, engine.working_on(None):
         done = caches.warm(
             engine,
-            chosen,
+            kernels,
             dtypes,
             sizes,
             dv=dv,
-            options=[replace(chosen_options, causal=mask) for mask in masks],
+            options=[replace(options, causal=mask) for mask in masks],
             group=group,
             progress=progress,
         )
-    click.echo(report.render([done.row()], form))
+    click.echo(render([done._asdict()], form))

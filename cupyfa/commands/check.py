@@ -13,31 +13,29 @@ import click
 from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG
 from cupyfa.commands.options import (
     attention_options,
-    backend_option,
     dtype_choice,
-    engine_named,
-    every_option,
+    engine_options,
     format_option,
-    kernel_names,
     kernels_argument,
     progress_bar,
     reruns_option,
-    schedule_option,
 )
 from cupyfa.commands.signals import take_time
-from cupyfa.ladder import lookup as records
-from cupyfa.report import tables as report
+from cupyfa.ladder.lookup import record_named
+from cupyfa.options import Precision
+from cupyfa.report.tables import render, table_of
+from cupyfa.runtime.backend import Backend
 from cupyfa.verify import check as checking
 from cupyfa.verify.failures import WRONG_RESULT, Failure
 from cupyfa.verify.grids import FUZZ_SAMPLES, GRIDS
 
 _MOST_JOBS = 16
 _MESSAGE_LINES = 8
+_COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at")
 
 
 @click.command()
 @kernels_argument
-@every_option
 @click.option(
     "--grid",
     type=click.Choice(list(GRIDS)),
@@ -48,7 +46,7 @@ _MESSAGE_LINES = 8
 @click.option(
     "--samples",
     type=click.IntRange(1, checking.MOST_SAMPLES),
-    help="Draw so many of the cases, so that as many pairs of sizes and options as may be meet.  "
+    help="Number of cases to draw, with as many pairs of sizes and options as possible.  "
     f"[default: all; of fuzz {FUZZ_SAMPLES}]",
 )
 @click.option(
@@ -56,25 +54,25 @@ _MESSAGE_LINES = 8
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Of what is drawn, and of the inputs.",
+    help="Of the drawn cases and the inputs.",
 )
 @click.option(
-    "--dtype", "dtypes", multiple=True, type=dtype_choice, help="In place of the grid's own."
+    "--dtype", "dtypes", multiple=True, type=dtype_choice, help="Instead of those of the grid."
 )
 @attention_options
 @reruns_option
 @click.option(
     "--jobs",
     type=click.IntRange(0),
-    help="Processes that work at a time; 0 works in this one.  "
-    f"They take the visible GPUs in turn.  [default: one per core, at most {_MOST_JOBS} a GPU]",
+    help="Number of processes, which share the visible GPUs; 0 means this process.  "
+    f"[default: one per core, at most {_MOST_JOBS} per GPU]",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds after which a kernel without an answer has failed.",
+    help="Seconds after which a running kernel has failed.",
 )
 @click.option(
     "--failures",
@@ -83,61 +81,46 @@ _MESSAGE_LINES = 8
     show_default=True,
     help="Folder for the files of failures, which `cupyfa replay` reads.",
 )
-@backend_option
-@schedule_option
+@engine_options
 @format_option
 def check(
-    kernels: tuple[str, ...],
-    every: bool,
-    grid: str,
-    samples: int | None,
-    seed: int,
+    kernels: list[str],
     dtypes: tuple[str, ...],
-    reruns: int,
+    precision: Precision | None,
     jobs: int | None,
-    timeout: float,
-    failures: Path,
-    backend: str,
-    schedule: int | None,
+    engine: Backend,
     form: str,
-    **options: Any,
+    **how: Any,
 ) -> None:
     """Check kernels against the reference on a grid of cases.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. A
-    failure is told with a command that repeats it and, of the first few of each kernel, with a
-    file that `cupyfa replay` reads; those of fuzz are made small first. Exit code 1 if there is
-    one.
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each failure
+    is printed with a command that repeats it; the first failures of each kernel also have a file
+    for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. The exit code
+    is 1 if there is a failure.
     """
-    engine = engine_named(backend, schedule)
-    names = kernel_names(kernels, every)
-    if not options["precision"] and "float32" in (dtypes or ("float32",)):
-        _say_what_is_rounded(names)
+    if not precision and "float32" in (dtypes or ("float32",)):
+        _print_precisions(kernels)
     cores = len(os.sched_getaffinity(0))
-    take_time()  # to tell what was found, should a signal come
+    take_time()  # to print the results so far after a signal
     try:
         with progress_bar("checking") as progress:
             done = checking.check(
-                names,
-                grid=grid,
-                samples=samples,
-                seed=seed,
+                kernels,
                 dtypes=dtypes or None,
+                precision=precision,
                 backend=engine,
-                reruns=reruns,
                 jobs=min(cores, _MOST_JOBS * engine.devices) if jobs is None else jobs,
-                timeout=timeout,
-                failures=failures,
                 progress=progress,
-                **options,
+                **how,
             )
     except checking.Interrupted as interrupted:
-        _show(interrupted.checked, err=True)
+        _print(interrupted.checked, err=True)
         click.echo("cupyfa: interrupted", err=True)
         cause = interrupted.__cause__
         sys.exit(cause.code if isinstance(cause, SystemExit) else INTERRUPTED)
     if form == "table":
-        _show(done)
+        _print(done)
     else:
         rows = [
             {
@@ -147,41 +130,40 @@ def check(
             }
             for tally in done.tallies
         ]
-        click.echo(report.render(rows, form))
+        click.echo(render(rows, form))
         click.echo(f"note: {done}", err=True)
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
 
 
-def _say_what_is_rounded(names: Sequence[str]) -> None:
-    """Which kernels have another precision than float32, and so are held to that."""
-    for record in map(records.record_named, names):
+def _print_precisions(names: Sequence[str]) -> None:
+    """The kernels that compute float32 in a lower precision, which their error bounds follow."""
+    for record in map(record_named, names):
         if record.float32_as and "float32" not in record.float32_as:
             click.echo(f"note: {record.name} computes float32 in {record.float32_as[0]}", err=True)
 
 
-def _show(done: checking.Checked, *, err: bool = False) -> None:
-    """The first failures of each kernel, the tallies, and all in one line."""
+def _print(done: checking.Checked, *, err: bool = False) -> None:
+    """The first failures of each kernel, the tallies, and the sum in one line."""
     shown: list[Failure] = []
     for tally in done.tallies:
         failed = [x for x in done.failures if x.outcome.kernel == tally.kernel]
         shown += failed[: checking.EXAMINED]
     if shown:
         rows = [x.row() for x in shown]
-        columns = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at")
-        table = [{"": i, **{x: row[x] for x in columns}} for i, row in enumerate(rows, 1)]
-        click.echo(f"{report.render(table, 'table')}\n", err=err)
+        table = [{"": i, **{x: row[x] for x in _COLUMNS}} for i, row in enumerate(rows, 1)]
+        click.echo(f"{table_of(table, None, share=False)}\n", err=err)
         for i, failure in enumerate(shown, 1):
             click.echo("\n".join(_lines(i, failure)) + "\n", err=err)
     if more := len(done.failures) - len(shown):
         click.echo(f"{more:,} more failures: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         rows = [tally.row() for tally in done.tallies]
-        click.echo(f"{report.render(rows, 'table')}\n", err=err)
+        click.echo(f"{render(rows, 'table')}\n", err=err)
     click.echo(str(done), err=err)
 
 
 def _lines(number: int, failure: Failure) -> list[str]:
-    """What there is to say of a failure beside its numbers."""
+    """Case, message, command and file of a failure."""
     outcome = failure.outcome
     message = [] if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
     lines = [

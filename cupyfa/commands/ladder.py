@@ -34,7 +34,7 @@ _PATIENCE = 5  # budgets
 
 @click.command()
 @click.option("--backward", is_flag=True, help="The gradients' rungs.")
-@partial(problem_options, dtype="float16")
+@problem_options(dtype="float16")
 @budget_option
 @click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
 @click.option(

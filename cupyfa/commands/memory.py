@@ -10,7 +10,6 @@ from cupyfa.analysis.memory import memory as footprints
 from cupyfa.commands.options import (
     backend_option,
     format_option,
-    kernels_argument,
     problem_options,
     progress_bar,
 )
@@ -18,8 +17,8 @@ from cupyfa.report.tables import render
 
 
 @click.command()
-@kernels_argument
-@problem_options
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@problem_options()
 @click.option("--backward", is_flag=True, help="Gradients instead of the forward pass.")
 @click.option("--no-ncu", is_flag=True, help="Do not run Nsight Compute.")
 @backend_option

@@ -1,10 +1,11 @@
-"""Options that commands share, and what they mean to the library."""
+"""Options that several commands have, and their values for the library."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -12,13 +13,14 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cupyfa.bench import sweeps, trial
+from cupyfa.bench import sweeps
+from cupyfa.bench.trial import random_sizes
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS, Option
 from cupyfa.problem import Problem
-from cupyfa.report import tables as report
+from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import NAMES, backend_named
 from cupyfa.runtime.simulator import Simulator
@@ -26,44 +28,89 @@ from cupyfa.verify.case import LAYOUTS, VALUES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-size = click.IntRange(0)
+DTYPE = "float32, or the first that the kernel can do"
+_USUAL_D = 64
+_SIZES = {
+    "batch": ("-B", None),
+    "heads": ("-H", None),
+    "kv_heads": (None, "Divides heads.  [default: heads, if that is given]"),
+    "M": ("-M", "Queries, or the rows of a softmax."),
+    "N": ("-N", "Keys, or the columns of a softmax."),
+    "d": ("-d", "Head dimension."),
+    "dv": (None, "Value dimension.  [default: d]"),
+}
 dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(
     "--format",
     "form",
-    type=click.Choice(report.FORMATS),
+    type=click.Choice(FORMATS),
     default="table",
     show_default=True,
-    help="For people, or for programs.",
+    help="Of the output.",
 )
 backend_option = click.option(
     "--backend",
     type=click.Choice(NAMES),
     default="auto",
     show_default=True,
-    help="auto is cuda if there is a device.",
+    help="auto is cuda if there is a GPU, else the simulator.",
 )
-schedule_option = click.option(
-    "--schedule",
-    type=click.IntRange(0),
-    help="Simulator: a seed for another order of the threads.",
+seed_option = click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs."
 )
 reruns_option = click.option(
     "--reruns",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Run so often again: every bit must be the same.",
+    help="Further runs, whose results must be equal bit by bit.",
 )
-every_option = click.option("--all", "every", is_flag=True, help="Every kernel of the ladder.")
-kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 
 
-DTYPE = "float32, or the first that the kernel can do"
+def _combined(
+    command: Callable[..., Any], names: Sequence[str], name: str, combine: Callable[..., Any]
+) -> Any:
+    """A command whose parameter ``name`` is computed from several options."""
+
+    @wraps(command)
+    def call(*args: Any, **given: Any) -> Any:
+        value = combine(*(given.pop(x) for x in names))
+        return command(*args, **{name: value}, **given)
+
+    return call
+
+
+def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """A command with options in the order of its help."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def kernels_argument(command: Command) -> Command:
+    """KERNEL... or --all, as a list of names ``kernels``."""
+    return _with(
+        _combined(command, ("kernels", "every"), "kernels", kernel_names),
+        click.argument("kernels", nargs=-1, metavar="[KERNEL]..."),
+        click.option("--all", "every", is_flag=True, help="Every kernel of the ladder."),
+    )
+
+
+def engine_options(command: Command) -> Command:
+    """--backend and --schedule, as a backend ``engine``."""
+    return _with(
+        _combined(command, ("backend", "schedule"), "engine", engine_named),
+        backend_option,
+        click.option(
+            "--schedule",
+            type=click.IntRange(0),
+            help="Simulator: the seed of another order of threads.",
+        ),
+    )
 
 
 class _Value(click.ParamType):
-    """The value of an option of attention, as its text says it."""
+    """The value of an option of attention."""
 
     def __init__(self, option: Option) -> None:
         self.name, self._parse = option.metavar or "TEXT", option.parse
@@ -92,9 +139,9 @@ def attention_options(command: Command) -> Command:
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line; an option that stands without its value is given one.
+    """The arguments of a command line, with a value for each option that may stand without one.
 
-    Else it would take the argument that follows, such as the name of a kernel.
+    Else such an option would take the next argument as its value, for example a kernel's name.
     """
     flags = {f"--{name}": x for name, x in OPTIONS.items() if x.flag}
     following = [*arguments[1:], ""]
@@ -106,73 +153,101 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def problem_options(command: Command, dtype: str | None = None, usual: str = DTYPE) -> Command:
-    """The sizes and options of one problem, of this dtype by default or of the usual one."""
-    for option in reversed(
-        (
-            click.option("-B", "--batch", type=size),
-            click.option("-H", "--heads", type=size),
-            click.option(
-                "--kv-heads", type=size, help="Divides heads.  [default: heads, if that is given]"
-            ),
-            click.option("-M", "M", type=size, help="Queries, or the rows of a softmax."),
-            click.option("-N", "N", type=size, help="Keys, or the columns of a softmax."),
-            click.option("-d", type=size, help="Head dimension."),
-            click.option("--dv", type=size, help="Value dimension.  [default: d]"),
-            click.option("--dtype", type=dtype_choice, default=dtype, show_default=dtype or usual),
+def size_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
+    """The option of one size."""
+    short, text = _SIZES[name]
+    long = f"--{name.replace('_', '-')}" if len(name) > 1 else None
+    attributes = {"type": click.IntRange(0), "help": text, **attributes}
+    return click.option(*filter(None, (short, long)), name, **attributes)
+
+
+def problem_options(
+    *, dtype: str | None = None, usual: str = DTYPE, several: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Sizes, dtype and options of one problem; those named in ``several`` may be repeated."""
+
+    def decorate(command: Command) -> Command:
+        of_dtype: dict[str, Any] = {"default": dtype, "show_default": True}
+        if dtype is None:
+            of_dtype = {"help": f"[default: {usual}]"}
+        multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
+        return _with(
+            command,
+            *(size_option(name, **multiple[name]) for name in _SIZES),
+            click.option("--dtype", type=dtype_choice, **multiple["dtype"], **of_dtype),
             attention_options,
         )
-    ):
-        command = option(command)
-    return command
+
+    return decorate
 
 
 def input_options(command: Command) -> Command:
-    """What the inputs of a problem are made of."""
-    for option in (
-        click.option(
-            "--values",
-            type=click.Choice(list(VALUES)),
-            default="normal",
-            show_default=True,
-            help="What the numbers are.",
-        ),
+    """Values and layout of the inputs."""
+    return _with(
+        command,
         click.option(
             "--layout",
             type=click.Choice(list(LAYOUTS)),
             default="bhsd",
             show_default=True,
-            help="How the arrays lie in memory.",
+            help="Order of the axes in memory.",
         ),
-    ):
-        command = option(command)
-    return command
+        click.option(
+            "--values",
+            type=click.Choice(list(VALUES)),
+            default="normal",
+            show_default=True,
+            help="Distribution of the inputs.",
+        ),
+    )
 
 
 def tile_options(command: Command) -> Command:
-    """The constants of a kernel that a user may fix."""
-    for option in (
+    """--Br, --Bc and -c, as a dictionary ``constants``."""
+    return _with(
+        _combined(command, ("Br", "Bc", "constants"), "constants", _constants),
+        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
+        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
         click.option(
             "-c",
             "--constant",
             "constants",
             multiple=True,
             metavar="NAME=VALUE",
-            help="Any constant of the kernel, as often as there are some.",
+            help="Another constant of the kernel; may be repeated.",
         ),
-        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
-        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
-    ):
-        command = option(command)
-    return command
+    )
+
+
+def _constants(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
+    given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
+    for constant in constants:
+        name, _, value = constant.partition("=")
+        if not name or not value.isdecimal():
+            raise ValueError(
+                f"constant {constant!r} is not NAME=VALUE with a whole number, for example Br=64"
+            )
+        if name in given:
+            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
+        given[name] = int(value)
+    return given
+
+
+def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes and options that were given."""
+    return {name: value for name, value in sizes.items() if value is not None and value != ()}
 
 
 def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str, Any]) -> Problem:
-    """The problem of the sizes given, and random ones that suit the kernel for the others."""
-    drawn = trial.random_sizes(seed)
+    """The problem of the given sizes, and random ones that suit the kernel for the others.
+
+    With M given, N is M and d is 64 by default.
+    """
+    given, drawn = given_sizes(sizes), random_sizes(seed)
     if record is not None and "gqa" not in record.features:
         drawn["kv_heads"] = drawn["heads"]
-    given = {name: value for name, value in sizes.items() if value is not None}
+    if "M" in given:
+        drawn |= {"N": given["M"], "d": _USUAL_D}
     usual = sweeps.usual_dtype(*([record] if record else []), precision=given.get("precision"))
     given = {"dtype": usual, **given}
     if operation == "softmax":
@@ -187,7 +262,7 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
 
 
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
-    """Refuses those of the named options that were given and that a softmax, if all is, lacks."""
+    """Raises ValueError if all operations are softmax and an option that it lacks was given."""
     if set(operations) == {"softmax"}:
         given = given_options(*names)
         _refuse([given[name].lstrip("-") for name in sweeps.foreign("softmax", given)])
@@ -200,7 +275,7 @@ def _refuse(foreign: Sequence[str]) -> None:
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Which of these parameters of the running command the user gave, and how they are spelt."""
+    """Which of these parameters of the running command were given, with their options."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]
@@ -210,30 +285,15 @@ def given_options(*names: str) -> dict[str, str]:
     }
 
 
-def tile_sizes(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
-    """The constants fixed on the command line."""
-    given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
-    for constant in constants:
-        name, _, value = constant.partition("=")
-        if not name or not value.isdecimal():
-            raise ValueError(
-                f"constant {constant!r} is not NAME=VALUE with a whole number, for example Br=64"
-            )
-        if name in given:
-            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
-        given[name] = int(value)
-    return given
-
-
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
-    """The names given, or with ``--all`` those of the whole ladder."""
+    """The given names, or with ``--all`` those of the ladder."""
     if every == bool(kernels):
         raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
 def engine_named(backend: str, schedule: int | None) -> Backend:
-    """The backend, if it is the simulator in the order of threads that was asked for."""
+    """The backend; a schedule is the order of threads in the simulator."""
     engine = backend_named(backend)
     if schedule is None:
         return engine
@@ -244,10 +304,7 @@ def engine_named(backend: str, schedule: int | None) -> Backend:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, if that is a terminal: a function to call with done, total, and what is on.
-
-    It is what the library's functions take as ``progress``.
-    """
+    """A progress bar on a terminal's stderr; yields the ``progress`` of the library's functions."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from cupyfa.commands import WRONG
-from cupyfa.commands.options import backend_option, engine_named, schedule_option
+from cupyfa.commands.options import engine_options
+from cupyfa.runtime.backend import Backend
 from cupyfa.verify.check import replay as replayed
 from cupyfa.verify.failures import RIGHT, Outcome
 
@@ -16,14 +17,13 @@ from cupyfa.verify.failures import RIGHT, Outcome
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--kernel", help="Run this kernel instead of the one that failed.")
-@backend_option
-@schedule_option
-def replay(file: Path, kernel: str | None, backend: str, schedule: int | None) -> None:
+@engine_options
+def replay(file: Path, kernel: str | None, engine: Backend) -> None:
     """Run a failure of `cupyfa check` again on the inputs in its FILE.
 
     Prints the results of then and now. The exit code is 1 if it fails again.
     """
-    done = replayed(file, kernel, engine_named(backend, schedule))
+    done = replayed(file, kernel, engine)
     then, now = done.stored.outcome, done.now
     made_with = done.stored.made_with
     click.echo(str(done.stored.case))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from cupyfa.report.tables import render
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@partial(problem_options, usual="float16, or the first that the kernels can do")
+@problem_options(usual="float16, or the first that the kernels can do")
 @sweep_option
 @click.option("--backward", is_flag=True, help="The gradients.")
 @click.option(

@@ -8,75 +8,63 @@ from typing import Any
 
 import click
 
-from cupyfa.bench import trial
+from cupyfa.bench.trial import trial
 from cupyfa.commands import WRONG
 from cupyfa.commands.options import (
-    backend_option,
-    engine_named,
+    engine_options,
     format_option,
     input_options,
     problem_of,
     problem_options,
     reruns_option,
-    schedule_option,
     tile_options,
-    tile_sizes,
 )
-from cupyfa.ladder import lookup as records
-from cupyfa.planner import select as planning
-from cupyfa.report import tables as report
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner.select import plan, select
+from cupyfa.report.tables import render, trial_lines, trial_row
+from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import Case
 
 
 @click.command()
 @click.argument("kernel")
-@problem_options
+@problem_options()
 @input_options
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    help="Of the random sizes and inputs.  [default: a new one]",
-)
+@click.option("--seed", type=click.IntRange(0), help="Of sizes and inputs.  [default: random]")
 @reruns_option
-@backend_option
-@schedule_option
+@engine_options
 @tile_options
 @format_option
 def run(
     kernel: str,
+    engine: Backend,
     seed: int | None,
     reruns: int,
-    backend: str,
-    schedule: int | None,
     values: str,
     layout: str,
+    constants: dict[str, int],
     form: str,
-    Br: int | None,
-    Bc: int | None,
-    constants: tuple[str, ...],
     **sizes: Any,
 ) -> None:
     """Run KERNEL on random inputs, check it, and time it.
 
-    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Sizes
-    left out are drawn at random by the seed.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    Default sizes are random; with M given, N is M and d is 64.
     """
     seed = random.randrange(2**31) if seed is None else seed
-    given = tile_sizes(Br, Bc, constants)
-    record = None if kernel == "auto" else records.record_named(kernel)
+    record = None if kernel == "auto" else record_named(kernel)
     operation = record.operation if record else "forward"
     case = Case(operation, problem_of(operation, record, seed, sizes), seed, values, layout)
-    engine = engine_named(backend, schedule)
-    chosen = planning.select(record or "auto", operation, case.problem, engine.limits)
-    plan = planning.plan(chosen, case.problem, engine.limits, **given)
+    chosen = select(record or "auto", operation, case.problem, engine.limits)
+    planned = plan(chosen, case.problem, engine.limits, **constants)
     try:
         with engine.working_on(None):
-            result = trial.trial(engine, plan, case.inputs(engine), reruns=reruns)
+            result = trial(engine, planned, case.inputs(engine), reruns=reruns)
     except Exception:
         click.echo(f"note: this was {case}", err=True)
         raise
     if form == "table":
-        click.echo(report.trial_lines(result, case, engine))
+        click.echo(trial_lines(result, case, engine))
     else:
-        click.echo(report.render([report.trial_row(result, case, engine)], form))
+        click.echo(render([trial_row(result, case, engine)], form))
     sys.exit(0 if result.passed else WRONG)

@@ -283,14 +283,17 @@ def _csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def table_of(rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = ()) -> str:
-    """A table; values that all rows share are printed once, above it.
+def table_of(
+    rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = (), share: bool = True
+) -> str:
+    """A table; with ``share`` values that are equal in all rows are printed once, above it.
 
     Columns of ``spare`` are left out, the first one first, until the others fit.
     """
     if not rows:
         return ""
-    shared = {c: x for c, x in rows[0].items() if len(rows) > 1 and all(r[c] == x for r in rows)}
+    share = share and len(rows) > 1
+    shared = {c: x for c, x in rows[0].items() if share and all(r[c] == x for r in rows)}
     columns = {c: [text(row[c]) for row in rows] for c in rows[0] if c not in shared}
     headings = {c: _heading(c, cells) for c, cells in columns.items()}
     room = Console(width=width).width

@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-from dataclasses import replace
 
 import pytest
 from helpers import own_kernel
@@ -32,7 +31,7 @@ def test_naive_and_tiled_attention_by_formula():
     """The same figures as in a roofline: S and P written and read, each other array once."""
     p = Problem.of_sizes(batch=2, heads=4, kv_heads=2, M=50, N=70, d=16, dtype="float16")
     q, kv, scores = 2 * 4 * 50 * 16 * 2, 2 * 2 * 70 * 16 * 2, 2 * 4 * 50 * 70 * 2
-    for masked in (p, replace(p, causal="bottom-right")):
+    for masked in (p, p.with_options(causal="bottom-right")):
         assert tiled_bytes("forward", masked) == 2 * q + 2 * kv
         assert naive_bytes("forward", masked) == 2 * q + 2 * kv + 4 * scores
         assert naive_scratch("forward", masked) == 2 * scores

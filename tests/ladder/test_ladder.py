@@ -166,7 +166,7 @@ def test_rows_of_one_length():
     with pytest.raises(ValueError, match="a ladder is of one problem"):
         pages.at_length([*rows, other], 256)
     single, *rounded = (
-        replace(x, problem=replace(other.problem, precision=precision))
+        replace(x, problem=other.problem.with_options(precision=precision))
         for x, precision in zip(rows, (None, "tf32", "float16"))
     )
     several = [single, replace(rounded[0], kernel="mma_tf32"), replace(rounded[1], kernel="v3")]
