@@ -17,6 +17,7 @@ import cupyfa
 from cupyfa import Kernel, Launch, Problem, store
 from cupyfa.analysis import caches
 from cupyfa.analysis import resources as compiling
+from cupyfa.options import AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Tuned
@@ -260,7 +261,14 @@ def test_warm_passes_over_what_cannot_be_but_not_over_all(monkeypatch):
 def test_warm_is_for_long_and_short_sequences_and_for_few_queries():
     limits, warm = compiling.limits_of("90"), []
     engine = SimpleNamespace(limits=limits, prepare=lambda x: warm.append(sources.text(x)))
-    caches.warm(engine, ["auto"], ["float16"], [128], masks=[False, True], group=4)
+    caches.warm(
+        engine,
+        ["auto"],
+        ["float16"],
+        [128],
+        options=[AttentionOptions(), AttentionOptions(causal="bottom-right")],
+        group=4,
+    )
     for M, N, batch, causal in product([1, 4, 16, 128, 512, 4096], [128, 4096], [1, 8], [0, 1]):
         sizes = {"batch": batch, "heads": 16, "kv_heads": 4, "M": M, "N": N, "d": 128}
         p = Problem.of_sizes(**sizes, dtype="float16", causal=bool(causal))
