@@ -12,7 +12,7 @@ from helpers import own_kernel
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, operations
-from cupyfa.bench import sweeps
+from cupyfa.bench import peers, sweeps
 from cupyfa.commands.options import attention_options, with_flag_values
 from cupyfa.operations import Input
 from cupyfa.options import OPTIONS
@@ -21,7 +21,9 @@ from cupyfa.planner import source as sources
 from cupyfa.planner.source import ROOT
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.guard import run_guarded
+from cupyfa.verify import grids, workers
 from cupyfa.verify.case import Case
+from cupyfa.verify.failures import RIGHT, Outcome
 
 VALUES = [
     *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
@@ -103,6 +105,43 @@ def test_options_as_one_value_are_those_by_their_names():
     one = cupyfa.attention(q, k, v, options=options, backend="simulator")
     other = cupyfa.attention(q, k, v, causal=True, scale=0.5, backend="simulator")
     np.testing.assert_array_equal(one, other)
+
+
+def test_peers_are_left_out_for_options_that_they_lack():
+    p = Problem.of_sizes(**SIZES, window=(3, 0), precision="tf32")
+    with pytest.raises(Unsupported, match="has no precision=tf32, window=3,0 here"):
+        peers.peer("math", Simulator(), p, {})
+
+
+def test_grids_try_the_values_of_an_option_that_they_do_not_name(monkeypatch):
+    before = {grid: grids.cases(grid, "forward", dtypes=["float32"]) for grid in ("edges", "fuzz")}
+    monkeypatch.setitem(OPTIONS, "precision", replace(OPTIONS["precision"], tried=("tf32",)))
+    for grid, cases in before.items():
+        now = grids.cases(grid, "forward", dtypes=["float32"])
+        tried = [x for x in now if x.problem.precision == "tf32"]
+        assert 10 < len(tried) < len(now) / 2 and not any(x.problem.precision for x in cases)
+        if grid == "fuzz":  # whose other fields stay what they were
+            assert [
+                replace(x, problem=x.problem.with_options(precision=None)) for x in now
+            ] == cases
+        else:
+            assert set(cases) < set(now)
+
+
+def test_a_check_takes_options_for_all_cases(monkeypatch):
+    seen = []
+
+    def run(worker, task):
+        seen.append(task.case.problem.options)
+        return [Outcome(kernel, RIGHT) for kernel in task.kernels]
+
+    monkeypatch.setattr(workers.Here, "run", run)
+    given = {"scale": 2.0, "causal": "top-left"}
+    done = cupyfa.check("fa2", grid="fuzz", samples=3, backend="simulator", **given)
+    assert len(seen) == len(done.tallies) * 3 == 3
+    assert all((x.scale, x.causal) == (2.0, "top-left") for x in seen)
+    with pytest.raises(TypeError, match="no option slope; options are precision, causal"):
+        cupyfa.check("fa2", backend="simulator", slope=2.0)
 
 
 # Arguments of launches

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cupyfa.errors import OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.options import OptionKeywords
+from cupyfa.options import AttentionOptions, OptionKeywords
 from cupyfa.planner import select
 from cupyfa.problem import whole
 from cupyfa.runtime import environment
@@ -169,6 +169,7 @@ def check(
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     engine = backend_named(backend)
     given = {name: value for name, value in options.items() if value is not None}
+    AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     tasks = [
