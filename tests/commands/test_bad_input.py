@@ -218,7 +218,7 @@ TEXTS = (
     ("real score = 0;", "real score = nought;", 12, "nought"),
     (BODY, f'static_assert(d % 2 == 0, "even"); {BODY}', 8, "static assertion failed.*even"),
     (BODY, f"{SIZE} {BODY}", 8, "static assertion failed.*shared="),
-    ("<math.cuh>", "<nothing.cuh>", 2, r"nothing\.cuh"),
+    ("<tile/math.cuh>", "<nothing.cuh>", 2, r"nothing\.cuh"),
     (BODY, f"#error not today\n  {BODY}", 8, "not today"),
 )
 
