@@ -125,7 +125,7 @@ WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all 
 ONE_OF = "float16, bfloat16, float32, float64"
 
 
-@pytest.mark.parametrize("call, error, words", table("bad_calls.txt"))
+@pytest.mark.parametrize("call, error, words", table("commands/bad_calls.txt"))
 def test_a_bad_call_is_one_line_and_leaves_nothing(call, error, words, capfd):
     ALIVE.clear()
     before = files()
@@ -180,7 +180,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("right, wrong, code, words", table("bad_scripts.txt", columns=3))
+@pytest.mark.parametrize("right, wrong, code, words", table("commands/bad_scripts.txt", columns=3))
 def test_a_bad_record_is_one_line(tmp_path, right, wrong, code, words):
     where = "py" if right in own_kernel.SCRIPT else "cu"
     script = own_kernel.write(tmp_path, **{where: (right, wrong)})
@@ -302,7 +302,7 @@ def stored(folder, kernel):
     return failures.write(folder, failures.Stored(case, outcome, made_with=made_with), "")
 
 
-@pytest.mark.parametrize("args, code, words", table("bad_commands.txt"))
+@pytest.mark.parametrize("args, code, words", table("commands/bad_commands.txt"))
 def test_a_bad_command_line_is_one_line(results, monkeypatch, no_device, args, code, words):
     monkeypatch.chdir(results)
     before = {path: path.stat().st_mtime_ns for path in results.iterdir()}

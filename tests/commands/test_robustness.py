@@ -430,7 +430,10 @@ TELLS = 'if [ "$1" = --version ]; then echo "cc 1.0"; exit; fi\n'
 COMPILERS = [
     (None, ["CUPYFA_COMPILER is '.*compiler', which is not a program", "name a C"]),
     ("\x7fELF", ["does not tell its version|cannot be started"]),
-    *((script.replace("TELLS ", TELLS), words) for script, words in table("bad_compilers.txt", 1)),
+    *(
+        (script.replace("TELLS ", TELLS), words)
+        for script, words in table("commands/bad_compilers.txt", 1)
+    ),
 ]
 
 

@@ -88,6 +88,6 @@ def says(message, *words):
 
 def table(file, columns=2):
     """The rows of a table: cells between bars, of which those behind the columns are one."""
-    rows = (sources.ROOT / "tests" / "commands" / file).read_text(encoding="utf-8").splitlines()
+    rows = (sources.ROOT / "tests" / file).read_text(encoding="utf-8").splitlines()
     cells = [row.split(" | ") for row in rows if not row.startswith("#")]
     return [(*row[:columns], row[columns:]) for row in cells]

@@ -20,7 +20,7 @@ NAMES = "ABCDEFG"  # of a kernel's arrays
 def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     """Runs the kernel of ``source``."""
     owned = [getattr(array, "array", array) for array in arrays]
-    spans = [array if array.base is None else array.base for array in owned]
+    spans = [y if x is y or y.base is None else y.base for x, y in zip(arrays, owned)]
     machine.launch(
         source(body, *arrays, scalars=scalars, head=head, names=names),
         "test",

@@ -108,7 +108,7 @@ def test_infinities_and_nan_go_where_ieee_sends_them(run, c_type, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("load, transposed", [("", True), ("_transposed", False)])
+@pytest.mark.parametrize("load, transposed", [("", True), ("_trans", False)])
 def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
     """And a product, packed, is the first operand of the next."""
     A, B = random((16, 16), dtype), random((16, 16), dtype, 1)
@@ -461,7 +461,7 @@ def test_a_copy_to_what_others_still_read(schedule):
     ],
 )
 def test_wrong_copies(arguments, said):
-    body = f"__shared__ __align__(16) unsigned short tile[2][8];\n\ncopy_async({arguments});"
+    body = f"__shared__ __align__(16) unsigned short tile[2][8];\n\ncp_async({arguments});"
     A = np.zeros(8, np.uint16)
     caught = fault(body, A, head=COPIES, threads=1)
     assert said in caught.what and caught.place == "test.cu:3"
