@@ -37,7 +37,7 @@ MMA_TILES = TileChoice(
 STAGED = "Br Bc Wr stages"
 _WIDE = named(STAGED, (128, 96, 32, 2), (128, 64, 32, 2))
 _NARROW = named(STAGED, (64, 48, 16, 1))
-MMA_ASYNC_TILES = TileChoice(
+MMA_PIPELINED_TILES = TileChoice(
     named(STAGED, *((*tile, 1) for tile in HALVES)),
     up_to={
         64: named(STAGED, (128, 80, 32, 2), (128, 64, 32, 1)),
@@ -84,7 +84,7 @@ SPLIT_KV_CANDIDATES = {
     "blocks_per_sm": (1, 2, 3, 4),
 }
 TF32_TILES = TileChoice(
-    MMA_ASYNC_TILES.usual,
+    MMA_PIPELINED_TILES.usual,
     up_to={
         128: named(STAGED, (128, 32, 32, 1)),
         256: named(STAGED, (128, 32, 16, 1), (128, 16, 16, 1)),
@@ -96,7 +96,7 @@ MMA_CANDIDATES = {
     "Bc": (32, 48, 64, 80, 96, 112, 128),
     "Wr": (16, 32),
 }
-MMA_ASYNC_CANDIDATES = MMA_CANDIDATES | {"stages": (1, 2)}
+MMA_PIPELINED_CANDIDATES = MMA_CANDIDATES | {"stages": (1, 2)}
 MMA_RULES = {
     "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
     "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
@@ -110,13 +110,13 @@ def packed(p: Problem, c: SimpleNamespace) -> int:
     return p.group if c.Br >= 2 * p.M and p.M * p.group <= MOST else 1
 
 
-def mma_shared(p: Problem, c: SimpleNamespace) -> int:
+def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
     """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
-    return 2 * ((c.Br + c.Bc) * depth + c.Bc * width)
+    return 2 * (c.Br * depth + buffers * c.Bc * (depth + width))
 
 
-def mma_async_shared(p: Problem, c: SimpleNamespace) -> int:
+def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same with `stages` tiles of K and V; O takes the place of Q at the end."""
     depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
@@ -164,7 +164,7 @@ def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
 
 def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same tiles in float32."""
-    return 2 * mma_async_shared(p, c)
+    return 2 * mma_pipelined_shared(p, c)
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -370,12 +370,7 @@ def mma_kernel(
         launches=(
             Launch(
                 name,
-                args=f"Q K V O lse{scratch} "
-                + (
-                    "sizes heads group scale mods"
-                    if name in ("mma_split_q", "mma_swizzled")
-                    else "M N heads group diagonal lower scale"
-                ),
+                args=f"Q K V O lse{scratch} sizes heads group scale mods",
                 grid=blocks,
                 threads=lambda p, c: WARP * c.Br // c.Wr,
                 shared=shared,
@@ -403,7 +398,8 @@ def merge_launch(splits: Formula) -> Launch:
     """Adds up the results of all splits of the keys; with one split there is nothing to do."""
     return Launch(
         "merge_splits",
-        args="O_splits.data max_splits.data sum_splits.data O lse num_splits M heads",
+        args="O_splits.data max_splits.data sum_splits.data O lse num_splits Q K V sizes heads "
+        "group scale mods",
         grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (cdiv(p.dv, 16) * 16 + 1),
@@ -535,14 +531,22 @@ def fp8_kernel(name: str, adds: str) -> Kernel:
     )
 
 
+def _rounds_to_float16(p: Problem) -> bool:
+    return p.precision == "float16"
+
+
 def rounded_first(kernel: Kernel) -> Kernel:
     """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
-    launch, *after = kernel.launches
-    assert isinstance(launch, Launch)
+    launches = [x for x in kernel.launches if isinstance(x, Launch)]
+    exact = [replace(x, when=lambda p: p.precision is None) for x in launches]
+    rounded = [
+        replace(x, args=x.args.replace("Q K V", "Q16 K16 V16"), when=_rounds_to_float16)
+        for x in launches
+    ]
     return replace(
         kernel,
         launches=(
-            replace(launch, when=lambda p: p.precision is None),
+            *exact,
             Launch(
                 "round_operands",
                 args="Q K V Q16 K16 V16 M N heads kv_heads batch",
@@ -550,14 +554,9 @@ def rounded_first(kernel: Kernel) -> Kernel:
                     (cdiv(p.M, c.Br) * p.heads + cdiv(p.N, c.Br) * p.kv_heads) * p.batch
                 ),
                 threads=lambda p, c: 256,
-                when=lambda p: p.precision == "float16",
+                when=_rounds_to_float16,
             ),
-            replace(
-                launch,
-                args=launch.args.replace("Q K V", "Q16 K16 V16"),
-                when=lambda p: p.precision == "float16",
-            ),
-            *after,
+            *rounded,
         ),
         scratch={
             **kernel.scratch,
@@ -676,23 +675,30 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_async",
-        "copies go on while the tensor cores work (cp.async)",
+        "copies overlap with products (cp.async), K and V have two buffers",
+        {},
+        shared=lambda p, c: mma_shared(p, c, buffers=2),
+        after=("mma_swizzled",),
+    ),
+    mma_kernel(
+        "mma_pipelined",
+        "one buffer or two, exponentials between products, packed GQA: the fastest mma.sync rung",
         {
             "float16": {64: 301, 128: 355, 256: 315},
             "bfloat16": {64: 304, 128: 352, 256: 316},
         },
-        shared=mma_async_shared,
+        shared=mma_pipelined_shared,
         pack=packed,
-        tiles=MMA_ASYNC_TILES,
-        candidates=MMA_ASYNC_CANDIDATES,
+        tiles=MMA_PIPELINED_TILES,
+        candidates=MMA_PIPELINED_CANDIDATES,
         rounds_float32=True,
-        after=("mma_swizzled",),
+        after=("mma_async",),
     ),
     mma_kernel(
         "mma_split_kv",
         "split-KV: blocks share the keys of a row tile, a second launch merges their results",
         {"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
-        shared=mma_async_shared,
+        shared=mma_pipelined_shared,
         pack=packed,
         splits=num_splits,
         scratch={
@@ -705,7 +711,7 @@ KERNELS = (
         rules={**MMA_RULES, "stages is 2 or more": lambda c: c.stages >= 2},
         made_for=few_rows_for_many_keys,
         rounds_float32=True,
-        after=("mma_async",),
+        after=("mma_pipelined",),
     ),
     rounded_first(
         Kernel(
@@ -749,7 +755,7 @@ KERNELS = (
         shared=tf32_shared,
         pack=packed,
         tiles=TF32_TILES,
-        candidates=MMA_ASYNC_CANDIDATES,
+        candidates=MMA_PIPELINED_CANDIDATES,
         dtypes=("float32",),
         dtype_arch={},
         arch="80",

@@ -2,14 +2,18 @@
 //
 // A split's sums are relative to its own maximum. Relative to the largest of all they are added up,
 // always in the same order, and divided once: the online softmax of splits instead of tiles. A
-// split without a visible key has sums 0 and the lowest maximum, and adds nothing.
+// split without a visible key has sums 0 and the lowest maximum, and adds nothing. A row that comes
+// out wrong is computed again here, from Q, K and V.
 //
+//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   O_splits [batch, heads, M, num_splits, width]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, a lane four columns of each 128
-//   the host sets: scalar, real, dv, threads, shared_bytes
+//   the host sets: scalar, operand, real, d, dv, causal, windowed, threads, shared_bytes
+#include <attention/nonfinite.cuh>
+#include <attention/score.cuh>
 #include <tile/block.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
@@ -27,10 +31,11 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<scalar> O,
-    Tensor<real> lse, int num_splits, int M, int heads) {
+    Tensor<real> lse, int num_splits, Tensor<const operand> Q, Tensor<const operand> K,
+    Tensor<const operand> V, Sizes sizes, int heads, int group, real scale, Mods mods) {
   if (num_splits == 1) return;  // its block has written the rows
   Shared& shared = shared_memory<Shared>();
-  const auto [row, head, batch] = place(blockIdx.x, M, heads);
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const long long first = (long long)blockIdx.x * num_splits;
 
@@ -67,10 +72,19 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   sum = 0;
   for (int i = 0; i < warps; ++i) sum += shared.sum[i];
   const float inverse = sum == 0 ? 0.0f : 1 / sum;
+  const Extent extent = extent_of(sizes, batch);
+  const bool sees_key = extent.kv_begin(row) < extent.kv_end(row);
+  bool wrong = !(sum < infinity) || (sees_key && is_huge(maximum));
+  scalar* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {
     float total = 0;
     for (int i = 0; i < warps; ++i) total += shared.O[i][col];
-    O.row(batch, head, row)[col] = scalar(total * inverse);
+    out[col] = scalar(total * inverse);
+    wrong |= total != total;
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum / log2e + log(sum);
+  // The barrier comes before the repair overwrites what other threads wrote.
+  if (__syncthreads_or(wrong) && warp == 0)
+    repair_row<d, dv>(Q.row(batch, head, row), K, V, out, lse.row(batch, head, row), extent, row,
+                      batch, head / group, Scorer<real>{scale, mods});
 }

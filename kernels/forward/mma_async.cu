@@ -1,134 +1,154 @@
-// mma_async: `mma_swizzled`, with copies that go on while the tensor cores work.
+// mma_async: `mma_swizzled`, with copies that overlap with the products.
 //
-// cp.async brings chunks from global to shared memory past the registers, and nobody waits for it
-// before the data is needed. With two stages K and V have two buffers, and the next tile comes
-// while this one is multiplied: one barrier a step. With one, V comes while S = Q K^T is computed,
-// and the next K while softmax and O += P V are: two barriers.
+// cp.async copies chunks from global to shared memory without a stop in registers, and the thread
+// goes on at once. K and V have two buffers: while the tensor cores work on one tile, the next one
+// is on its way into the other buffer. That also saves one of two barriers a tile.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
-//   threads, shared_bytes
-#include <forward/parts/mma_products.cuh>
-#include <tile/async_copy.cuh>
-#include <ptx/cp_async.cuh>
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
+//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
+#include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
-#include <ptx/opaque.cuh>
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
+#include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
-#include <tile/shared.cuh>
-#include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
+#include <tile/shared.cuh>
+#include <tile/swizzle.cuh>
+#include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of V and O
-using OwnRows = Rows<Wr, pack_gqa>;
+constexpr int in_chunk = 8;                   // elements in 16 bytes
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
-  operand K[stages][Bc][depth];
-  operand V[stages][Bc][width];
+  scalar Q[Br][depth];
+  scalar K[2][Bc][depth];
+  scalar V[2][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// What a warp has to do with each tile of keys.
-struct Task {
-  Shared& shared;
-  Head keys, values;
-  int own_row, lane;
-  int end;  // keys that some row of the block sees
-};
+template <int height, int columns>
+__device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
+  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+}
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
-// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
-// of its keys.
-template <bool masked>
-__device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
-                                       Fragments<Wr, width>& O, OwnRows& rows) {
-  Shared& shared = task.shared;
-  const bool more = first_key + Bc < task.end;
-  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
-  const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
-                                                  rows.extent.N, rows.extent.causal_offset);
-  if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
-  if (stages == 2 && more) {
-    copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
-    copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+// Begins to copy rows of a head with `cols` columns, 16 bytes at a time. Writes zeros beyond its
+// `rows` and columns. Where rows do not begin at multiples of 16 bytes, copies at once.
+template <int cols, int height, int columns>
+__device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
+                                            Tensor<const scalar> tensor, int batch, int head,
+                                            int first_row, int rows) {
+  const bool aligned = is_aligned(tensor);
+  share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
+    const int col = chunk * in_chunk;
+    const int count = first_row + row < rows ? min(in_chunk, cols - col) : 0;
+    const scalar* from = tensor.row(batch, head, first_row + row) + col;
+    scalar* to = at(tile, row, chunk);
+    if (aligned) {
+      cp_async(to, from, count * int(sizeof(scalar)));
+    } else {
+      for (int j = 0; j < in_chunk; ++j) to[j] = j < count ? from[j] : scalar(0.0f);
+    }
+  });
+}
+
+// S = Q K^T for the warp's rows and the tile's keys.
+__device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (&K)[Bc][depth],
+                                                Fragments<Wr, Bc>& S, int first_row, int lane) {
+#pragma unroll
+  for (int k = 0; k < depth / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+      ldmatrix(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < Bc / step; ++n) {
+      unsigned b[4];
+      ldmatrix(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
   }
-  cp_async_commit_group();
-  bool nonfinite =
-      stages == 2 && has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
-  Fragments<Wr, Bc> S = {};
-  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
-  if (stages == 1) {
-    cp_async_wait_group<0>();
-    __syncthreads();  // V is there, and K is no longer read
-    if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
-    cp_async_commit_group();
+}
+
+// O += P V: two fragments of P side by side are an operand of this product.
+__device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fragments<Wr, Bc>& P,
+                                                Fragments<Wr, width>& O, int lane) {
+#pragma unroll
+  for (int k = 0; k < Bc / step; ++k) {
+    unsigned a[Wr / step][4];
+#pragma unroll
+    for (int i = 0; i < Wr / step; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&p)[4] = P[i][2 * k + j / 2];
+        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < width / step; ++n) {
+      unsigned b[4];
+      ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
+#pragma unroll
+      for (int i = 0; i < Wr / step; ++i) {
+        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
+        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
   }
-  if (stages == 1) nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[0]));
-  if (seen) {
-    rescale<masked>(S, O, rows, first_key, task.lane);
-    if (nonfinite)
-      multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
-    else
-      multiply_output(shared.V[buffer], S, O, rows, task.lane);
-  }
-  cp_async_wait_group<0>();
-  __syncthreads();  // the next K is there, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int causal_offset, int window_offset,
-    real scale) {
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * pack_gqa, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
-  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const int tiles = cdiv(sizes.M, Br);
+  const auto [index, head, batch] = place(blockIdx.x, tiles, heads);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
-  Head keys(K, batch, head * pack_gqa / group, N), values(V, batch, head * pack_gqa / group, N);
-  const int start =
-      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
+  const int kv_head = head / group;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
+  // The longest rows of a causal mask come first.
+  const RowTile tile = row_tile<Br, Bc>(extent, (tiles - 1 - index) * Br, head, batch);
 
-  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
-  copy_rows<d>(shared.K[0], keys, start);
-  if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
+  load_chunks<d>(shared.Q, Q, batch, head, tile.row, extent.M);
+  load_chunks<d>(shared.K[0], K, batch, kv_head, tile.kv_begin, extent.N);
+  load_chunks<dv>(shared.V[0], V, batch, kv_head, tile.kv_begin, extent.N);
   cp_async_commit_group();
-  cp_async_wait_group<0>();
-  __syncthreads();
-  if (scale <= 0) {
-    apply_sign<depth>(shared.Q, scale);
-    __syncthreads();
-  }
   Fragments<Wr, width> sums = {};
-  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-               log2e * (scale == 0 ? 1.0f : fabs(scale)));
-  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
-  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
-  const int end = kv_end(last_row, N, causal_offset);
-  const int hidden_from_some = kv_begin(last_row, N, window_offset);
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
-  const Task task = {shared, keys, values, own_row, lane, end};
+  Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
   int buffer = 0;
-  for (int first_key = start; first_key < end; first_key += Bc) {
-    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
-      attend<false>(task, first_key, buffer, sums, rows);
+  for (int first_key = tile.kv_begin; first_key < tile.kv_end; first_key += Bc) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // the tile is there, and no warp reads the one before
+    if (first_key + Bc < tile.kv_end) {
+      load_chunks<d>(shared.K[1 - buffer], K, batch, kv_head, first_key + Bc, extent.N);
+      load_chunks<dv>(shared.V[1 - buffer], V, batch, kv_head, first_key + Bc, extent.N);
+    }
+    cp_async_commit_group();
+    Fragments<Wr, Bc> S = {};
+    multiply_scores(shared.Q, shared.K[buffer], S, own_row, lane);
+    scorer.apply(S);
+    if (extent.is_masked(tile.row, Br, first_key, Bc))
+      softmax<true>(S, sums, rows, first_key, lane);
     else
-      attend<true>(task, first_key, buffer, sums, rows);
-    buffer = stages - 1 - buffer;
+      softmax<false>(S, sums, rows, first_key, lane);
+    multiply_output(shared.V[buffer], S, sums, lane);
+    buffer = 1 - buffer;
   }
-  // Registers do not keep the place through the loop: it is found once more.
-  const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
-  const Place same = place(opaque(int(blockIdx.x)), same_tiles, heads / pack_gqa);
-  const int row = (same_tiles - 1 - same.tile) * Br;
-  finish_rows(sums, rows, lse, same.batch, same.head, lane);
-  if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
-  else
-    store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
+  if (needs_repair(sums, rows)) {
+    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, kv_head, scorer);
+    return;
+  }
+  finish_rows(sums, rows, lse, batch, head, lane);
+  store_rows<dv>(sums, rows, O, batch, head, lane);
 }

@@ -1,4 +1,4 @@
-// mma_split_kv: `mma_async`, with the keys of a row tile split among several blocks.
+// mma_split_kv: `mma_pipelined`, with the keys of a row tile split among several blocks.
 //
 // Few queries make few row tiles, and their blocks leave most of the device idle while K and V, all
 // that there is to read, come one tile after another. Here each of `num_splits` blocks takes a
@@ -12,16 +12,16 @@
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <forward/parts/mma_products.cuh>
-#include <tile/async_copy.cuh>
-#include <ptx/cp_async.cuh>
+#include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
-#include <ptx/opaque.cuh>
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/mma_products.cuh>
+#include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
-#include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -53,6 +53,7 @@ struct Split {
 // What a warp has to do with each tile of keys.
 struct Task {
   Shared& shared;
+  Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
   int end;  // of the split's keys
@@ -74,27 +75,25 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
-  const bool seen = !masked || first_key < kv_end((rows.row(Wr / step - 1, 1) | 7) / pack_gqa,
-                                                  rows.extent.N, rows.extent.causal_offset);
+  const int last_row = rows.row(Wr / step - 1, 1) | 7;
+  const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   cp_async_wait_group<stages - 2>();
   __syncthreads();  // the tile is there, and the one before it is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
-  const bool nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   if (!seen) return;
   Fragments<Wr, Bc> S = {};
   multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  task.scorer.apply(S);
   rescale<masked>(S, O, rows, first_key, task.lane);
-  if (nonfinite)
-    multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
-  else
-    multiply_output(shared.V[buffer], S, O, rows, task.lane);
+  multiply_output(shared.V[buffer], S, O, rows, task.lane);
 }
 
 // Writes what merge_splits needs of the warp's rows: the sums of O, undivided, what weights are
 // relative to, and the sums of weights.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
-                            int batch, int head, int heads, int M, int lane) {
+                            int batch, int head, int heads, int lane) {
+  const int M = rows.extent.M;
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
@@ -118,59 +117,60 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, float* O_splits, float* max_splits, float* sum_splits, int num_splits, int M,
-    int N, int heads, int group, int causal_offset, int window_offset, real scale) {
+    Tensor<real> lse, float* O_splits, float* max_splits, float* sum_splits, int num_splits,
+    Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * pack_gqa, Br);
+  const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
-  Head keys(K, batch, head * pack_gqa / group, N), values(V, batch, head * pack_gqa / group, N);
-  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
-  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
-  const int hidden_from_some = kv_begin(last_row, N, window_offset);
-  const int start =
-      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
-  const Split split(start, kv_end(last_row, N, causal_offset), index / tiles, num_splits);
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
+  const int kv_head = head * pack_gqa / group;
+  const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
+  Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
+  const int first_query = first_row / pack_gqa;
+  const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
+  const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
+  const Split split(start, extent.kv_end(last_query), index / tiles, num_splits);
 
   copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
   cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
-  const Task task = {shared, keys, values, own_row, lane, split.end};
+  const Task task = {shared, scorer, keys, values, own_row, lane, split.end};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_keys(task, split.first_key + i * Bc, i);
-  if (scale <= 0) {
-    cp_async_wait_group<stages - 1>();
-    __syncthreads();  // Q is there
-    apply_sign<depth>(shared.Q, scale);
-  }
   Fragments<Wr, width> sums = {};
-  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-               log2e * (scale == 0 ? 1.0f : fabs(scale)));
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
-    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
-      attend<false>(task, first_key, buffer, sums, rows);
-    else
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
     buffer = buffer == stages - 1 ? 0 : buffer + 1;
   }
   cp_async_wait_group<0>();
   __syncthreads();  // Q is no longer read, nor written
-  // Registers do not keep the place through the loop: it is found once more.
-  const int same_tiles = cdiv(opaque(M) * pack_gqa, Br);
+  // The loop does not keep registers for the block's place: it is computed again.
+  const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   if (num_splits > 1) {
     store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles, num_splits,
-                same.batch, same.head, heads, M, lane);
+                same.batch, same.head, heads, lane);
+    return;
+  }
+  if (needs_repair(sums, rows)) {
+    repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head * pack_gqa / group,
+                       scorer);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
   if constexpr (sizeof(scalar) == sizeof(operand))
-    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, M, own_row, lane);
+    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, extent.M, own_row,
+                               lane);
   else
     store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
 }

@@ -1,5 +1,5 @@
-// mma_tf32: `mma_async` on float32: its operands are rounded to tf32, 8 bits of exponent and 10 of
-// mantissa, its sums are float.
+// mma_tf32: `mma_pipelined` on float32: its operands are rounded to tf32, 8 bits of exponent and 10
+// of mantissa, its sums are float.
 //
 // Q and K are read as 16-bit numbers are, for a float is a pair of them: the fragments come out
 // right. P's are not the accumulators of S as they lie, but the keys of a product may come in any
@@ -9,15 +9,15 @@
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <tile/async_copy.cuh>
-#include <ptx/cp_async.cuh>
+#include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
-#include <ptx/opaque.cuh>
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
+#include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
-#include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -34,15 +34,6 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
-
-// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
-__device__ void apply_sign(Shared& shared, float scale) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < Br * depth; i += threads) {
-    operand& q = at(shared.Q, i / depth, i % depth / in_chunk)[i % in_chunk];
-    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
-  }
-}
 
 // Four matrices as `ldmatrix` brings them, rounded.
 __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
@@ -103,9 +94,10 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
   rows.add(sum);
 }
 
-// What a warp has to do with each tile of keys.
+// What a warp needs for each tile of keys.
 struct Task {
   Shared& shared;
+  Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
   int end, seen;  // keys that some row of the block sees, of the warp
@@ -133,13 +125,10 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
     cp_async_commit_group();
   }
-  const bool nonfinite = has_mask && masked && __syncthreads_or(has_nonfinite(shared.V[buffer]));
   if (seen) {
+    task.scorer.apply(S);
     rescale<masked>(S, O, rows, first_key, task.lane);
-    if (nonfinite)
-      multiply_visible(shared.V[buffer], S, O, rows, first_key, task.lane);
-    else
-      multiply_output(shared.V[buffer], S, O, rows, task.lane);
+    multiply_output(shared.V[buffer], S, O, rows, task.lane);
   }
   cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read
@@ -178,46 +167,44 @@ __device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tens
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, int M, int N, int heads, int group, int causal_offset, int window_offset,
-    real scale) {
+    Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M * pack_gqa, Br);
+  const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Head queries(Q, batch, head * pack_gqa, M * pack_gqa);
-  const Head keys(K, batch, head * pack_gqa / group, N),
-      values(V, batch, head * pack_gqa / group, N);
-  const int start =
-      kv_begin(first_row / pack_gqa, N, window_offset) / Bc * Bc;  // the first tile that is seen
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
+  const int kv_head = head * pack_gqa / group;
+  const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
+  const Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
+  const int first_query = first_row / pack_gqa;
+  const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
+  const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
 
   copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<d>(shared.K[0], keys, start);
   if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  __syncthreads();
-  if (scale <= 0) {
-    apply_sign(shared, scale);
-    __syncthreads();
-  }
+  __syncthreads();  // Q and the first tile are there
   Fragments<Wr, width> sums = {};
-  OwnRows rows(first_row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-               log2e * (scale == 0 ? 1.0f : fabs(scale)));
-  const int seen_by_all = kv_end(first_row / pack_gqa, N, causal_offset);
-  const int last_row = (min(first_row + Br, M * pack_gqa) - 1) / pack_gqa;
-  const int end = kv_end(last_row, N, causal_offset);
-  const int hidden_from_some = kv_begin(last_row, N, window_offset);
-  const int seen = kv_end((first_row + own_row + Wr - 1) / pack_gqa, N, causal_offset);
-  const Task task = {shared, keys, values, own_row, lane, end, seen};
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
+  const int end = extent.kv_end(last_query);
+  const int seen = extent.kv_end((first_row + own_row + Wr - 1) / pack_gqa);
+  const Task task = {shared, scorer, keys, values, own_row, lane, end, seen};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key += Bc) {
-    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
-      attend<false>(task, first_key, buffer, sums, rows);
-    else
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
+  if (needs_repair(sums, rows)) {
+    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, kv_head, scorer);
+    return;
+  }
   finish_rows(sums, rows, lse, batch, head, lane);
-  store_output(shared, sums, O, batch, head, first_row, M, own_row, lane);
+  store_output(shared, sums, O, batch, head, first_row, extent.M, own_row, lane);
 }

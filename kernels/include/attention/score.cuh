@@ -41,7 +41,7 @@ struct Scorer {
   }
   __device__ __forceinline__ T applied(T product) const {
     if constexpr (has_score_mod) return modified(product * scale).score;
-    return product * (scale > 0 ? T(1) : scale < 0 ? T(-1) : T(0));
+    return product * T((scale > 0) - (scale < 0));
   }
   template <int m, int n>
   __device__ __forceinline__ void apply(T (&products)[m][n][4]) const {

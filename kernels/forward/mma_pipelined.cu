@@ -1,0 +1,132 @@
+// mma_pipelined: `mma_async` with everything that keeps its tensor cores busy.
+//
+// Registers and shared memory decide how many warps a multiprocessor holds, so tiles may have one
+// buffer as well as two: then V is copied while S = Q K^T is computed, and the next K during
+// softmax and O += P V. Exponentials of some keys overlap with the products of others. Warps skip
+// tiles that their rows do not see. Query heads that share a head of K and V share tiles if one
+// head's rows would not fill them. O leaves through Q's tile, 16 bytes at a time. float32 inputs
+// come rounded to 16 bits, the type `operand`.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
+//   threads, shared_bytes
+#include <attention/nonfinite.cuh>
+#include <attention/row_state.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/mma_products.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/mma.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = Rows<Wr, pack_gqa>;
+
+struct Shared {
+  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand K[stages][Bc][depth];
+  operand V[stages][Bc][width];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+// What a warp needs for each tile of keys.
+struct Task {
+  Shared& shared;
+  Scorer<real> scorer;
+  Head keys, values;
+  int own_row, lane;
+  int end;  // of the keys that some row of the block sees
+};
+
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
+// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
+// of its keys.
+template <bool masked>
+__device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
+                                       Fragments<Wr, width>& O, OwnRows& rows) {
+  Shared& shared = task.shared;
+  const bool more = first_key + Bc < task.end;
+  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
+  const int last_row = rows.row(Wr / step - 1, 1) | 7;
+  const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
+  if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
+  if (stages == 2 && more) {
+    copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
+    copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+  }
+  cp_async_commit_group();
+  Fragments<Wr, Bc> S = {};
+  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  if (stages == 1) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // V is there, and K is no longer read
+    if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
+    cp_async_commit_group();
+  }
+  if (seen) {
+    task.scorer.apply(S);
+    rescale<masked>(S, O, rows, first_key, task.lane);
+    multiply_output(shared.V[buffer], S, O, rows, task.lane);
+  }
+  cp_async_wait_group<0>();
+  __syncthreads();  // the next K is there, and this tile is no longer read
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const int tiles = cdiv(sizes.M * pack_gqa, Br);
+  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
+  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
+  const int kv_head = head * pack_gqa / group;
+  const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
+  Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
+  const int first_query = first_row / pack_gqa;
+  const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
+  const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
+
+  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
+  copy_rows<d>(shared.K[0], keys, start);
+  if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  __syncthreads();  // Q and the first tile are there
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
+  const Task task = {shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
+  int buffer = 0;
+  for (int first_key = start; first_key < task.end; first_key += Bc) {
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+      attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
+    buffer = stages - 1 - buffer;
+  }
+  // The loop does not keep registers for the block's place: it is computed again.
+  const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
+  const Place same = place(opaque(int(blockIdx.x)), same_tiles, heads / pack_gqa);
+  const int row = (same_tiles - 1 - same.tile) * Br;
+  if (needs_repair(sums, rows)) {
+    repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head * pack_gqa / group,
+                       scorer);
+    return;
+  }
+  finish_rows(sums, rows, lse, same.batch, same.head, lane);
+  if constexpr (sizeof(scalar) == sizeof(operand))
+    store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, extent.M, own_row,
+                               lane);
+  else
+    store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
+}
