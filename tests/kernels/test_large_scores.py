@@ -14,9 +14,7 @@ from cupyfa.runtime import guard
 
 CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 # Kernels that compute 2^(S * scale2 - maximum) with one rounding, and do not repair rows after it.
-OVERFLOW = {
-    x for x in FORWARD if x.startswith(("mma_async", "mma_sp", "mma_sl", "mma_t", "wgmma"))
-} - {"mma_split_q"}
+OVERFLOW = {x for x in FORWARD if x.startswith(("mma_slices", "wgmma"))}
 
 
 @pytest.fixture
