@@ -4,7 +4,7 @@
 // in turn, up to `stages` ahead. Each warpgroup of consumers owns 64 rows and multiplies them as a
 // whole, operands straight from shared memory; only P is in registers. Barriers in shared memory
 // say which buffers are full, and which were read and may be filled again: no barrier is for all
-// threads. The fragments are those of `mma_async`, and so is what is done with them.
+// threads. The fragments are those of `mma_pipelined`, and so is what is done with them.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)

@@ -76,10 +76,10 @@ def test_kernels_that_are_named():
     assert [row.computation for row in rows] == ["naive", "tiled", "columns", "two_pass"]
     assert rows[2].constants == {"Br": 32, "Bc": 32}
     large = {**SIZES, "d": 512, "dtype": "float16"}
-    (_, _, refused, _) = cupyfa.memory(["mma_async", "fa2"], **large)
+    (_, _, refused, _) = cupyfa.memory(["mma_pipelined", "fa2"], **large)
     assert refused.note == "its head dimensions end at 256" and refused.scratch is None
     with pytest.raises(cupyfa.Unsupported, match="end at 256; kernels that can: .*fa2"):
-        cupyfa.memory(["mma_async", "wgmma"], **large)
+        cupyfa.memory(["mma_pipelined", "wgmma"], **large)
     (naive, kernel) = cupyfa.memory("softmax_safe", M=20, N=30)
     assert (naive.scratch, kernel.scratch) == (0, 0)
     assert naive.moved == 2 * 4 * 20 * 30

@@ -131,7 +131,7 @@ def test_float8_is_multiplied_twice_as_fast_where_there_are_such_tensor_cores():
 
 def test_what_a_device_cannot_do():
     names = {x.computation for x in rows(device="a100")}
-    assert {"naive", "tiled", "fa2", "mma_async"} <= names
+    assert {"naive", "tiled", "fa2", "mma_pipelined"} <= names
     assert not any(name.startswith("wgmma") for name in names)
     tiled, wgmma = rows("tiled", "wgmma")
     assert tiled.tflops and wgmma.tflops is None

@@ -49,7 +49,7 @@ def test_list_as_json_holds_every_record():
         assert row["tile"] in kernel.choice.every
         rounded = kernel.name in (
             "v3",
-            "mma_async",
+            "mma_pipelined",
             "mma_split_kv",
             "mma_slices",
             "mma_tf32",

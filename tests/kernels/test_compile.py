@@ -78,7 +78,7 @@ def test_every_kernel_for_every_architecture(record_property, arch, launch):
 
 # Bytes that are known to be spilled: the measured fastest tiles need more registers than there are.
 # On sm_90 "auto" takes wgmma instead.
-SPILLED = {("mma_async", "90", 128, "causal"): 4, ("mma_async", "90", 128, "window"): 40}
+SPILLED = {("mma_pipelined", "90", 128, "causal"): 4, ("mma_pipelined", "90", 128, "window"): 40}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 
@@ -91,14 +91,20 @@ def without_spills():
     for i, arch in enumerate(("75", "80", "100", "120", "90")):
         for j, d in enumerate((64, 128, 256)):
             for mask in masks if arch == "90" else [masks[(i + j) % 3]]:
-                for name in ("mma_split_q", "mma_swizzled", "mma_async", "mma_split_kv"):
+                for name in (
+                    "mma_split_q",
+                    "mma_swizzled",
+                    "mma_async",
+                    "mma_pipelined",
+                    "mma_split_kv",
+                ):
                     yield name, arch, d, mask, {"M": 3840, "heads": 16}
                 yield "mma_tf32", arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
     for arch, d in product(("75", "80", "90", "120"), (64, 128, 256)):
         yield "mma_split_kv", arch, d, "full", {"M": 1, "N": 4096, "Br": 16}
         yield "mma_split_kv", arch, d, "window", {"M": 64, "N": 4096, "Br": 64}
     for arch, d, M in product(("80", "90", "120"), (64, 128), (128, 512)):
-        yield "mma_async", arch, d, "causal", {"M": M, "Br": 64, "multiprocessors": 100}
+        yield "mma_pipelined", arch, d, "causal", {"M": M, "Br": 64, "multiprocessors": 100}
     for arch, (d, mask) in product(ARCHES, ((512, "causal"), (1024, "full"))):
         yield "mma_slices", arch, d, mask, {"M": 64}
     for arch, name in product(("80", "86", "90", "100"), ("mma_columns", "mma_two_pass")):

@@ -79,7 +79,7 @@ def test_tiles_of_other_sizes(backend, kernel, tiles):
 def test_tiles_of_few_blocks_keep_out_what_a_mask_hides(backend, Bc):
     """Infinities and NaN in values that only some rows of a tile see."""
     sizes = {"heads": 1, "M": 150, "N": 170, "d": 24, "causal": True}
-    plan = planned(FORWARD["mma_async"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
+    plan = planned(FORWARD["mma_pipelined"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
     inputs = inputs_of(plan)
     inputs["V"][..., 7, 1], inputs["V"][..., 60, :4] = np.nan, -np.inf
     inputs["V"][..., 165, 3] = np.inf
@@ -108,7 +108,7 @@ def largest_scores(kernel, backend, score):
     return (*cupyfa.attention(q, k, v, **given), np.abs(v).max())
 
 
-@pytest.mark.parametrize("kernel", ["mma_async", "wgmma_persistent"])
+@pytest.mark.parametrize("kernel", ["mma_pipelined", "wgmma_persistent"])
 def test_how_large_scores_may_be(backend, kernel, monkeypatch):
     """A GPU multiplies and subtracts at once, and so does the simulator where the CPU can."""
     if backend.name == "simulator":

@@ -109,7 +109,7 @@ def test_it_is_only_for_who_asks():
     with pytest.raises(cupyfa.Unsupported, match=r"computes float16 in float16; .*wgmma_fp8"):
         planning.plan(FORWARD["wgmma"], asked, limits)
     with pytest.raises(cupyfa.Unsupported) as refused:  # no remedy that nobody asked for
-        planning.plan(FORWARD["mma_async"], replace_d(problem, 300), limits)
+        planning.plan(FORWARD["mma_pipelined"], replace_d(problem, 300), limits)
     assert "wgmma_fp8" not in str(refused.value)
 
 

@@ -15,7 +15,7 @@ from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.case import Case
 
 FORWARD = LADDER["forward"]
-PACKING = ["mma_async", "mma_tf32"]
+PACKING = ["mma_pipelined", "mma_tf32"]
 MASKS = [
     {},
     {"causal": "bottom-right"},
@@ -55,7 +55,7 @@ def test_heads_share_a_tile_only_where_one_does_not_half_fill_it(kernel):
 def test_packing_changes_no_result():
     """Each row is computed as it would be alone, so that the results are the same bits."""
     engine = Simulator()
-    kernel, sizes = FORWARD["mma_async"], {"M": 5, "N": 90, "causal": "bottom-right"}
+    kernel, sizes = FORWARD["mma_pipelined"], {"M": 5, "N": 90, "causal": "bottom-right"}
     plan = planned(kernel, engine.limits, **sizes)
     inputs = Case("forward", plan.problem).inputs()
     packed = guard.checked(engine, plan, inputs, {})

@@ -26,7 +26,7 @@ H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
 SMALL = {"heads": 2, "M": 9, "N": 7, "d": 8}
 ROUNDING = [
-    *(("mma_tf32", "tf32"), ("mma_async", "float16")),
+    *(("mma_tf32", "tf32"), ("mma_pipelined", "float16")),
     *(("mma_slices", "float16"), ("v3", "float16")),
 ]
 
@@ -73,7 +73,7 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
     with pytest.raises(Unsupported, match=message):
         plan("fa2", "tf32")
     with pytest.raises(
-        Unsupported, match="kernels that can: v3, mma_async, mma_split_kv, mma_slices$"
+        Unsupported, match="kernels that can: v3, mma_pipelined, mma_split_kv, mma_slices$"
     ):
         plan("fa2", "float16")
     with pytest.raises(Unsupported, match="no other kernel can either"):
@@ -81,7 +81,7 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
 
 
 def test_inputs_of_16_bits_are_rounded_as_ever():
-    assert plan("mma_async", dtype="float16").rounding is None
+    assert plan("mma_pipelined", dtype="float16").rounding is None
     assert plan("v3", dtype="bfloat16").rounding == "float16"
     with pytest.raises(Unsupported, match="its dtypes are float16, bfloat16"):
         plan("mma_split_q")
@@ -90,7 +90,7 @@ def test_inputs_of_16_bits_are_rounded_as_ever():
 def test_tf32_needs_tensor_cores_that_have_it():
     with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75; no other"):
         plan("mma_tf32", "tf32", limits=TURING)
-    assert plan("mma_async", "float16", limits=TURING).rounding == "float16"
+    assert plan("mma_pipelined", "float16", limits=TURING).rounding == "float16"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_tf32_needs_tensor_cores_that_have_it():
         (None, 64, H100, "fa2_coalesced"),
         ("float32", 64, H100, "fa2_coalesced"),
         ("tf32", 256, H100, "mma_tf32"),
-        ("float16", 64, TURING, "mma_async"),
+        ("float16", 64, TURING, "mma_pipelined"),
         ("float16", 257, H100, "mma_slices"),
     ],
 )
@@ -116,27 +116,27 @@ def test_auto_finds_none():
 def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
     slow, fast = {"float32 as float16": {64: 1.0}}, {"float32 as float16": {64: 2.0}}
     monkeypatch.setitem(FORWARD, "v3", replace(FORWARD["v3"], tflops=fast))
-    monkeypatch.setitem(FORWARD, "mma_async", replace(FORWARD["mma_async"], tflops=slow))
+    monkeypatch.setitem(FORWARD, "mma_pipelined", replace(FORWARD["mma_pipelined"], tflops=slow))
     assert planning.select("auto", "forward", problem("float16"), H100).name == "v3"
     here = [
         Tuned(kernel, None, "float32 as float16", 64, 64, (), tflops)
-        for kernel, tflops in (("v3", 1.0), ("mma_async", 3.0))
+        for kernel, tflops in (("v3", 1.0), ("mma_pipelined", 3.0))
     ]
     here = replace(H100, tuned=tuple(here))
-    assert planning.select("auto", "forward", problem("float16"), here).name == "mma_async"
+    assert planning.select("auto", "forward", problem("float16"), here).name == "mma_pipelined"
 
 
 def test_tiles_that_were_tuned_are_those_of_the_precision():
     constants = (("Br", 64), ("Bc", 16), ("Wr", 16), ("stages", 1))
-    tuned = Tuned("mma_async", None, "float32 as float16", 64, 64, constants, 1.0)
+    tuned = Tuned("mma_pipelined", None, "float32 as float16", 64, 64, constants, 1.0)
     here = replace(H100, tuned=(tuned,))
-    assert plan("mma_async", limits=here).constants == dict(constants)
-    assert plan("mma_async", dtype="float16", limits=here).constants != dict(constants)
+    assert plan("mma_pipelined", limits=here).constants == dict(constants)
+    assert plan("mma_pipelined", dtype="float16", limits=here).constants != dict(constants)
 
 
 def test_rounded_copies_exist_only_where_they_are_asked_for():
-    made = plan("mma_async", batch=2, heads=4, kv_heads=2, M=70, N=45, d=33, dv=9)
-    assert [x.entry for x in made.launches] == ["round_operands", "mma_async"]
+    made = plan("mma_pipelined", batch=2, heads=4, kv_heads=2, M=70, N=45, d=33, dv=9)
+    assert [x.entry for x in made.launches] == ["round_operands", "mma_pipelined"]
     assert made.scratch == {
         "Q16": ((2, 4, 70, 40), np.float16),
         "K16": ((2, 2, 45, 40), np.float16),
@@ -146,8 +146,8 @@ def test_rounded_copies_exist_only_where_they_are_asked_for():
     assert made.launches[0].grid == (2 * (4 * -(-70 // Br) + 2 * -(-45 // Br)), 1, 1)
     text = sources.text(made.launches[1])
     assert "using scalar = float;\nusing operand = __half;" in text and "cuda_fp16.h" in text
-    half = plan("mma_async", dtype="float16")
-    assert [x.entry for x in half.launches] == ["mma_async"] and not half.scratch
+    half = plan("mma_pipelined", dtype="float16")
+    assert [x.entry for x in half.launches] == ["mma_pipelined"] and not half.scratch
 
 
 def test_a_record_may_round_to_what_it_likes():
@@ -243,18 +243,20 @@ def test_sizes_of_zero(backend, sizes):
 def test_run_says_what_the_kernel_rounds_to():
     said = cli("run", "v3", *SIMULATOR, *SIZES, "--dtype", "float32").stdout
     assert "float32 precision=float16" in " ".join(said.split())
-    done = cli("run", "mma_async", *SIMULATOR, *SIZES, "--precision", "float16", "--format", "json")
+    done = cli(
+        "run", "mma_pipelined", *SIMULATOR, *SIZES, "--precision", "float16", "--format", "json"
+    )
     (row,) = strict(done.stdout)
     assert (row["dtype"], row["precision"], row["passed"]) == ("float32", "float16", True)
-    assert [x["entry"] for x in row["launches"]] == ["round_operands", "mma_async"]
+    assert [x["entry"] for x in row["launches"]] == ["round_operands", "mma_pipelined"]
     done = cli("run", "auto", *SIMULATOR, *SIZES, "--precision", "tf32", "--format", "json")
     assert strict(done.stdout)[0]["kernel"] == "mma_tf32"
 
 
 def test_show_plans_in_a_precision():
-    said = cli("show", "mma_async", "--plan", "--precision", "float16").stdout
+    said = cli("show", "mma_pipelined", "--plan", "--precision", "float16").stdout
     assert said.count("precision=float16") == 2 and "Q16 K16 V16" in said
-    assert "precision" not in cli("show", "mma_async", "--plan").stdout
+    assert "precision" not in cli("show", "mma_pipelined", "--plan").stdout
     assert "precision=tf32" in cli("show", "mma_tf32", "--plan").stdout
 
 
@@ -270,11 +272,11 @@ def test_check_says_what_is_rounded_and_takes_a_precision():
 
 def test_bench_has_a_column_for_it():
     sizes = ("-B", "1", "-H", "1", "-M", "16", "-d", "8", "--budget", "0.01")
-    done = cli("bench", "fa2", "mma_async", "mma_tf32", *SIMULATOR, *sizes, "--format", "csv")
+    done = cli("bench", "fa2", "mma_pipelined", "mma_tf32", *SIMULATOR, *sizes, "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [(x["kernel"], x["dtype"]) for x in rows] == [
         ("fa2", "float32"),
-        ("mma_async", "float32"),
+        ("mma_pipelined", "float32"),
         ("mma_tf32", "float32"),
     ]
     assert [x["precision"] for x in rows] == ["", "float16", "tf32"]
@@ -320,11 +322,11 @@ def test_tuning_is_told_apart_by_precision(monkeypatch, tmp_path):
 def test_sweeps_go_through_precisions():
     found = sweeps.problems("forward", {"precision": ["float32", "tf32"], "d": 8})
     assert [x.precision for x in found] == ["float32", "tf32"]
-    assert sweeps.usual_dtype(FORWARD["mma_async"]) == "float16"
-    assert sweeps.usual_dtype(FORWARD["mma_async"], precision="float16") == "float32"
+    assert sweeps.usual_dtype(FORWARD["mma_pipelined"]) == "float16"
+    assert sweeps.usual_dtype(FORWARD["mma_pipelined"], precision="float16") == "float32"
 
 
-@pytest.mark.parametrize("kernel, precision", [("mma_async", "float16"), ("mma_tf32", "tf32")])
+@pytest.mark.parametrize("kernel, precision", [("mma_pipelined", "float16"), ("mma_tf32", "tf32")])
 def test_a_window_and_a_precision_go_together(backend, kernel, precision):
     p = Problem.of_sizes(
         M=70, N=131, heads=2, kv_heads=1, d=20, dv=9, window=(30, 5), precision=precision

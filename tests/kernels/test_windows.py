@@ -246,7 +246,9 @@ def test_who_cannot_says_who_can(kernel):
         planning.plan(kernel, problem(5, 9, window=(2, None)), H100)
     assert "window=2,-" in str(refused.value)
     assert "it lacks window; kernels that can: " in str(refused.value)
-    assert "mma_async" in str(refused.value) and "v2" not in str(refused.value).split("can: ")[1]
+    assert (
+        "mma_pipelined" in str(refused.value) and "v2" not in str(refused.value).split("can: ")[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -332,7 +334,7 @@ def test_windows_are_swept():
 
 
 def test_show_and_compile_know_windows():
-    shown = cli("show", "mma_async", "--plan", "--window", "64,-", "-M", 100).stdout
+    shown = cli("show", "mma_pipelined", "--plan", "--window", "64,-", "-M", 100).stdout
     assert "window=64,-" in shown and "diagonal lower scale" in shown
     text = cli("show", "fa2", "--source", "--window", "64,-").stdout
     assert "constexpr bool windowed = true;" in text and "constexpr bool causal = false;" in text

@@ -127,15 +127,15 @@ def test_tiles_go_by_the_head_dimension():
 def test_few_blocks_have_tiles_of_their_own(sizes, Br, Bc):
     problem = Problem.of_sizes(heads=16, dtype="float16", **{"batch": 1, **sizes})
     here = replace(H100, multiprocessors=144)
-    chosen = planning.plan(FORWARD["mma_async"], problem, here).constants
+    chosen = planning.plan(FORWARD["mma_pipelined"], problem, here).constants
     assert (chosen["Br"], chosen["Bc"]) == (Br, Bc)
     smaller = replace(H100, multiprocessors=1)
-    there = planning.plan(FORWARD["mma_async"], problem, smaller).constants
+    there = planning.plan(FORWARD["mma_pipelined"], problem, smaller).constants
     assert there["stages"] == 1 or there["Br"] == 128 or problem.M == 1
 
 
 def test_limits_of_dtypes_and_head_dimensions_are_said():
-    kernel = FORWARD["mma_async"]
+    kernel = FORWARD["mma_pipelined"]
     with pytest.raises(Unsupported, match="needs sm_80 for bfloat16, a T4 is sm_75"):
         planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="bfloat16"), TURING)
     planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="float16"), TURING)

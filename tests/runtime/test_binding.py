@@ -256,7 +256,7 @@ def test_the_arrays_of_the_call_before_are_known_again_and_no_others(near):
     np.testing.assert_array_equal(new, out)
 
 
-@pytest.mark.parametrize("kernel", ["wgmma", "mma_async"])
+@pytest.mark.parametrize("kernel", ["wgmma", "mma_pipelined"])
 def test_addresses_that_boxes_cannot_begin_at(near, kernel):
     def moved(x):
         memory = np.zeros(x.nbytes + 32, np.uint8)
@@ -655,7 +655,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
     monkeypatch.setattr(binding, "Launcher", launcher)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
-    for kernel in ("mma_split_kv", "fa2", "mma_async", "mma_split_kv"):
+    for kernel in ("mma_split_kv", "fa2", "mma_pipelined", "mma_split_kv"):
         cupyfa.attention(q, k, v, backend=near, kernel=kernel)
     (_, several), *single, (_, again) = places
     assert several == again and len(several) == 4

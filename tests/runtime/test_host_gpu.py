@@ -29,7 +29,7 @@ def on_device(*host):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("kernel", ["fa2", "mma_async", "auto"])
+@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "auto"])
 def test_the_way_through_buffers_gives_the_same_bits(kernel, layout):
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 21)
     q, k, v = arrays(4, 300, 8, 64) if layout == "bshd" else arrays(4, 8, 300, 64)
@@ -127,7 +127,7 @@ def test_a_bound_call_in_a_graph():
     cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, causal=True))
 
 
-@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_kv", "fa2", "wgmma", "auto"])
+@pytest.mark.parametrize("kernel", ["mma_pipelined", "mma_split_kv", "fa2", "wgmma", "auto"])
 def test_eight_threads_with_streams_of_their_own(kernel):
     import cupy
 

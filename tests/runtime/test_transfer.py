@@ -164,7 +164,7 @@ def test_any_strides_do(far, change):
 
 
 @pytest.mark.parametrize(
-    "kernel, d", [("wgmma", 20), ("mma_async", 24), ("minimal", 16), ("v1", 8)]
+    "kernel, d", [("wgmma", 20), ("mma_pipelined", 24), ("minimal", 16), ("v1", 8)]
 )
 def test_kernels_that_want_their_arrays_otherwise(far, kernel, d):
     same(far, *arrays(2, 2, 40, d, dtype=np.float16), kernel=kernel)
@@ -200,7 +200,9 @@ def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
-@pytest.mark.parametrize("kernel", ["mma_async", "mma_split_kv", "mma_slices", "wgmma_persistent"])
+@pytest.mark.parametrize(
+    "kernel", ["mma_pipelined", "mma_split_kv", "mma_slices", "wgmma_persistent"]
+)
 def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
     transfer.configure(device_bytes=20_000)
     q, k, v = arrays(1, 2, 150, 32, N=170, dtype=np.float16)
