@@ -1,1 +1,1 @@
-"""What is right, and how far from it a kernel may be."""
+"""The reference results in NumPy, and the bounds of a kernel's errors."""

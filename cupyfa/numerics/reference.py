@@ -262,7 +262,8 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array) -> Gradients:
     scores, derivative = modified_scores((tile.q @ tile.k.mT) * tile.scale, tile.options)
     P = np.exp(scores - lse[..., None])
     dP_delta = grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)
-    dS = P * dP_delta * derivative
+    dS = P * dP_delta
+    dS *= derivative
     for x in (scores, P, dP_delta, dS):
         np.copyto(x, 0.0, where=left_out)
     return Gradients(

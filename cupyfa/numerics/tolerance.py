@@ -218,9 +218,8 @@ def expected_gradients_of_each(
             reference.flat(x)[tile.where].astype(np.float64) for x in (dout, out, lse)
         )
         work = _BackwardWork(tile, grad, its_out, its_lse, rows, equal[tile.where[0]])
-        step = work.step
         for into, (dq, dk, dv) in (
-            (value, (step.dq, step.dk, step.dv)),
+            (value, (work.step.dq, work.step.dk, work.step.dv)),
             *((bounds[r], _gradient_bounds(work, kernel)) for r, kernel in kernels.items()),
         ):
             reference.flat(into["dQ"])[tile.where] = dq
@@ -303,23 +302,20 @@ class _Arithmetic:
         return float(_finfo(self.operands).eps) / 2 if self.operands in _NARROW else 0.0
 
     @property
-    def free_unit(self) -> float:
-        """The relative error of operands that are rounded by design."""
-        return self.operand_unit if self.rounds_by_design else 0.0
-
-    @property
     def output_unit(self) -> float:
         return float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
 
     def rounded_product(self, size: Any, count: int) -> Any:
         """The error of a product of `count` terms whose operands are rounded by design."""
-        return self.free_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
+        if not self.rounds_by_design:
+            return 0.0
+        return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: _Arithmetic) -> tuple[Array, Array]:
     """The errors of modified scores whose terms add up to `size`: in eps, and by design.
 
-    A modification of scores adds its own error here, and is never steeper than the scaled score.
+    A modification adds its own error here; its derivative must not exceed 1.
     """
     d = tile.q.shape[-1]
     return np.sqrt(d + 3) * size, kernel.rounded_product(size, d)
@@ -403,7 +399,7 @@ class _BackwardWork:
         finite = (np.abs(_finite(x)) for x in (tile.q, tile.k, tile.v, grad, out))
         self.q, self.k, v, self.grad, out = finite
         self.score_size = abs(tile.scale) * (self.q @ self.k.mT)
-        self.slope_size = self.grad @ v.mT + (self.grad * out).sum(-1, keepdims=True)
+        self.dP_size = self.grad @ v.mT + (self.grad * out).sum(-1, keepdims=True)
         self.exponent_size = np.abs(_finite(self.step.scores)) + np.abs(_finite(lse))[..., None]
 
 
@@ -411,17 +407,18 @@ def _gradient_bounds(work: _BackwardWork, kernel: _Arithmetic) -> tuple[Array, A
     """The terms of a tile in the bounds of dQ, dK and dV, without the rounding of results."""
     dv, scale = work.tile.v.shape[-1], abs(work.tile.scale)
     eps, tiny = float(kernel.accumulator.eps), kernel.tiny
-    unit = kernel.operand_unit + kernel.free_unit
+    unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
     step = work.step
-    P, slopes, dS = (np.abs(_finite(x)) for x in (step.P, step.dP_delta, step.dS))
+    P, dP, dS = (np.abs(_finite(x)) for x in (step.P, step.dP_delta, step.dS))
 
-    score, by_design = _score_errors(work.score_size, work.tile, kernel)
-    exponent = eps * (score + work.exponent_size + 2) + by_design
+    exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
+    exponent = eps * (exponent + work.exponent_size + 2)
+    exponent += by_design
     p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
-    g = work.slope_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
-    ds = p * (slopes + g) + P * (g + eps * slopes) + tiny * (dv + 1)
-    ds = ds * step.derivative
+    g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
+    ds = p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1)
+    ds *= step.derivative
 
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)

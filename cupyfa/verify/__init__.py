@@ -1,1 +1,1 @@
-"""Cases, checks and the shrinking of what fails."""
+"""Checks kernels on grids of cases; shrinks, stores and replays failures."""

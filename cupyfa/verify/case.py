@@ -217,8 +217,8 @@ def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Slices of one array [batch, rows, all heads, columns], where rows and columns agree."""
     rows_and_columns = {name: x.shape[2:] for name, x in arrays.items()}
     alike = [x for x in arrays if rows_and_columns[x] == rows_and_columns[list(arrays)[-1]]]
-    beside = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2)
-    whole = np.ascontiguousarray(beside).swapaxes(1, 2)
+    joined = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2)
+    whole = np.ascontiguousarray(joined).swapaxes(1, 2)
     heads = np.cumsum([arrays[name].shape[1] for name in alike])
     slices = dict(zip(alike, np.split(whole, heads[:-1], axis=1)))
     return {name: slices.get(name, _arranged(x, "bshd")) for name, x in arrays.items()}

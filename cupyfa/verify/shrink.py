@@ -1,4 +1,4 @@
-"""A smaller case that fails in the same way: sizes and options go, as far as the fault stays."""
+"""Shrinks a case that fails: smaller sizes and default options, while the failure stays."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cupyfa.verify.case import Case
 def shrunk(
     case: Case, fails: Callable[[Case], bool], *, tries: int = 300, seconds: float = 60.0
 ) -> Case:
-    """The simplest case found that still fails, in at most so many tries and about so long.
+    """The simplest failing case that is found within `tries` cases and about `seconds`.
 
-    Whatever is simpler and fails is taken, and simplified further.
+    Each simpler case that fails becomes the next one to simplify.
     """
     end = time.monotonic() + seconds
     tried = {case}
@@ -32,7 +32,7 @@ def shrunk(
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases that are simpler in one thing; sizes that need no other program come first."""
+    """Cases with one simpler field, beginning with those that need no other compilation."""
     plain: dict[str, Any] = {"layout": "bhsd", "values": "normal", "seed": 0}
     for name in plain:
         if getattr(case, name) != plain[name]:
@@ -66,7 +66,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
 
 
 def _smaller_windows(p: Problem) -> Iterator[Problem]:
-    """No limit on one side of a window, then smaller ones."""
+    """No limit on one side of a window, then smaller limits."""
     for side, size in enumerate(p.window):
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             if smaller != size:
@@ -77,8 +77,8 @@ def _smaller_windows(p: Problem) -> Iterator[Problem]:
 def _sizes(size: int) -> list[int]:
     """Smaller sizes, the smallest first.
 
-    Faults often depend on what a division by a tile's size leaves, so all such rests are there.
+    Faults often depend on the remainder of a size by a tile's size, so remainders are among them.
     """
-    rests = {size % 2**power for power in range(1, 11)}
+    remainders = {size % 2**power for power in range(1, 11)}
     parts = {1, 2, size // 2, size - size // 4, size - 1}
-    return sorted(x for x in rests | parts if 0 < x < size)
+    return sorted(x for x in remainders | parts if 0 < x < size)
