@@ -566,14 +566,14 @@ def _options(
     return AttentionOptions.of(options, keywords)
 
 
-# What other libraries call it, and what to write here.
+# Names in other libraries, and what to write here.
 _ELSEWHERE = {
-    **dict.fromkeys(("is_causal",), "write causal=True"),
+    "is_causal": "write causal=True",
     **dict.fromkeys(
         ("attn_mask", "attention_mask", "mask", "key_padding_mask"),
         "there are no mask arrays: use causal= or window=",
     ),
-    **dict.fromkeys(("attn_bias", "bias"), "scores have no bias"),
+    **dict.fromkeys(("attn_bias", "bias"), "scores have no bias: leave it out"),
     **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout: leave it out"),
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
@@ -584,7 +584,7 @@ _ELSEWHERE = {
 
 
 def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
-    """The error for keyword arguments that a function has not; it names what there is."""
+    """The error for a keyword argument that a function does not have, with what to write."""
     parameters = signature(globals()[function]).parameters
     names = [name for name in parameters if name not in ("keywords", "unknown")]
     names += OPTIONS if "options" in names else []

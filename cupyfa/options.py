@@ -189,6 +189,7 @@ class AttentionOptions:
             parse=_parse_causal,
             choices=MASKS,
             flag=MASKS[0],
+            tried=MASKS,
             features={"causal": lambda value: value is not None},
             constants=lambda options: {"causal": options.right is not None},
         ),
@@ -203,6 +204,7 @@ class AttentionOptions:
             shown=_show_window,
             separator="/",
             metavar="LEFT,RIGHT",
+            tried=((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000)),
             features={
                 "causal": lambda value: value[1] is not None,
                 "window": lambda value: value[0] is not None,
@@ -216,6 +218,7 @@ class AttentionOptions:
             read=lambda value: read_number("scale", value, "1/sqrt(d)"),
             parse=lambda text: parse_number("scale", text),
             metavar="FLOAT",
+            tried=(0.0, -0.3, 2.0),
         ),
     )
 

@@ -128,6 +128,14 @@ def test_grids_try_the_values_of_an_option_that_they_do_not_name(monkeypatch):
             assert set(cases) < set(now)
 
 
+def test_a_sweep_takes_options_as_one_value():
+    sizes = {"M": [8, 16], "d": 4, "options": AttentionOptions(causal=True)}
+    assert not sweeps.foreign("forward", sizes)
+    assert [(x.M, x.causal) for x in sweeps.problems("forward", sizes)] == [
+        *((8, "bottom-right"), (16, "bottom-right"))
+    ]
+
+
 def test_a_check_takes_options_for_all_cases(monkeypatch):
     seen = []
 

@@ -65,7 +65,8 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
     unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A tuple is several
-    values of any size but the window, which is one; several windows are a list. A softmax has M
+    values of any size except a window, which is one value; several windows are a list. ``options``
+    is an AttentionOptions. A softmax has M
     rows of N. What is left out is USUAL, or with ``small`` what the simulator takes.
     """
     several = {
@@ -85,7 +86,7 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
 
 def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
     """Which of the given sizes an operation has no use for."""
-    known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "tokens", "width")
+    known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "options", "tokens", "width")
     return [name for name, value in sizes.items() if value is not None and name not in known]
 
 

@@ -39,7 +39,7 @@ Lengths = tuple[tuple[int, int], ...]  # of queries and keys
 _EVERY = tuple(DTYPES)
 _HALVES = ("float16", "bfloat16")
 _MASKS = (None, "bottom-right")
-_EVERY_MASK = (*_MASKS, "top-left")
+_EVERY_MASK = (None, *OPTIONS["causal"].tried)
 _LOCAL = ("neither", "both")  # sides on which a window has a limit
 _SIDES = (*_LOCAL, "left", "right")
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
@@ -294,11 +294,11 @@ _ODD: Axes = {
         *((17, 1), (1, 17), (65, 129), (129, 40), (40, 768), (768, 7)),
     ),
     "causal": _EVERY_MASK,
-    "scale": (None, 0.0, -0.3, 2.0),
+    "scale": (None, *OPTIONS["scale"].tried),
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
-_WINDOWS = ((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000))
+_WINDOWS = OPTIONS["window"].tried
 _ODD_CASES, _ODD_WINDOWS, _ODD_OTHERS = 200, 50, 50
 
 
