@@ -1,8 +1,8 @@
-"""The options of attention: what it computes, besides shapes and dtypes. One field is one option.
+"""The options of attention: everything besides shapes and dtypes that changes the result.
 
-A field of ``AttentionOptions`` with its ``Option`` is all that the layers above need: arguments,
-cache keys, ``Problem.options``, options of the command line, columns of results, the command that
-repeats a failure, the constants above a kernel's text and the members of ``struct Mods``.
+Each field of ``AttentionOptions`` is one option, and its ``Option`` is all that other layers need:
+for arguments, cache keys, ``Problem.options``, the command line, columns of results, the command
+that repeats a failure, the constants above a kernel's text and the members of ``struct Mods``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """What the library has to know of one option.
+    """The properties of one option; an option that is a number needs no other code in Python.
 
-    help: what it does, for the command line. read: the normal form of what a caller gives; raises
-    TypeError or ValueError. default: the normal form of what nobody gave. parse: the value of a
-    text; ``separator`` parts several values. shown: a value as a result row has it; its text is
-    what the command line takes. choices: the texts it has, if these are few. flag: the text that
-    the option stands for without a value. tried: values besides the default that checks try with
-    everything else. features: what a kernel must have, by name, and for which values. constants:
-    what stands above the text of every kernel. in_mods: whether the value is a number that kernels
-    find in ``struct Mods``; then ``has_NAME`` is among the constants.
+    help: the text of the command line.
+    read: the normal form of an argument; raises TypeError or ValueError for a wrong one.
+    default: the normal form if the option is not given.
+    parse: the value of a text on the command line; ``separator`` separates several values.
+    shown: the value in a result row; its text is the one that ``parse`` reads.
+    choices: all texts, if there are few. flag: the text that the option without a value means.
+    tried: values that checks combine with other options and sizes.
+    features: features that a kernel needs, each with the condition on the value.
+    constants: constants above the text of a kernel, for all options of a problem.
+    in_mods: whether the value is a number in ``struct Mods``; ``has_NAME`` is then a constant.
     """
 
     help: str
@@ -230,9 +232,9 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
-        """The options that a caller gives as one value, or by their names.
+        """The options that a caller gives, as one value or by name.
 
-        Raises TypeError for names that no option has, ValueError for both ways at once.
+        Raises TypeError for an unknown name, ValueError if options are given in both ways.
         """
         if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
             raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
@@ -242,7 +244,7 @@ class AttentionOptions:
         if not isinstance(options, AttentionOptions):
             raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
         if given := ", ".join(made.changed):
-            raise ValueError(f"options is given, and {given} too; give these in options alone")
+            raise ValueError(f"options is given, and {given} too; set {given} in options")
         return options
 
     @property
@@ -263,7 +265,7 @@ class AttentionOptions:
 
     @property
     def features(self) -> list[str]:
-        """What a kernel must have to compute with these options."""
+        """The features that a kernel needs for these options."""
         needed = (
             feature
             for name, option in OPTIONS.items()
@@ -274,7 +276,7 @@ class AttentionOptions:
 
     @property
     def constants(self) -> dict[str, bool]:
-        """What stands above a kernel's text."""
+        """The constants above a kernel's text."""
         found: dict[str, bool] = {}
         for name, option in OPTIONS.items():
             found |= option.constants(self)
@@ -293,7 +295,7 @@ class AttentionOptions:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self) -> list[str]:
-        """The options of the command line that give these."""
+        """The arguments of the command line for these options."""
         row = self.row()
         return [f"--{name.replace('_', '-')}={row[name]}" for name in self.changed]
 

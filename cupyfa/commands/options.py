@@ -143,7 +143,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
     Else such an option would take the next argument as its value, for example a kernel's name.
     """
-    flags = {f"--{name}": x for name, x in OPTIONS.items() if x.flag}
+    flags = {f"--{name.replace('_', '-')}": x for name, x in OPTIONS.items() if x.flag}
     following = [*arguments[1:], ""]
     return [
         f"{word}={flags[word].flag}"
