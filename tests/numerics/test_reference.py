@@ -1,4 +1,4 @@
-"""The reference against what is simpler than it: three lines of NumPy, and finite differences."""
+"""The reference against three lines of NumPy and finite differences."""
 
 import ml_dtypes
 import numpy as np
@@ -16,13 +16,13 @@ def inputs(shape_q, shape_k, dv, seed=0):
 
 
 def naive(q, k, v, scale, causal_offset=None):
-    """Attention as one would write it first: every row sees a key, and nothing overflows."""
+    """Attention by its definition: every row must see a key, and no exponential may overflow."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    weights = np.exp(scale * q @ k.mT)
+    P = np.exp(scale * q @ k.mT)
     if causal_offset is not None:
-        weights = np.tril(weights, causal_offset)
-    total = weights.sum(-1, keepdims=True)
-    return weights @ v / total, np.log(total)[..., 0]
+        P = np.tril(P, causal_offset)
+    total = P.sum(-1, keepdims=True)
+    return P @ v / total, np.log(total)[..., 0]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def warnings_are_errors():
 @pytest.mark.parametrize("causal_offset", [None, 0, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("scale", [0.25, 0.0, -1.0])
-def test_attention_is_what_one_would_write_first(causal_offset, kv_heads, scale):
+def test_attention_is_its_definition(causal_offset, kv_heads, scale):
     q, k, v = inputs((2, 6, 7, 4), (2, kv_heads, 10, 4), dv=5)
     out, lse = reference.attention(q, k, v, scale=scale, causal_offset=causal_offset)
     expected_out, expected_lse = naive(q, k, v, scale, causal_offset)
@@ -100,7 +100,7 @@ def test_scores_of_minus_infinity_only_make_a_row_empty():
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_hidden_keys_never_matter(poison):
+def test_masked_keys_have_no_effect(poison):
     q, k, v = inputs((1, 2, 5, 4), (1, 1, 5, 4), dv=3)
     expected = reference.attention(q, k, v, scale=0.5, causal_offset=0)
     k[:, :, 3:], v[:, :, 2:] = poison, poison
@@ -281,7 +281,7 @@ def test_gradients_are_finite_differences(
             assert grad[index] == pytest.approx(difference, abs=1e-8), index
 
 
-def test_gradients_of_empty_rows_and_hidden_keys_are_zero():
+def test_gradients_of_empty_rows_and_masked_keys_are_zero():
     q, k, v = inputs((1, 2, 6, 4), (1, 1, 5, 4), dv=3)
     dout = np.ones((1, 2, 6, 3))
     clean = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=-3)

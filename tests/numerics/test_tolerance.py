@@ -13,7 +13,7 @@ from cupyfa.numerics.tolerance import require
 
 
 def attention_verdicts(results, q, k, v, **options):
-    """Compares what an attention kernel is said to have computed with the reference."""
+    """Compares the results of an attention kernel with the reference."""
     return tolerance.compare(results, tolerance.expected_attention(q, k, v, **options))
 
 
@@ -58,7 +58,7 @@ class Case:
 
 
 def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
-    """Random inputs; "peaky" makes scores so large that few keys have all the weight."""
+    """Random inputs; with "peaky" large scores give few keys all the weight."""
     rng = np.random.default_rng([seed, M, N, d])
     draw = rng.random if distribution == "uniform" else rng.standard_normal
     q, k, v = (draw((1, *s)) for s in ((heads, M, d), (kv_heads, N, d), (kv_heads, N, dv or d)))
@@ -100,10 +100,10 @@ def kernel(
             S += q[..., i, None] * k[..., None, :, i]
         S *= real(real(c.scale if scale is None else scale) * real(unit))
         causal_offset = c.causal_offset if causal_offset is None else causal_offset
-        hidden = np.zeros((M, N), bool)
+        masked = np.zeros((M, N), bool)
         if causal_offset is not None:
-            hidden = np.arange(N) > np.arange(M)[:, None] + causal_offset
-            S[..., hidden] = -np.inf
+            masked = np.arange(N) > np.arange(M)[:, None] + causal_offset
+            S[..., masked] = -np.inf
 
         top = np.full(q.shape[:3], -np.inf, real)
         total, out = np.zeros_like(top), np.zeros((*q.shape[:3], v.shape[-1]), real)
@@ -115,7 +115,7 @@ def kernel(
             top, total, out = new, total * shrink, out * shrink[..., None]
             for j in range(P.shape[-1]):
                 total = total + P[..., j]
-                seen = ~hidden[:, start + j, None]
+                seen = ~masked[:, start + j, None]
                 out = out + np.where(
                     seen, rounded(P, narrow)[..., j, None] * v[..., None, start + j, :], real(0)
                 )
@@ -344,7 +344,7 @@ def test_require_names_the_case_and_every_failure():
         ({}, {"rounding": "fp8"}, "rounding 'fp8' is unknown; use None or one of float64, "),
     ],
 )
-def test_what_cannot_be_compared_is_said(results, options, message):
+def test_results_that_cannot_be_compared_are_refused(results, options, message):
     c = case("float32", "normal", 3, 4, 16)
     options = {"scale": 1.0, "causal_offset": None, "dtype": "float32", **options}
     with pytest.raises(ValueError, match=message):
@@ -431,6 +431,17 @@ def test_softmax_of_one_row_and_in_blocks(monkeypatch):
     require(softmax_verdicts({"P": y, "lse": lse}, x, dtype="float64"), "blocks")
     y[2, 4, 36] += 1e-9
     assert rejects_softmax(x, "float64", P=y)
+
+
+def test_scores_beyond_float32_may_give_anything_in_their_row_only():
+    c = case("float32", "normal", 3, 5, 8)
+    c.q[:, :, 1] *= 1e3
+    c.scale = 1e36
+    out = reference.attention(c.q, c.k, c.v, scale=c.scale)[0].astype(np.float32)
+    out[:, :, 1] = NAN
+    require(c.verdicts({"O": out}), c.name)
+    out[0, 0, 2, 0] = NAN
+    assert c.worst({"O": out}) == INF
 
 
 def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():

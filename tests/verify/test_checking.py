@@ -1,4 +1,4 @@
-"""`cupyfa.check`: what it finds in broken kernels, how it tells that, and what it counts."""
+"""`cupyfa.check`: the failures of broken kernels, their messages and the tallies."""
 
 import csv
 import itertools
@@ -289,7 +289,7 @@ def test_progress_is_told():
 # The command line
 
 
-def test_the_command_line_tells_failures_commands_files_and_counts(tmp_path):
+def test_the_command_line_shows_failures_commands_files_and_counts(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = ("--backend", "simulator", "--jobs", 2, "--failures", tmp_path / "files")
     done = cli("check", kernel, *FUZZ_OPTIONS, *options, code=1)
@@ -381,7 +381,7 @@ def until(holds, seconds=20):
         time.sleep(0.05)
 
 
-def test_ctrl_c_ends_all_processes_and_tells_what_was_done(tmp_path):
+def test_ctrl_c_ends_all_processes_and_shows_the_results(tmp_path):
     running, mark = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=20)
@@ -398,7 +398,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     until(lambda: not marked(mark))
 
 
-def test_an_interrupted_check_tells_what_it_found():
+def test_an_interrupted_check_has_its_results():
     def interrupt(done, total, what):
         if done == 3:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The grids: what is in them, and that what is drawn is drawn well."""
+"""The grids: their cases, and the pairs of values in samples."""
 
 import random
 from itertools import combinations

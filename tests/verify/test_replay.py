@@ -166,7 +166,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path, what):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_what_the_kernel_cannot_do_is_said(tmp_path):
+def test_a_kernel_that_cannot_run_the_case_is_refused(tmp_path):
     case = Case("forward", Problem.of_sizes(M=5, N=7, d=3, dtype="float64"))
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
     file = failures.write(tmp_path, Stored(case, outcome), "")

@@ -64,7 +64,7 @@ def test_a_kernel_that_dies_is_named_and_the_next_gets_another_process(tmp_path,
     assert kinds(worker.run(Task(FINE, (kernel,)))) == [RIGHT]
 
 
-def test_what_a_process_said_last_is_told(tmp_path, worker):
+def test_the_last_line_of_a_dead_process_is_shown(tmp_path, worker):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint('out of luck', file=sys.stderr)\nos._exit(3)\n")
     (outcome,) = worker.run(Task(FINE, (f"{script}:mine",)))
@@ -89,7 +89,7 @@ def test_time_to_compile_does_not_count(tmp_path, worker):
 
 
 def test_a_lost_device_is_given_up_with_its_process(monkeypatch, worker):
-    """As the process of a kernel that traps on a GPU tells it: nothing comes after the loss."""
+    """As after a kernel that traps on a GPU: no step follows the loss."""
     started = []
     begun = worker._begun
 
