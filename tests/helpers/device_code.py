@@ -17,6 +17,12 @@ INCLUDE = [sources.INCLUDE]
 NAMES = "ABCDEFG"  # of a kernel's arrays
 
 
+def code(name):
+    """A piece of device code, from the folder device_code beside its test."""
+    (file,) = sources.ROOT.glob(f"tests/*/device_code/{name}.cu")
+    return file.read_text()
+
+
 def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     """Runs the kernel of ``source``."""
     owned = [getattr(array, "array", array) for array in arrays]

@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.device_code import code
 from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
 
 from cupyfa.errors import CompileError, SimulatorFault
@@ -34,7 +35,7 @@ struct Shared {
 };
 """
 
-COPY = (BODIES / "copy.cu").read_text()
+COPY = code("copy")
 
 
 def copied(**options):
@@ -162,16 +163,8 @@ def test_every_finite_half_is_multiplied_exactly():
 
 # A producer and its consumers
 
-RING_HEAD = """
-constexpr int bytes = 64 * 128 + 32 * 128;
-struct Shared {
-  TmaTile<__half, 64, 64> A[2];
-  TmaTile<__half, 32, 64> B[2];
-  Barrier full[2];
-  Barrier empty[2];
-};
-"""
-RING = (BODIES / "ring.cu").read_text() + WRITE.format(n=32)
+RING_HEAD = code("ring_head")
+RING = code("ring") + WRITE.format(n=32)
 
 
 def ring(body=RING, **options):
@@ -211,38 +204,7 @@ def test_faults_of_a_ring(name):
 def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
     A, B = numbers((64, 128), np.float16), numbers((64, 128), np.float16, 1)
     got = np.zeros((2, 64, 64), np.float32)
-    body = """
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.A, a, 64 * 128);
-        fill(&shared.B, b, 64 * 128);
-        fence_proxy_async();
-        __syncthreads();
-        float d[32], other[32];
-        wgmma_fence();
-        for (int k = 0; k < 8; ++k) {
-          multiply<__half>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
-                           by_rows(shared.B.box[k / 4]) + k % 4 * 32, k > 0);
-        }
-        wgmma_commit_group();
-        multiply<__half>(other, by_rows(&shared.B), by_rows(&shared.A), false);
-        wgmma_commit_group();
-        bool early = d[3] == d[3];
-        wgmma_wait_group<1>(d);
-        early = early || other[5] == other[5];
-        for (int j = 0; j < 32; ++j) d[j] = early ? 7777 : d[j] * 2;
-        wgmma_fence();
-        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), true);
-        wgmma_commit_group();
-        wgmma_wait_group<1>(other);
-        for (int j = 0; j < 32; ++j) other[j] = -other[j];
-        wgmma_wait_group<0>(d);
-        if (threadIdx.x >= 128) for (int j = 0; j < 32; ++j) d[j] = other[j];
-        int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-        for (int j = 0; j < 32; ++j) {
-          int row = thread / 32 * 16 + thread % 32 / 4 + j / 2 % 2 * 8;
-          c[group * 4096 + row * 64 + j / 4 * 8 + thread % 4 * 2 + j % 2] = d[j];
-        }
-    """
+    body = code("two_warpgroups_and_products_of_two_groups_at_a_time")
     shared = "struct Shared { TmaTile<__half, 64, 128> A; TmaTile<__half, 64, 128> B; };"
     launch(body, boxes(A), boxes(B), got, head=FILL + shared, threads=256, schedule=schedule)
     A, B = A.astype(np.float32), B.astype(np.float32)
@@ -256,18 +218,7 @@ PRODUCT_FAULTS = faults("products")
 @pytest.mark.parametrize("name", PRODUCT_FAULTS)
 def test_faults_of_products(name):
     right, wrong, message, _ = PRODUCT_FAULTS[name]
-    body = """
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.A, a, 64 * 64);
-        fill(&shared.B, a, 64 * 64);
-        fence_proxy_async();
-        __syncthreads();
-        float d[32];
-        wgmma_fence();
-        multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), false);
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-    """
+    body = code("faults_of_products")
     shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     A = numbers((64, 64), np.float16)
     threads = 64 if name == "half a warpgroup" else 128
@@ -324,7 +275,7 @@ def test_an_array_smaller_than_its_map_says():
 
 # Bytes as they lie, and floats that are added
 
-ADD = (BODIES / "add.cu").read_text()
+ADD = code("add")
 
 
 @pytest.mark.parametrize("schedule", SEEDS)

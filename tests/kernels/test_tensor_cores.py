@@ -4,7 +4,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.device_code import INCLUDE, fault, launch, source
+from helpers.device_code import INCLUDE, code, fault, launch, source
 
 from cupyfa.numerics import reference
 
@@ -214,16 +214,7 @@ def tf32_fragments(A, B, D):
 def multiply_tf32(run, A, B, D):
     """D + A B of one instruction, on numbers as they are."""
     a, b, d = tf32_fragments(A, B, D)
-    body = """
-        int lane = threadIdx.x;
-        unsigned a[4], b[2];
-        float d[4];
-        for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(A[i * 32 + lane]);
-        for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(B[i * 32 + lane]);
-        for (int i = 0; i < 4; ++i) d[i] = C[i * 32 + lane];
-        multiply_add_tf32(d, a, b[0], b[1]);
-        for (int i = 0; i < 4; ++i) C[i * 32 + lane] = d[i];
-    """
+    body = code("multiply_tf32")
     run(body, a, b, d, head=MMA)
     got = np.empty((16, 8), np.float32)
     for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
@@ -270,22 +261,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run):
     """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
     A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
     tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
-    body = """
-        __shared__ __align__(16) float tiles[32][8];
-        int lane = threadIdx.x;
-        for (int i = 0; i < 8; ++i) tiles[lane][i] = A[lane * 8 + i];
-        __syncthreads();
-        unsigned a[4], b[4];
-        ldmatrix(a, &tiles[lane % 16][lane / 16 * 4]);
-        ldmatrix(b, &tiles[16 + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 4]);
-        for (int half = 0; half < 2; ++half) {
-          float d[4] = {};
-          multiply_add_tf32(d, a, b[2 * half], b[2 * half + 1]);
-          for (int i = 0; i < 4; ++i) {
-            B[(lane / 4 + i / 2 * 8) * 16 + half * 8 + 2 * (lane % 4) + i % 2] = d[i];
-          }
-        }
-    """
+    body = code("matrices_of_floats_are_operands_of_tf32")
     run(body, tiles, out, head=MMA)
     np.testing.assert_allclose(out, cut(A) @ cut(B).T, rtol=1e-5, atol=1e-5)
 
@@ -345,26 +321,7 @@ def test_part_of_a_copy_is_zeros_and_nothing_is_read_for_none(run):
 def test_many_copies_in_many_groups(run):
     """More than a warp's threads can keep in one piece of storage, and stages that are reused."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
-    body = """
-        __shared__ __align__(16) unsigned short tile[3][20][32][8];
-        int me = threadIdx.x;
-        for (int stage = 0; stage < 5; ++stage) {
-          if (stage < 3) {
-            for (int i = 0; i < 20; ++i) {
-              cp_async(tile[stage][i][me], A + ((stage * 20 + i) * 32 + me) * 8, 16);
-            }
-          }
-          cp_async_commit_group();
-          cp_async_wait_group<2>();
-          __syncthreads();
-          if (stage < 2) continue;
-          for (int i = 0; i < 20; ++i) {
-            for (int j = 0; j < 8; ++j) {
-              B[(((stage - 2) * 20 + i) * 32 + me) * 8 + j] = tile[stage - 2][i][31 - me][j];
-            }
-          }
-        }
-    """
+    body = code("many_copies_in_many_groups")
     run(body, A, B, head=COPIES)
     assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.cli import table
-from helpers.device_code import INCLUDE, answer, fault, fresh, in_new_process, launch
+from helpers.device_code import INCLUDE, answer, code, fault, fresh, in_new_process, launch
 from helpers.threads import in_threads
 
 from cupyfa.errors import CompileError, SimulatorFault
@@ -51,14 +51,7 @@ def test_the_largest_block_and_a_grid_of_many_blocks():
 
 def test_local_arrays_of_many_kilobytes():
     A = np.zeros(64, np.int32)
-    body = """
-        int local[8192];
-        for (int i = 0; i < 8192; ++i) local[i] = i + threadIdx.x;
-        __syncthreads();
-        int sum = 0;
-        for (int i = 0; i < 8192; ++i) sum += local[(i * 7) % 8192];
-        A[threadIdx.x] = sum;
-    """
+    body = code("local_arrays_of_many_kilobytes")
     launch(body, A, threads=64)
     assert (A == 8192 * 8191 // 2 + 8192 * np.arange(64)).all()
 
@@ -143,16 +136,7 @@ def test_shuffles_of_other_types(kind):
 
 def test_several_masks_at_a_time_in_one_warp():
     A = np.zeros(32, np.int32)
-    body = """
-        int lane = threadIdx.x;
-        unsigned quad = 0xfu << (lane & ~3);
-        int sum = lane;
-        for (int turn = 0; turn <= lane / 4; ++turn) {
-          sum += __shfl_xor_sync(quad, sum, 1);
-          sum += __shfl_xor_sync(quad, sum, 2);
-        }
-        A[lane] = sum + 1000 * __popc(__ballot_sync(0xffffffffu, lane % 3 == 0));
-    """
+    body = code("several_masks_at_a_time_in_one_warp")
     for schedule in (None, 1, 2):
         launch(body, A, schedule=schedule)
         quads = np.arange(32).reshape(8, 4).sum(1) * 4 ** np.arange(8)
@@ -161,19 +145,7 @@ def test_several_masks_at_a_time_in_one_warp():
 
 def test_votes_reductions_and_block_wide_predicates():
     A = np.zeros((9, 64), np.int32)
-    body = """
-        int i = threadIdx.x;
-        A[i] = __any_sync(~0u, i == 40);
-        A[64 + i] = __all_sync(~0u, i < 32);
-        A[128 + i] = __ballot_sync(~0u, i == 33);
-        A[192 + i] = __reduce_add_sync(~0u, i);
-        A[256 + i] = __reduce_max_sync(~0u, i);
-        A[320 + i] = __syncthreads_count(i % 3 == 0);
-        A[384 + i] = __syncthreads_or(i == 63);
-        A[448 + i] = __syncthreads_and(i != 63);
-        __syncwarp();
-        A[512 + i] = __syncthreads_or(0);
-    """
+    body = code("votes_reductions_and_block_wide_predicates")
     launch(body, A, threads=64)
     low, high = A[:, 0], A[:, 32]
     assert (A[:, :32] == low[:, None]).all() and (A[:, 32:] == high[:, None]).all()
@@ -183,21 +155,7 @@ def test_votes_reductions_and_block_wide_predicates():
 
 def test_named_barriers_pass_data_between_warps():
     A = np.zeros(10 * 32, np.int32)
-    body = """
-        __shared__ int tile[32];
-        int lane = threadIdx.x % 32;
-        for (int turn = 0; turn < 10; ++turn) {
-          if (threadIdx.x < 32) {
-            barrier_sync(2, 64);  // the tile is free
-            tile[lane] = turn * 100 + lane;
-            barrier_arrive(1, 64);
-          } else {
-            barrier_arrive(2, 64);
-            barrier_sync(1, 64);  // the tile is full
-            A[turn * 32 + lane] = tile[31 - lane];
-          }
-        }
-    """
+    body = code("named_barriers_pass_data_between_warps")
     for schedule in (None, 5, 6):
         launch(body, A, threads=64, schedule=schedule, head="#include <ptx/named_barrier.cuh>")
         assert (A.reshape(10, 32) == 100 * np.arange(10)[:, None] + np.arange(32)[::-1]).all()
@@ -209,33 +167,14 @@ def test_named_barriers_pass_data_between_warps():
 @pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.float32, np.float64])
 def test_atomics_on_global_memory_across_workers(dtype):
     A = np.array([0, 0, 10**6, 0], dtype)
-    body = """
-        int i = threadIdx.x + blockIdx.x * blockDim.x;
-        atomicAdd(&A[0], 1);
-        atomicMax(&A[1], i);
-        atomicMin(&A[2], i);
-        auto old = A[3];
-        for (;;) {
-          auto seen = atomicCAS(&A[3], old, old + 2);
-          if (seen == old) break;
-          old = seen;
-        }
-    """
+    body = code("atomics_on_global_memory_across_workers")
     launch(body, A, grid=(200, 1, 1), threads=64, workers=2)
     assert A.tolist() == [12800, 12799, 0, 25600]
 
 
 def test_atomics_on_shared_memory_are_no_race():
     A = np.zeros(2, np.uint32)
-    body = """
-        __shared__ unsigned count, next;
-        if (threadIdx.x == 0) count = next = 0;
-        __syncthreads();
-        atomicAdd(&count, 1);
-        atomicInc(&next, 9);
-        __syncthreads();
-        if (threadIdx.x == 0) { A[0] = count; A[1] = atomicExch(&next, 5); }
-    """
+    body = code("atomics_on_shared_memory_are_no_race")
     launch(body, A, threads=64)
     assert A.tolist() == [64, 64 % 10]
     plain = body.replace("atomicInc(&next, 9);", "count = 3;")
@@ -301,19 +240,7 @@ def test_a_plain_write_races_with_the_atomics_of_other_threads():
     assert "race" in fault(mixed, A, threads=64).what
 
 
-LAST_BLOCK = """
-    __shared__ unsigned ticket;
-    A[blockIdx.x] = blockIdx.x + 1;
-    __threadfence();
-    ticket = atomicInc(B, gridDim.x - 1);
-    __threadfence_block();
-    if (ticket != gridDim.x - 1) return;
-    unsigned sum = 0;
-    for (unsigned i = 0; i < gridDim.x; ++i) sum += ((volatile unsigned*)A)[i];
-    B[1] = sum;
-    __threadfence_system();
-    __atomic_signal_fence(__ATOMIC_SEQ_CST);
-"""
+LAST_BLOCK = code("last_block")
 
 
 def test_the_last_block_reduces_what_fences_made_known():
@@ -326,19 +253,7 @@ def test_the_last_block_reduces_what_fences_made_known():
 def test_mathematics():
     A = np.linspace(0.1, 3, 32).astype(np.float32)
     B = np.zeros((8, 32), np.float32)
-    body = """
-        int i = threadIdx.x;
-        float x = A[i];
-        B[i] = __expf(x) + expf(x);
-        B[32 + i] = exp2f(x) * __logf(x);
-        B[64 + i] = rsqrtf(x) + sqrt(x);
-        B[96 + i] = max(x, 1.0f) + min(x, 2.0f) + fmaxf(x, -x) + max(i, 3) + min(7u, 9u);
-        B[128 + i] = fma(x, x, x) + fabsf(-x);
-        B[160 + i] = isnan(x - x) || isinf(x) || !isinf(__int_as_float(0x7f800000));
-        B[192 + i] = __popc(i) + __ffs(i) + __clz(i);
-        float4 v = make_float4(x, x, 1, 2);
-        B[224 + i] = v.x + v.y + v.z + v.w + max(__int_as_float(-1), 2.0f);
-    """
+    body = code("mathematics")
     launch(body, A, B)
     x, i = A.astype(float), np.arange(32)
     bits = [bin(n).count("1") + (n & -n).bit_length() + 32 - n.bit_length() for n in range(32)]
@@ -392,14 +307,7 @@ def test_sixteen_bit_arithmetic(header, dtype):
     A = rng.standard_normal(512).astype(dtype)
     B = rng.standard_normal(512).astype(dtype)
     C = np.zeros((5, 512), dtype)
-    body = """
-        int i = threadIdx.x;
-        C[i] = A[i] + B[i];
-        C[512 + i] = A[i] - B[i];
-        C[1024 + i] = A[i] * B[i];
-        C[1536 + i] = A[i] / B[i];
-        C[2048 + i] = A[i] < B[i] ? -A[i] : B[i];
-    """
+    body = code("sixteen_bit_arithmetic")
     launch(body, A, B, C, threads=512, head=f"#include <{header}>")
     want = np.stack([A + B, A - B, A * B, A / B, np.where(A < B, -A, B)])
     assert (C.view(np.uint16) == want.view(np.uint16)).all()
@@ -450,31 +358,7 @@ def test_tensor_core_tiles(load, transposed):
 def test_the_headers_with_ptx_compile_for_devices(arch):
     pathfinder = pytest.importorskip("cuda.pathfinder", reason="needs the CUDA headers' wheel")
     nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy").nvrtc
-    text = """
-        #include <ptx/wmma.cuh>
-        #include <ptx/named_barrier.cuh>
-        #include <ptx/mma.cuh>
-        #include <ptx/cp_async.cuh>
-        extern "C" __global__ void test(const __half* a, float* out) {
-          __shared__ __align__(16) __half tile[32][8];
-          cp_async(tile[threadIdx.x], a, threadIdx.x % 17);
-          cp_async_commit_group();
-          cp_async_wait_group<0>();
-          __syncwarp();
-          unsigned r[4], s[4];
-          ldmatrix(r, tile[threadIdx.x]);
-          ldmatrix_trans(s, tile[threadIdx.x]);
-          float d4[4] = {};
-          multiply_add<__half>(d4, r, s[0], pack<__half>(out[0], out[1]));
-          out[threadIdx.x] = d4[0] + d4[1] + d4[2] + d4[3];
-          barrier_sync(1, 32);
-          barrier_arrive(2, 64);
-          Accumulator d{};
-          multiply_add(d, load_a(a, 16), load_b_rows(a, 16));
-          multiply_add(d, load_a(a, 16), load_b_columns(a, 16));
-          store(out, 16, d);
-        }
-    """
+    text = code("the_headers_with_ptx_compile_for_devices_text")
     headers = pathfinder.find_nvidia_header_directory("cudart")
     program = nvrtc.createProgram(text, "test.cu", [], [])
     options = ["--std=c++17", f"-arch=sm_{arch}", f"-I{headers}", f"-I{INCLUDE[0]}"]
@@ -511,17 +395,7 @@ def test_a_missing_barrier_between_write_and_read(schedule):
 
 @pytest.mark.parametrize("schedule", [None, 0, 1])
 def test_a_missing_barrier_between_read_and_next_write(schedule):
-    body = """
-        __shared__ float x[64];
-        float sum = 0;
-        for (int tile = 0; tile < 4; ++tile) {
-          x[threadIdx.x] = tile;
-          __syncthreads();
-          sum += x[63 - threadIdx.x];
-          __syncthreads();  // before the next tile overwrites this one
-        }
-        A[threadIdx.x] = sum;
-    """
+    body = code("a_missing_barrier_between_read_and_next_write")
     A = ones()
     launch(body, A, threads=64, schedule=schedule)
     assert (A == 6).all()
@@ -532,14 +406,7 @@ def test_a_missing_barrier_between_read_and_next_write(schedule):
 
 
 def test_lanes_of_one_warp_need_a_barrier_too():
-    body = """
-        __shared__ int x[32];
-        x[threadIdx.x] = threadIdx.x;
-        __syncwarp();
-        A[threadIdx.x] = x[31 - threadIdx.x];
-        __syncwarp();
-        x[threadIdx.x] = 0;
-    """
+    body = code("lanes_of_one_warp_need_a_barrier_too")
     launch(body, ones(dtype=np.int32))
     last = body.rindex("__syncwarp();")
     caught = fault(body[:last] + body[last + 13 :], ones(dtype=np.int32))
@@ -627,14 +494,7 @@ def test_faults_of_one_line(threads, body, parts):
 
 
 def test_the_local_memory_of_another_thread():
-    body = """
-        __shared__ int* pointer;
-        int local = threadIdx.x;
-        if (threadIdx.x == 0) pointer = &local;
-        __syncthreads();
-        if (threadIdx.x == 1) A[0] = *pointer;
-        __syncthreads();
-    """
+    body = code("the_local_memory_of_another_thread")
     assert "local memory of thread (0, 0, 0)" in fault(body, ones(dtype=np.int32)).what
 
 
@@ -689,36 +549,8 @@ def test_extern_shared_arrays_are_the_blocks_dynamic_memory(scope, declaration):
 
 
 def test_extern_shared_arrays_of_other_shapes():
-    head = """
-        // extern __shared__ float in_a_comment[];
-        constexpr char text[] = "extern __shared__ float in_a_string[]; {";
-        template <class T> struct SharedMemory {
-          __device__ operator T*() { extern __shared__ int bytes[]; return (T*)bytes; }
-        };
-        template <class T> __device__ T last(int i) {
-          extern __shared__ T tile[][4];
-          return tile[i][3];
-        }
-        extern "C" { namespace { extern __shared__ unsigned char raw[]; } }
-        __device__ float twice() {
-          extern __shared__ float2 pairs[];
-          return (&pairs[1])->x + sizeof(pairs[0]);
-        }
-        template <class T> __device__ T first() {
-          extern __shared__ __align__(sizeof(T)) unsigned char its_bytes[];
-          T* values = reinterpret_cast<T*>(its_bytes);
-          return values[0];
-        }
-    """
-    body = """
-        float* x = SharedMemory<float>();
-        extern __shared__ char raw2[];
-        float* y = reinterpret_cast<float*>(raw2) + 1;
-        float* z = (float*)raw + 2;
-        float* w = reinterpret_cast<float*>(&raw[12]);
-        *x = 1, *y = 2, *z = 3, *w = 4;
-        A[0] = last<float>(0), A[1] = twice(), A[2] = text[0], A[3] = first<float>();
-    """
+    head = code("extern_shared_arrays_of_other_shapes_head")
+    body = code("extern_shared_arrays_of_other_shapes")
     A = np.zeros(4, np.float32)
     launch(body, A, threads=1, shared_bytes=16, head=head)
     assert A.tolist() == [4, 11, ord("e"), 1]
@@ -735,15 +567,7 @@ def test_extern_shared_arrays_leave_lines_where_they_were():
 
 
 def test_extern_shared_arrays_beside_shared_variables():
-    body = """
-        __shared__ int fixed[3];
-        extern __shared__ int x[];
-        fixed[threadIdx.x] = 10 + threadIdx.x;
-        x[s0 + int(threadIdx.x)] = threadIdx.x;
-        __syncthreads();
-        const int sum = fixed[2 - threadIdx.x] + x[2 - threadIdx.x];
-        if (blockIdx.x == 0) A[threadIdx.x] = sum;
-    """
+    body = code("extern_shared_arrays_beside_shared_variables")
     A = np.zeros(3, np.int32)
     options = {"threads": 3, "shared_bytes": 12, "grid": (20, 1, 1)}
     launch(body, A, scalars=(np.int32(0),), **options)
@@ -801,21 +625,7 @@ def test_a_wait_that_nothing_ends():
 
 
 def test_twins_order_threads_by_publishing_and_observing():
-    body = """
-        __shared__ volatile int data;
-        __shared__ int ready;
-        if (threadIdx.x == 0) atomicExch(&A[0], 0);
-        __syncthreads();
-        if (threadIdx.x == 40) {
-          data = 7;
-          simulator::publish(&ready);
-          atomicExch(&A[0], 1);
-        } else if (threadIdx.x == 3) {
-          simulator::wait_until([&] { return atomicAdd(&A[0], 0) == 1; }, "wait");
-          simulator::observe(&ready);
-          A[1] = data;
-        }
-    """
+    body = code("twins_order_threads_by_publishing_and_observing")
     for schedule in (None, 8):
         A = np.zeros(3, np.int32)
         launch(body, A, threads=64, schedule=schedule)

@@ -1,0 +1,10 @@
+Shared& shared = shared_memory<Shared>();
+fill(&shared.A, a, 64 * 64);
+fill(&shared.B, a, 64 * 64);
+fence_proxy_async();
+__syncthreads();
+float d[32];
+wgmma_fence();
+multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), false);
+wgmma_commit_group();
+wgmma_wait_group<0>(d);

@@ -1,0 +1,11 @@
+__shared__ unsigned ticket;
+A[blockIdx.x] = blockIdx.x + 1;
+__threadfence();
+ticket = atomicInc(B, gridDim.x - 1);
+__threadfence_block();
+if (ticket != gridDim.x - 1) return;
+unsigned sum = 0;
+for (unsigned i = 0; i < gridDim.x; ++i) sum += ((volatile unsigned*)A)[i];
+B[1] = sum;
+__threadfence_system();
+__atomic_signal_fence(__ATOMIC_SEQ_CST);

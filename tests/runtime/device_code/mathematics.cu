@@ -1,0 +1,11 @@
+int i = threadIdx.x;
+float x = A[i];
+B[i] = __expf(x) + expf(x);
+B[32 + i] = exp2f(x) * __logf(x);
+B[64 + i] = rsqrtf(x) + sqrt(x);
+B[96 + i] = max(x, 1.0f) + min(x, 2.0f) + fmaxf(x, -x) + max(i, 3) + min(7u, 9u);
+B[128 + i] = fma(x, x, x) + fabsf(-x);
+B[160 + i] = isnan(x - x) || isinf(x) || !isinf(__int_as_float(0x7f800000));
+B[192 + i] = __popc(i) + __ffs(i) + __clz(i);
+float4 v = make_float4(x, x, 1, 2);
+B[224 + i] = v.x + v.y + v.z + v.w + max(__int_as_float(-1), 2.0f);

@@ -1,0 +1,11 @@
+int i = threadIdx.x;
+A[i] = __any_sync(~0u, i == 40);
+A[64 + i] = __all_sync(~0u, i < 32);
+A[128 + i] = __ballot_sync(~0u, i == 33);
+A[192 + i] = __reduce_add_sync(~0u, i);
+A[256 + i] = __reduce_max_sync(~0u, i);
+A[320 + i] = __syncthreads_count(i % 3 == 0);
+A[384 + i] = __syncthreads_or(i == 63);
+A[448 + i] = __syncthreads_and(i != 63);
+__syncwarp();
+A[512 + i] = __syncthreads_or(0);
