@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from string import Template
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ INCLUDE = [sources.INCLUDE]
 NAMES = "ABCDEFG"  # of a kernel's arrays
 
 
-def code(name):
-    """A piece of device code, from the folder device_code beside its test."""
+def code(name, **values):
+    """A piece of device code, from the folder device_code beside its test; ``$name`` is a value."""
     (file,) = sources.ROOT.glob(f"tests/*/device_code/{name}.cu")
-    return file.read_text()
+    return Template(file.read_text()).substitute(values)
 
 
 def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):

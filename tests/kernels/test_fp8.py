@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.device_code import code
 from helpers.hopper_code import FILL, WRITE, launch
 from helpers.problems import FORWARD, inputs_of
 
@@ -61,33 +62,12 @@ def test_products(in_registers):
         return np.take_along_axis(chunks, order[: len(x), :, None], 1).copy()
 
     head = "struct Shared { TmaTile<E4m3, 64, 128> A; TmaTile<E4m3, 32, 128> B; };"
-    registers = """
-        unsigned r[4];
-        for (int i = 0; i < 4; ++i) {
-          int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
-          int column = 32 * k + threadIdx.x % 4 * 4 + i / 2 * 16;
-          const E4m3* at = shared.A.at(row, column / 16) + column % 16;
-          r[i] = at[0].bits | at[1].bits << 8 | at[2].bits << 16 | at[3].bits << 24;
-        }
-        wgmma_fence();
-        multiply<E4m3>(d, r, by_rows(shared.B.box[0]) + 32 * k, k > 0);
-    """
+    registers = code("products_registers")
     from_shared = """
         multiply<E4m3>(d, by_rows(shared.A.box[0]) + 32 * k, by_rows(shared.B.box[0]) + 32 * k,
                        k > 0);
     """
-    body = f"""
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.A, a, 64 * 64);
-        fill(&shared.B, b, 32 * 64);
-        fence_proxy_async();
-        __syncthreads();
-        float d[16];
-        wgmma_fence();
-        for (int k = 0; k < 4; ++k) {{ {registers if in_registers else from_shared} }}
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-    """
+    body = code("products", product=registers if in_registers else from_shared)
     c = np.zeros((64, 32), np.float32)
     launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=FILL + head)
     assert (c == a @ b.T).all()

@@ -78,26 +78,7 @@ def test_products_by_rows(c_type, dtype, n):
     A, B = numbers((64, 128), dtype), numbers((n, 128), dtype, 1)
     start = numbers((64, n), np.float32, 2)
     got = start.copy()
-    body = f"""
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.A, a, 64 * 128);
-        fill(&shared.B, b, {n} * 128);
-        fence_proxy_async();
-        __syncthreads();
-        float d[{n} / 2];
-        for (int j = 0; j < {n} / 2; ++j) {{
-          int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j / 2 % 2 * 8;
-          d[j] = c[row * {n} + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2];
-        }}
-        wgmma_fence();
-        for (int k = 0; k < 8; ++k) {{
-          multiply<{c_type}>(d, by_rows(shared.A.box[k / 4]) + k % 4 * 32,
-                             by_rows(shared.B.box[k / 4]) + k % 4 * 32, true);
-        }}
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-        {WRITE.format(n=n)}
-    """
+    body = code("products_by_rows", n=n, c_type=c_type, write=WRITE.format(n=n))
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 128> A; TmaTile<{c_type}, {n}, 128> B; }};"
     launch(body, boxes(A), boxes(B), got, head=FILL + shared, shared_bytes=1 << 17)
     assert (got == start + A.astype(np.float32) @ B.astype(np.float32).T).all()
@@ -109,26 +90,9 @@ def test_products_by_columns_with_registers(c_type, dtype, n):
     wide = -(-n // 64) * 64
     A, B = numbers((64, 32), dtype), numbers((32, wide), dtype, 1)
     got = np.zeros((64, n), np.float32)
-    body = f"""
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared, b, 32 * {wide});
-        fence_proxy_async();
-        __syncthreads();
-        float d[{n} / 2];
-        wgmma_fence();
-        for (int k = 0; k < 2; ++k) {{
-          unsigned registers[4];
-          for (int i = 0; i < 4; ++i) {{
-            int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
-            int column = k * 16 + threadIdx.x % 4 * 2 + i / 2 * 8;
-            registers[i] = *reinterpret_cast<const unsigned*>(a + row * 32 + column);
-          }}
-          multiply<{c_type}>(d, registers, by_columns(&shared, 32) + k * 2048, k > 0);
-        }}
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-        {WRITE.format(n=n)}
-    """
+    body = code(
+        "products_by_columns_with_registers", wide=wide, n=n, c_type=c_type, write=WRITE.format(n=n)
+    )
     shared = f"using Shared = TmaTile<{c_type}, 32, {wide}>;"
     launch(body, A, boxes(B), got, head=FILL + shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
@@ -138,22 +102,7 @@ def test_every_finite_half_is_multiplied_exactly():
     A = np.arange(65536, dtype=np.uint16).view(np.float16)
     A = np.where(np.isfinite(A), A, 0).reshape(64, 1024).astype(np.float16)
     got = np.zeros((64, 64), np.float32)
-    body = f"""
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.A, a, 64 * 64);
-        fill(&shared.B, b, 64 * 64);
-        fence_proxy_async();
-        __syncthreads();
-        float d[32];
-        wgmma_fence();
-        for (int k = 0; k < 4; ++k) {{
-          multiply<__half>(d, by_rows(shared.A.box[0]) + k * 32, by_rows(shared.B.box[0]) + k * 32,
-                           k > 0);
-        }}
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-        {WRITE.format(n=64)}
-    """
+    body = code("every_finite_half_is_multiplied_exactly", write=WRITE.format(n=64))
     shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     for start in range(0, 1024, 64):
         part = A[:, start : start + 64]
@@ -306,33 +255,13 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
     wide = -(-n // 64) * 64
     A, B = numbers((64, 64), dtype), numbers((64, wide), dtype, 1)
     got = np.zeros((64, n), np.float32)
-    body = f"""
-        Shared& shared = shared_memory<Shared>();
-        fill(&shared.B, b, 64 * {wide});
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int k = 0; k < 4; ++k) {{
-          unsigned registers[4];
-          for (int i = 0; i < 4; ++i) {{
-            // Of A transposed, rows of which are this warp's.
-            int row = warp * 16 + lane / 4 + i % 2 * 8, column = k * 16 + lane % 4 * 2 + i / 2 * 8;
-            {c_type} pair[2] = {{a[column * 64 + row], a[(column + 1) * 64 + row]}};
-            registers[i] = *reinterpret_cast<unsigned*>(pair);
-          }}
-          store_matrices_transposed(
-              shared.A.at(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2), registers);
-        }}
-        fence_proxy_async();
-        __syncthreads();
-        float d[{n} / 2];
-        wgmma_fence();
-        for (int k = 0; k < 4; ++k) {{
-          multiply_columns<{c_type}>(d, by_rows(shared.A.box) + k * 32,
-                                     by_columns(shared.B.box, 64) + k * 2048, k > 0);
-        }}
-        wgmma_commit_group();
-        wgmma_wait_group<0>(d);
-        {WRITE.format(n=n)}
-    """
+    body = code(
+        "products_of_stored_matrices_by_columns",
+        wide=wide,
+        c_type=c_type,
+        n=n,
+        write=WRITE.format(n=n),
+    )
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B; }};"
     launch(body, A, boxes(B), got, head=FILL + shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()

@@ -49,14 +49,7 @@ def pairs(matrix):
 def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
     tile = np.arange(1000, 1256, dtype=np.uint16).reshape(32, 8)
     got = np.zeros((4, 32), np.uint32)
-    body = f"""
-        __shared__ __align__(16) unsigned short tile[32][8];
-        for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = A[threadIdx.x * 8 + i];
-        __syncwarp();
-        unsigned r[4];
-        ldmatrix{"_trans" if transposed else ""}(r, tile[threadIdx.x ^ 13]);
-        for (int i = 0; i < 4; ++i) B[i * 32 + threadIdx.x] = r[i];
-    """
+    body = code("each_lane_gets_its_part_of_four_matrices", trans="_trans" if transposed else "")
     run(body, tile, got, head=MMA)
     matrices = tile[np.arange(32) ^ 13].reshape(4, 8, 8)
     want = pairs(matrices.swapaxes(1, 2) if transposed else matrices)
@@ -75,14 +68,7 @@ def fragments(A, B, D):
 def multiply(run, c_type, A, B, D):
     """D + A B of one instruction."""
     a, b, d = fragments(A, B, D)
-    body = f"""
-        int lane = threadIdx.x;
-        const unsigned a[4] = {{A[lane], A[32 + lane], A[64 + lane], A[96 + lane]}};
-        float d[4];
-        for (int i = 0; i < 4; ++i) d[i] = C[i * 32 + lane];
-        multiply_add<{c_type}>(d, a, B[lane], B[32 + lane]);
-        for (int i = 0; i < 4; ++i) C[i * 32 + lane] = d[i];
-    """
+    body = code("multiply", c_type=c_type)
     run(body, a, b, d, head=MMA)
     got = np.empty((16, 8), np.float32)
     for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
@@ -115,27 +101,7 @@ def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
     tiles, out = np.concatenate([A, B]).view(np.uint16), np.zeros((2, 16, 16), np.float32)
     rows = "lane % 8 + lane / 16 * 8" if transposed else "lane % 16"
     column = "lane / 8 % 2 * 8" if transposed else "lane / 16 * 8"
-    body = f"""
-        __shared__ __align__(16) unsigned short tiles[32][24];
-        int lane = threadIdx.x, r = lane / 4, c = 2 * (lane % 4);
-        for (int i = 0; i < 16; ++i) tiles[lane][i] = A[lane * 16 + i];
-        __syncthreads();
-        unsigned a[4], b[4];
-        ldmatrix(a, &tiles[lane % 16][lane / 16 * 8]);
-        ldmatrix{load}(b, &tiles[16 + {rows}][{column}]);
-        for (int turn = 0; turn < 2; ++turn) {{
-          float d[2][4] = {{}};
-          for (int half = 0; half < 2; ++half) {{
-            multiply_add<{c_type}>(d[half], a, b[2 * half], b[2 * half + 1]);
-            for (int i = 0; i < 4; ++i) {{
-              B[turn * 256 + (r + i / 2 * 8) * 16 + half * 8 + c + i % 2] = d[half][i];
-            }}
-          }}
-          for (int i = 0; i < 4; ++i) {{
-            a[i] = pack<{c_type}>(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]);
-          }}
-        }}
-    """
+    body = code("loaded_matrices_are_operands", load=load, rows=rows, column=column, c_type=c_type)
     run(body, tiles, out, head=MMA)
     right = B.astype(float).T if transposed else B.astype(float)
     np.testing.assert_allclose(out[0], A.astype(float) @ right, rtol=1e-5, atol=1e-5)

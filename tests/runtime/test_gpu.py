@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.device_code import code
 from helpers.problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
@@ -93,17 +94,8 @@ def test_named_barriers_order_the_warps_that_meet(cuda):
 
     from cupyfa.planner.source import INCLUDE
 
-    code = """
-    #include <ptx/named_barrier.cuh>
-    extern "C" __global__ void halves(int* out) {
-      __shared__ int value[2];
-      const int half = threadIdx.x / 64;
-      if (threadIdx.x % 64 == 32) value[half] = 10 * (half + 1);
-      barrier_sync(1 + half, 64);
-      out[threadIdx.x] = value[half];
-    }
-    """
-    kernel = cupy.RawModule(code=code, options=(f"-I{INCLUDE}",)).get_function("halves")
+    text = code("named_barriers_order_the_warps_that_meet")
+    kernel = cupy.RawModule(code=text, options=(f"-I{INCLUDE}",)).get_function("halves")
     out = cupy.zeros(128, np.int32)
     kernel((1,), (128,), (out,))
     assert (out.get() == np.repeat([10, 20], 64)).all()

@@ -334,14 +334,7 @@ def test_tensor_core_tiles(load, transposed):
     memory[start : start + 768] = np.concatenate([A, B], axis=None)
     out = np.zeros(16 * 20 + 8, np.float32)
     skip = -out.ctypes.data % 32 // 4
-    body = f"""
-        Accumulator d{{}};
-        auto a = load_a(A + s0, 24);
-        auto b = {load}(A + s0 + 16 * 24, 24);
-        multiply_add(d, a, b);
-        multiply_add(d, a, b);
-        store(B + s1, 20, d);
-    """
+    body = code("tensor_core_tiles", load=load)
     scalars = (np.int32(start), np.int32(skip))
     launch(body, memory, out, scalars=scalars, head="#include <ptx/wmma.cuh>")
     a, b = A[:, :16].astype(float), B[:, :16].astype(float)
