@@ -70,12 +70,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference
 
 Array = NDArray[Any]
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
