@@ -89,15 +89,15 @@ def profile(
     progress(0, 1, f"ncu {record.name}")
     metrics = METRICS
     while True:
-        said = _run(ncu_command(kernel, case, tiles, metrics))
-        unknown = re.search(r"Failed to find metric (?:regex:\^?)?(\w+)", said)
+        output = _run(ncu_command(kernel, case, tiles, metrics))
+        unknown = re.search(r"Failed to find metric (?:regex:\^?)?(\w+)", output)
         known = tuple(x for x in metrics if not (unknown and x.startswith(unknown[1])))
         if known == metrics or not known:
             break
         metrics = known  # ncu stops at the first name that it does not know
-    launches = read_ncu(said)
+    launches = read_ncu(output)
     if not launches:
-        raise Unsupported(_refusal(said, record))
+        raise Unsupported(_refusal(output, record))
     progress(1, 1, f"ncu {record.name}")
     return counters(launches)
 
@@ -118,10 +118,10 @@ def timeline(
     record, case = _checked("nsys", kernel, case, tiles)
     progress(0, 1, f"nsys {record.name}")
     with tempfile.TemporaryDirectory() as folder:
-        said = _run(nsys_command(kernel, case, tiles, Path(folder) / "report"))
-    kernels = read_nsys(said)
+        output = _run(nsys_command(kernel, case, tiles, Path(folder) / "report"))
+    kernels = read_nsys(output)
     if not kernels:
-        raise Unsupported(_refusal(said, record))
+        raise Unsupported(_refusal(output, record))
     progress(1, 1, f"nsys {record.name}")
     return kernels
 
@@ -225,22 +225,24 @@ _REMEDIES = {
 }
 
 
-def _refusal(said: str, record: Kernel) -> str:
+def _refusal(output: str, record: Kernel) -> str:
     """The reason that there is no result, in one line."""
     for sign, remedy in _REMEDIES.items():
-        if sign in said:
+        if sign in output:
             return remedy
-    lines = [x.strip() for x in said.splitlines() if re.match(r"cupyfa: |==ERROR==|\S*Error\b", x)]
+    lines = [
+        x.strip() for x in output.splitlines() if re.match(r"cupyfa: |==ERROR==|\S*Error\b", x)
+    ]
     reason = re.sub(r"^(cupyfa:|==ERROR==)\s*", "", lines[0]) if lines else "it gave no reason"
     return f"the profiler saw no launch of {record.name}: {reason}"
 
 
-def read_ncu(said: str) -> list[tuple[str, dict[str, float]]]:
+def read_ncu(output: str) -> list[tuple[str, dict[str, float]]]:
     """(launch, metrics) of each row of ncu's ``--csv --page raw``: names, units, then launches.
 
     Other lines are skipped, and so are metrics without a number.
     """
-    rows = list(csv.reader(line for line in said.splitlines() if line.startswith('"')))
+    rows = list(csv.reader(line for line in output.splitlines() if line.startswith('"')))
     heads = [i for i, row in enumerate(rows) if "Kernel Name" in row]
     if not heads:
         return []
@@ -262,9 +264,9 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def read_nsys(said: str) -> list[KernelTime]:
+def read_nsys(output: str) -> list[KernelTime]:
     """The table of kernels that ``nsys profile --stats=true`` prints among others."""
-    lines = said.splitlines()
+    lines = output.splitlines()
     heads = [i for i, line in enumerate(lines) if "Instances" in line and "Name" in line]
     if not heads:
         return []

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """``cupyfa.bench`` is a function of the library and the package of its parts at once."""
+    """Makes the package ``cupyfa.bench`` callable: it is also a function of the library."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from cupyfa.bench.bench import bench

@@ -120,8 +120,8 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
         except Exception as error:
             reason = f"{error}".partition("\n")[0]
             if reason.startswith("No available kernel"):  # torch has warned of the reasons
-                said = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
-                telling = [x for x in said if not x.endswith(("because:", "runtime disabled."))]
+                reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
+                telling = [x for x in reasons if not x.endswith(("because:", "runtime disabled."))]
                 reason = "; ".join(dict.fromkeys(telling)) or reason
             raise Unsupported(f"{label} cannot do {p}: {reason}") from None
 

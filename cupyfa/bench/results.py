@@ -1,4 +1,4 @@
-"""What a benchmark found: a kernel's times on one problem, and what they mean; and files of it."""
+"""Measurements of a benchmark, and files of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from cupyfa.bench import timing
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
-BASELINE, BEFORE = "baseline", "rung before"  # what factors are told against, beside peers
+BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
 
 
 @dataclass(frozen=True)
 class Measurement:
     """A kernel, or a peer, on one problem.
 
-    ``milliseconds`` are those of every launch that was timed, in rounds with the other rows of the
-    problem; none if it was not timed, and ``note`` says why. ``passed`` is False if a result was
-    wrong, None if there was none. ``checked`` is the fraction of rows that were compared with the
-    reference. ``peak`` is what the device can do at the most: TFLOP/s, or GB/s for a softmax.
-    ``factors`` say how many times faster it was than others, by the median ratio over the rounds.
+    milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
+    it was not timed. passed: False for a wrong result, None without a result. checked: the fraction
+    of rows compared with the reference. peak: the device's peak rate in TFLOP/s, for a softmax in
+    GB/s. factors: speedups over others, medians of the ratios over the rounds.
     """
 
     kernel: str
@@ -64,12 +63,12 @@ class Measurement:
 
     @property
     def percent_of_peak(self) -> float | None:
-        """How much of what the device can do at the most."""
+        """The rate in percent of the device's peak."""
         rate = self.bandwidth if self.operation == "softmax" else self.tflops
         return 100 * rate / self.peak if rate and self.peak else None
 
     def row(self) -> dict[str, Any]:
-        """The measurement as one row of a table."""
+        """One row of a table."""
         return {
             "kernel": self.kernel,
             **self.problem.row(),
@@ -88,12 +87,12 @@ class Measurement:
         }
 
     def record(self) -> dict[str, Any]:
-        """All of it, for a file; ``of_record`` is the way back."""
+        """All fields, for a file."""
         return {**asdict(self), "problem": self.problem.record()}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """The measurement of a record."""
+        """The measurement of a ``record()``."""
         sizes = {**record["problem"], "is_softmax": record["operation"] == "softmax"}
         made = cls(**{**record, "problem": Problem.of_record(sizes)})
         made.row()
@@ -102,13 +101,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Results:
-    """Rows, and what they were measured with and how, by name."""
+    """Rows, and the device, versions and options they were measured with."""
 
     environment: Mapping[str, str]
     rows: Sequence[Measurement]
 
     def save(self, path: str | Path) -> None:
-        """Writes them to a JSON file, whole or not at all."""
+        """Writes a JSON file, whole or not at all."""
         content = {
             "environment": dict(self.environment),
             "rows": [row.record() for row in self.rows],
@@ -117,8 +116,7 @@ class Results:
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
-        """What ``save`` wrote. Raises OSError if the file cannot be read, ValueError if it holds
-        something else."""
+        """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = [Measurement.of_record(record) for record in content["rows"]]

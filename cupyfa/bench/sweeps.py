@@ -1,4 +1,4 @@
-"""Many problems from one line: sizes with several values, and every combination of them."""
+"""Sweeps: sizes with several values, and the problems of all combinations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS
 from cupyfa.problem import SIZES, Problem
 
-# What is measured, tuned and profiled unless other sizes are given, and predicted in records.
+# Default sizes of benchmarks, tuning and profiles.
 USUAL: dict[str, dict[str, Any]] = {
     "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
     "backward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
     "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
 }
-# Of these, what the simulator takes instead: to try a command out.
+# Smaller defaults for the simulator.
 SMALL: dict[str, dict[str, int]] = {
     "forward": {"batch": 1, "heads": 2, "M": 128},
     "backward": {"batch": 1, "heads": 2, "M": 128},
@@ -31,7 +31,7 @@ _OF_SOFTMAX = ("M", "N", "dtype")
 
 
 def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
-    """The usual dtype, or the first that all of the kernels can do if no precision is asked for."""
+    """float32, or without a precision the first dtype that all kernels can do."""
     usual = "float32"
     if precision:
         return usual
@@ -40,10 +40,10 @@ def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
 
 
 def parsed(text: str) -> tuple[str, list[Any]]:
-    """``NAME=VALUES`` as the name and its values; a name is an axis or a kernel's constant.
+    """The name, an axis or a kernel's constant, and the values of ``NAME=VALUES``.
 
-    VALUES are listed, ``64,128``, or run from a first to a last by factors, ``512:16384:*2``, or
-    by steps, ``64:256:+64``. Windows are parted by slashes, ``64,0/128,-``.
+    VALUES are a list ``64,128``, or a range with a factor ``512:16384:*2`` or a step
+    ``64:256:+64``. Windows are separated by slashes: ``64,0/128,-``.
     """
     name, equals, values = text.partition("=")
     name = _SHORT.get(name.strip(), name.strip())
@@ -64,10 +64,9 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
     """The problem of every combination of sizes, each of which is a value or several.
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
-    unless given. ``tokens`` stands for batch * M, ``width`` for heads * d. A tuple is several
-    values of any size except a window, which is one value; several windows are a list. ``options``
-    is an AttentionOptions. A softmax has M
-    rows of N. What is left out is USUAL, or with ``small`` what the simulator takes.
+    unless given. ``tokens`` is batch * M, ``width`` is heads * d. Several values are a list or a
+    tuple; several windows, which are tuples, are a list. ``options`` is an AttentionOptions. A
+    softmax has M rows of N. Defaults are USUAL, with ``small`` those of the simulator.
     """
     several = {
         name: value if isinstance(value, list if _is_pair(name) else list | tuple) else [value]
@@ -78,14 +77,14 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
         if not values:
             raise ValueError(f"{name} is {values}; give at least one")
     if (count := prod(map(len, several.values()))) > MOST:
-        raise ValueError(f"these are {count:,} combinations of sizes; give {MOST:,} at the most")
+        raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
     usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 
 def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
-    """Which of the given sizes an operation has no use for."""
+    """The given sizes that an operation does not have."""
     known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "options", "tokens", "width")
     return [name for name, value in sizes.items() if value is not None and name not in known]
 
@@ -120,7 +119,7 @@ def _range(text: str) -> Iterator[int]:
     step = parts[-1]
     whole = [part for part in (*parts[:-1], step[1:]) if part.isdecimal()]
     if len(parts) != 3 or len(whole) != 3 or step[0] not in "*+":
-        raise ValueError(f"{text!r} is no range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
+        raise ValueError(f"{text!r} is not a range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
     first, last, by = map(int, whole)
     if by < 1 or (step[0] == "*" and (by < 2 or first < 1)) or first > last:
         raise ValueError(f"{text!r} does not lead from {first} to {last}")
@@ -134,5 +133,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if not text.isdecimal():
         least = 0 if name in AXES else 1
-        raise ValueError(f"{name}={text!r} is no whole number from {least}; give one, as {name}=64")
+        raise ValueError(
+            f"{name}={text!r} is not a whole number from {least}; give for example {name}=64"
+        )
     return int(text)

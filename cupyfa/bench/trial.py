@@ -54,10 +54,10 @@ class Trial:
 def trial(
     engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
 ) -> Trial:
-    """Checks a plan on these inputs among canaries, then times it.
+    """Checks a plan on these inputs between guard zones, then times it.
 
-    Raises WrongResult only if the kernel wrote where it must not, or if one of ``reruns`` more runs
-    gives other bits; the verdicts say the rest.
+    Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
+    in a bit; wrong values are in the verdicts.
     """
     readable = readable_inputs(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
@@ -74,7 +74,7 @@ def trial(
 
 
 def random_sizes(seed: int) -> dict[str, int]:
-    """Small sizes that divide nothing, for what the user leaves open; the same for a seed."""
+    """Small odd sizes by a seed, for those that are not given."""
     pick = random.Random(seed)
     kv_heads = pick.randint(1, 2)
     return {
@@ -88,7 +88,7 @@ def random_sizes(seed: int) -> dict[str, int]:
 
 
 def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
-    """Milliseconds of several runs, with what an earlier one left in the caches."""
+    """Milliseconds of several runs with warm caches."""
     call = replay(engine, plan, timing.arrays_of(engine, plan, inputs, {}))
     (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
     return times

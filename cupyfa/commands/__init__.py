@@ -1,7 +1,7 @@
-"""The commands of the command line, a module each; cli.py gathers them.
+"""The commands of the command line, one module for each.
 
-Each parses, calls one function of the library, and prints. Data goes to stdout; progress and notes
-go to stderr.
+A command parses its options, calls one function of the library and prints the result. Data goes to
+stdout, progress and notes go to stderr.
 """
 
 WRONG, BAD_ARGUMENTS, UNSUPPORTED, INTERRUPTED = 1, 2, 3, 130

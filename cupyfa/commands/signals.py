@@ -43,15 +43,15 @@ def ended_by_signals() -> Iterator[None]:
     heeded = [number for number in _LIKE_CTRL_C if signal.getsignal(number) is signal.SIG_DFL]
     for number in heeded:
         signal.signal(number, _end)
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=_insist, args=(heard,), daemon=True).start()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(reading,), daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(told)
+        os.close(writing)
         for number in heeded:
             signal.signal(number, signal.SIG_DFL)
 
@@ -62,15 +62,15 @@ def _end(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-def _insist(heard: int) -> None:
+def _insist(reading: int) -> None:
     """Ends the process some time after a signal, unless the command has ended."""
     number, first, deadline = 0, 0.0, float("inf")
     while time.monotonic() < deadline:
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-        if select.select([heard], [], [], left)[0]:
-            signals = os.read(heard, 4096)
+        if select.select([reading], [], [], left)[0]:
+            signals = os.read(reading, 4096)
             if not signals:  # the other end is closed
-                os.close(heard)
+                os.close(reading)
                 return
             asked = [x for x in signals if x in (signal.SIGINT, *_LIKE_CTRL_C)]
             if asked:
