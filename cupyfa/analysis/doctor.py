@@ -162,9 +162,9 @@ def _python() -> Finding:
     return Finding("Python", OK, f"{version}, {sys.executable}")
 
 
-def _package(name: str, missing: str = "not installed") -> Finding:
+def _package(name: str, use: str = "") -> Finding:
     version = version_of(name)
-    return Finding(name, OK, version) if version else Finding(name, MISSING, missing)
+    return Finding(name, OK if version else MISSING, version or f"not installed{use}")
 
 
 def _environment() -> Finding:
@@ -192,16 +192,16 @@ def _cupy_cache() -> Finding:
 
 def _tool(name: str) -> Finding:
     path = shutil.which(name)
-    missing = f"not on the PATH; used by {_TOOLS[name]}"
-    return Finding(name, OK, path) if path else Finding(name, MISSING, missing)
+    found = path or f"not on the PATH; used by {_TOOLS[name]}"
+    return Finding(name, OK if path else MISSING, found)
 
 
 def _cupy() -> Finding:
     wheels = sorted(set(packages_distributions().get("cupy", [])))
-    if len(wheels) > 1:
-        return Finding("CuPy", FAULT, f"several are installed; keep one: {', '.join(wheels)}")
     if not wheels:
         return Finding("CuPy", MISSING, "not installed: pip install cupy-cuda12x")
+    if len(wheels) > 1:
+        return Finding("CuPy", FAULT, f"several are installed; keep one: {', '.join(wheels)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(_CUDA)
@@ -212,14 +212,15 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
     """``answer`` has the newest CUDA version of the driver and that of CuPy: 12090 is 12.9."""
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""))
-    newest, needed, version = answer["driver"], answer["runtime"], environment.kernel_driver()
-    if not newest:
+    version = environment.kernel_driver()
+    cuda = {name: f"{x // 1000}.{x % 1000 // 10}" for name, x in answer.items()}
+    if not answer["driver"]:
         found = f"version {version}, but libcuda does not work" if version else "no NVIDIA driver"
         return Finding("driver", FAULT if version else MISSING, found)
-    found = f"{version or 'unknown version'}, for CUDA up to {_dotted(newest)}"
-    if newest // 1000 >= needed // 1000:
-        return Finding("driver", OK, found)
-    return Finding("driver", FAULT, f"{found}; CuPy needs CUDA {_dotted(needed)}")
+    found = f"{version or 'unknown version'}, for CUDA up to {cuda['driver']}"
+    if answer["driver"] // 1000 < answer["runtime"] // 1000:
+        return Finding("driver", FAULT, f"{found}; CuPy needs CUDA {cuda['runtime']}")
+    return Finding("driver", OK, found)
 
 
 def _gpus(answer: list[dict[str, Any]] | None, error: str | None) -> list[Finding]:
@@ -251,20 +252,14 @@ def _nvrtc(answer: Mapping[str, str] | None, error: str | None) -> Finding:
 
 
 def _cublas(answer: str | None, error: str | None) -> Finding:
-    if answer is None:
-        missing = "not found; the baselines need it: pip install 'cupyfa[cublas]'"
-        return Finding("cuBLAS", MISSING, missing)
-    return Finding("cuBLAS", OK, answer)
+    missing = "not found; the baselines need it: pip install 'cupyfa[cublas]'"
+    return Finding("cuBLAS", OK if answer else MISSING, answer or missing)
 
 
 def _simulator(answer: str | None, error: str | None) -> Finding:
     if error is None:
         return Finding("simulator", OK, f"compiles and runs a kernel with {answer}")
     return Finding("simulator", MISSING if "CompilerNotFound" in error else FAULT, gist(error))
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _size(count: float) -> str:
@@ -288,7 +283,7 @@ PROBES = (
     Probe("cache", _cache),
     *(Probe(name, partial(_tool, name)) for name in _TOOLS),
     *(
-        Probe(package, partial(_package, package, "not installed; used by cupyfa bench --against"))
+        Probe(package, partial(_package, package, "; used by cupyfa bench --against"))
         for package in dict.fromkeys(PACKAGES.values())
     ),
 )
