@@ -720,7 +720,7 @@ KERNELS = (
             launches=(
                 Launch(
                     "mma_slices",
-                    args="Q K V O lse O_sum.data M N heads group diagonal lower scale",
+                    args="Q K V O lse O_sum.data sizes heads group scale mods",
                     grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                     threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
                     shared=sliced_shared,

@@ -1,4 +1,4 @@
-// mma_slices: `mma_async` for head dimensions of any size, which pass by in slices.
+// mma_slices: `mma_pipelined` for head dimensions of any size, which pass by in slices.
 //
 // Q and K are multiplied slice by slice of d into a tile of S, V slice by slice of keys into a tile
 // of O, and all slices pass through one ring of stages: shared memory does not depend on d or dv.
@@ -11,16 +11,16 @@
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d, dv,
 //   causal, windowed, threads, shared_bytes
-#include <tile/async_copy.cuh>
-#include <ptx/cp_async.cuh>
+#include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
-#include <ptx/opaque.cuh>
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
+#include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
-#include <tile/store.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
 #include <tile/shared.cuh>
+#include <tile/store.cuh>
 #include <tile/tensor.cuh>
-#include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 
 constexpr int col_warps = Bc / Wc;  // that share a row
@@ -171,34 +171,11 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// The same as multiply_output where V holds infinities or NaN: a masked key has weight 0, but
-// 0 * NaN is NaN, so each row takes the keys that it sees alone.
-__device__ void multiply_visible(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
-                                 const OwnRows& rows, int first_key, int key, const Part& part) {
-  const Part own = part.again();
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const int tile_row = own.tile_row(i / 2, i % 2), row = opaque(rows.first) + i * 8;
-    const int hidden = kv_begin(row, rows.extent.N, rows.extent.window_offset) - first_key - key;
-    const int visible = kv_end(row, rows.extent.N, rows.extent.causal_offset) - first_key - key;
-#pragma unroll 1
-    for (int k = max(0, hidden); k < min(Bv, visible); ++k) {
-      const float weight =
-          float(at(shared.P, tile_row, (key + k) / in_chunk)[(key + k) % in_chunk]);
-#pragma unroll
-      for (int j = 0; j < Wv / 4; ++j) {
-        const operand* v = at(slice.V, k, own.col_warp * Wv / in_chunk + j / 2);
-        O[i / 2][j / 2][i % 2 * 2 + j % 2] += weight * float(v[2 * (own.lane % 4) + j % 2]);
-      }
-    }
-  }
-}
-
-// S * sign becomes P = 2^(S * scale2 - maximum), in 16 bits and in shared memory from `key` on; the
+// S becomes P = 2^(S * scale2 - maximum), in 16 bits and in shared memory from `key` on; the
 // sums are rescaled to the new maximum, and O will be by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
-                                        int first_key, int key, float sign, const Part& part) {
+                                        int first_key, int key, const Part& part) {
   const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
@@ -212,7 +189,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
         for (int e = 0; e < 2; ++e) {
           float& score = S[i][n][2 * half + e];
           const int column = first_key + own_key + n * 8 + 2 * (own.lane % 4) + e;
-          score = masked && !rows.sees(i, half, column) ? -infinity : score * sign;
+          if (masked && !rows.sees(i, half, column)) score = -infinity;
           largest = fmax(largest, score);
         }
       }
@@ -330,10 +307,9 @@ __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const O
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
-    Tensor<real> lse, real* O_sum, int M, int N, int heads, int group, int causal_offset,
-    int window_offset, real scale) {
+    Tensor<real> lse, real* O_sum, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(M, Br);
+  const int M = sizes.M, tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
   const int head = block.head, batch = block.batch;
   const int first_row = (tiles - 1 - block.tile) * Br;  // the longest rows of a causal mask first
@@ -341,28 +317,26 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
   const bool out_aligned = is_aligned(O);
-  const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
-  const int seen_by_all = kv_end(first_row, N, causal_offset);
-  const int last_row = min(first_row + Br, M) - 1;
-  const int seen_by_some = kv_end(last_row, N, causal_offset);
-  const int hidden_from_some = kv_begin(last_row, N, window_offset);
-  const int start = kv_begin(first_row, N, window_offset) / Bc * Bc;  // the first tile that is seen
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<real> scorer = {scale, mods};
+  const RowTile tile = row_tile<Br, Bc>(extent, first_row, head, batch);
+  const int start = tile.kv_begin;
 
   Stream stream = {Head(Q, batch, head, M),
-                   Head(K, batch, head / group, seen_by_some),
-                   Head(V, batch, head / group, seen_by_some),
+                   Head(K, batch, head / group, tile.kv_end),
+                   Head(V, batch, head / group, tile.kv_end),
                    first_row,
                    warp / 4 % 2 == 1,
                    start};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
-  OwnRows rows(first_row + own.row + lane / 4, Extent{M, N, causal_offset, window_offset},
-               log2e * (scale == 0 ? 1.0f : fabs(scale)));
+  OwnRows rows(first_row + own.row + lane / 4, extent, scorer.scale2());
+  bool wrong = false;
 
 #pragma unroll 1
-  for (int first_key = start; first_key == start || first_key < seen_by_some; first_key += span) {
-    const int keys = min(span, seen_by_some - first_key);
+  for (int first_key = start; first_key == start || first_key < tile.kv_end; first_key += span) {
+    const int keys = min(span, tile.kv_end - first_key);
 #pragma unroll 1
     for (int key = 0; key < keys; key += Bc) {
       Fragments<Wr, Wc> S = {};
@@ -372,13 +346,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         if (own.used && key + own.col_warp * Wc < keys) multiply_scores(current, S, own);
         stream.done(shared);
       }
-      if (first_key + key + Bc > seen_by_all || first_key + key < hidden_from_some)
-        softmax<true>(shared, S, rows, first_key, key, sign, own);
+      scorer.apply(S);
+      if (extent.is_masked(first_row, Br, first_key + key, Bc))
+        softmax<true>(shared, S, rows, first_key, key, own);
       else
-        softmax<false>(shared, S, rows, first_key, key, sign, own);
+        softmax<false>(shared, S, rows, first_key, key, own);
     }
 
-    const bool last = first_key + span >= seen_by_some;
+    const bool last = first_key + span >= tile.kv_end;
     if (last) add_up_sums(shared, rows, own);
     scalar* out = O.row(batch, head, rows.first);
     float4* saved = reinterpret_cast<float4*>(O_sum) +
@@ -392,27 +367,31 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       for (int key = 0; key < keys; key += Bv) {
         Slice& current = stream.next(shared);
         if (key % Bc == 0 && first_key + key > start) rescale(sums, shared.factors[key / Bc], own);
-        const bool masked =
-            first_key + key + Bv > seen_by_all || first_key + key < hidden_from_some;
-        if (has_mask && masked && __syncthreads_or(has_nonfinite(current.V)))
-          multiply_visible(shared, current, sums, rows, first_key, key, own);
-        else if (own.used)
-          multiply_output(shared, current, sums, key, own);
+        if (own.used) multiply_output(shared, current, sums, key, own);
         stream.done(shared);
       }
-      if (last)
+      if (last) {
+        wrong |= has_mask && has_nan(sums);
         store_output(sums, rows, out, O.row_stride, out_aligned, col, M, own);
-      else
+      } else {
         save_sums(sums, saved);
+      }
     }
   }
+  // The loops do not keep registers for the block's place: it is computed again.
+  const Place same = place(opaque(int(blockIdx.x)), tiles, heads);
   if (own.col_warp == 0 && lane % 4 == 0) {
-    const Place same = place(opaque(int(blockIdx.x)), tiles, heads);
     for (int i = 0; i < 2 * (Wr / step); ++i) {
       const int row = opaque(rows.first) + i * 8;
-      const float sum = rows.sum[i / 2][i % 2];
       if (row < M)
-        *lse.row(same.batch, same.head, row) = rows.maximum[i / 2][i % 2] / log2e + log(sum);
+        *lse.row(same.batch, same.head, row) =
+            rows.maximum[i / 2][i % 2] / log2e + log(rows.sum[i / 2][i % 2]);
     }
   }
+  // The barrier comes before repairs overwrite what other warps wrote.
+  if (!__syncthreads_or(wrong || overflows(rows))) return;
+  for (int row = first_row + warp; row < min(first_row + Br, M); row += threads / warp_size)
+    repair_row<d, dv>(Q.row(same.batch, same.head, row), K, V, O.row(same.batch, same.head, row),
+                      lse.row(same.batch, same.head, row), extent, row, same.batch,
+                      same.head / group, scorer);
 }

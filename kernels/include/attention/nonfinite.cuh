@@ -16,24 +16,37 @@ __device__ __forceinline__ bool is_huge(float maximum) {
   return !(fabs(maximum) < float(1 << 26));
 }
 
-// Whether a row of the warp is to be computed again. A row that sees no key has the lowest maximum.
-template <int m, int n, int pack_gqa>
-__device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
-                                             const Rows<m * step, pack_gqa>& rows) {
+// Whether the scores of one of the lane's rows were too large. A row that sees no key has the
+// lowest maximum and is right.
+template <int Wr, int pack_gqa>
+__device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
 #pragma unroll
-  for (int i = 0; i < 2 * m; ++i) {
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
     wrong |= sees_key && is_huge(rows.maximum[i / 2][i % 2]);
-#pragma unroll
-    for (int j = 0; has_mask && j < n; ++j) {
-      const float (&o)[4] = O[i / 2][j];
-      wrong |= o[i % 2 * 2] != o[i % 2 * 2] || o[i % 2 * 2 + 1] != o[i % 2 * 2 + 1];
-    }
   }
-  return __any_sync(full_warp, wrong);
+  return wrong;
+}
+
+template <int m, int n>
+__device__ __forceinline__ bool has_nan(const float (&O)[m][n][4]) {
+  bool nan = false;
+#pragma unroll
+  for (int i = 0; i < m * n * 4; ++i) {
+    const float o = O[i / (4 * n)][i / 4 % n][i % 4];
+    nan |= o != o;
+  }
+  return nan;
+}
+
+// Whether a row of the warp is to be computed again. Without a mask no key is hidden.
+template <int m, int n, int pack_gqa>
+__device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
+                                             const Rows<m * step, pack_gqa>& rows) {
+  return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
 }
 
 // One row of O and lse, computed by a warp from the keys that the query sees. Maxima are those of
