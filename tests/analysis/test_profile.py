@@ -66,23 +66,7 @@ def ncu_prints(names=("fa2", "repair_rows(Tensor<float>, int)")):
     )
 
 
-NSYS_PRINTS = """\
-Generating '/tmp/nsys-report-1.qdstrm'
-[5/8] Executing 'cuda_api_sum' stats report
-
- Time (%)  Total Time (ns)  Num Calls  Avg (ns)   Med (ns)   Name
- --------  ---------------  ---------  ---------  ---------  --------------
-     95.0        9,000,000          4  2250000.0  2250000.0  cuLaunchKernel
-
-[6/8] Executing 'cuda_gpu_kern_sum' stats report
-
- Time (%)  Total Time (ns)  Instances  Avg (ns)   Med (ns)   Min (ns)  Name
- --------  ---------------  ---------  ---------  ---------  --------  ---------------
-     75.0         3,000,000          2  1500000.0  1400000.0   1300000  void gemm<float, 4>(int)
-     25.0         1,000,000          2   500000.0   500000.0    400000  softmax_safe
-
-[7/8] Executing 'cuda_gpu_mem_time_sum' stats report
-"""
+NSYS_PRINTS = Path(__file__).with_name("nsys_prints.txt").read_text()
 
 
 cli = partial(helpers.cli.cli, "profile")

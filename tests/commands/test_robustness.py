@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import own_kernel
+from helpers import device_code, own_kernel
 from helpers.cli import (
     CLI,
     PACKAGE,
@@ -935,19 +935,7 @@ def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
     says(" ".join(done.stdout.split()), "device lost", r"fa2 (\d+) \1 ")  # all its runs right
 
 
-REGISTERS = """\
-  real x[200];
-#pragma unroll
-  for (int i = 0; i < 200; ++i) x[i] = real(Q.data[i * M]);
-  for (int round = 0; round < N; ++round) {
-#pragma unroll
-    for (int i = 0; i < 200; ++i) x[i] = x[i] * x[(i + 7) % 200] + x[(i + 31) % 200];
-  }
-  real all = 0;
-#pragma unroll
-  for (int i = 0; i < 200; ++i) all += x[i];
-  if (all == real(12345)) O.data[0] = scalar(all);
-"""
+REGISTERS = device_code.code("registers")
 
 
 @pytest.mark.gpu

@@ -28,12 +28,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 SEEDS = (None, 1, 2, 3)
 # tma.cuh and mbarrier.cuh
 
-BOX = """
-struct Shared {
-  TmaTile<unsigned short, 16, 128> tile;
-  Barrier full;
-};
-"""
+BOX = code("box")
 
 COPY = code("copy")
 

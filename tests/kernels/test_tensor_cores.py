@@ -126,13 +126,7 @@ def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
     assert (got.view(np.uint16) == want.view(np.uint16)).all()
 
 
-ROWS = """
-    __shared__ __align__(16) unsigned short tile[64][8];
-    for (int i = 0; i < 8; ++i) tile[threadIdx.x][i] = i;
-    __syncwarp();
-    unsigned r[4];
-    ldmatrix(r, {row});
-"""
+ROWS = code("rows")
 
 
 @pytest.mark.parametrize(
@@ -236,12 +230,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run):
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
     """Eight rows' chunks of a column, which ldmatrix reads, and of every second row two chunks."""
     places = np.zeros((16, chunks), np.int32)
-    body = f"""
-        for (int i = threadIdx.x; i < 16 * {chunks}; i += 32) {{
-          int row = paired<{chunks}>(i / {chunks});
-          A[i] = row * {chunks} + swizzled<{chunks}>(row, i % {chunks});
-        }}
-    """
+    body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     launch(body, places, head="#include <tile/swizzle.cuh>")
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
     groups = places % 8  # of 4 banks
@@ -256,12 +245,7 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
 
 # cp_async.cuh
 
-TILE = """
-    __shared__ __align__(16) unsigned short tile[64][8];
-    int me = threadIdx.x;
-    for (int i = 0; i < 8; ++i) tile[me][i] = 7;
-    __syncthreads();
-"""
+TILE = code("tile")
 
 
 def numbers(count):
@@ -270,16 +254,7 @@ def numbers(count):
 
 def test_part_of_a_copy_is_zeros_and_nothing_is_read_for_none(run):
     A, B = numbers(32), np.ones((32, 8), np.uint16)
-    body = (
-        TILE
-        + """
-        int bytes = me % 9 * 2;
-        cp_async(tile[me], bytes == 0 ? A + s0 : A + me * 8, bytes);
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        for (int i = 0; i < 8; ++i) B[me * 8 + i] = tile[me][i];
-    """
-    )
+    body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
     run(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
     assert (B == np.where(np.arange(8) < np.arange(32)[:, None] % 9, A, 0)).all()
 
@@ -295,26 +270,7 @@ def test_many_copies_in_many_groups(run):
 def test_copies_land_in_the_wait_that_requires_it():
     """Here as late as a device may let them: what is read too early is the old data."""
     A, B = numbers(64), np.zeros((5, 32), np.uint16)
-    body = (
-        TILE
-        + """
-        cp_async(tile[me], A + me * 8, 16);
-        cp_async_commit_group();
-        cp_async(tile[me], A + (32 + me) * 8, 16);
-        cp_async_commit_group();
-        cp_async(tile[me], A, 0);
-        B[me] = tile[me][0];
-        cp_async_wait_group<2>();
-        B[32 + me] = tile[me][0];
-        cp_async_wait_group<1>();
-        B[64 + me] = tile[me][0];
-        cp_async_wait_group<0>();
-        B[96 + me] = tile[me][0];
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        B[128 + me] = tile[me][0];
-    """
-    )
+    body = TILE + code("copies_land_in_the_wait_that_requires_it")
     launch(body, A, B, head=COPIES)
     assert (B[:2] == 7).all() and (B[4] == 0).all()
     assert (B[2:4] == A[:, 0].reshape(2, 32)).all()
@@ -322,16 +278,7 @@ def test_copies_land_in_the_wait_that_requires_it():
     assert "no thread of this block has written" in fault(never_written, A, B, head=COPIES).what
 
 
-SHARE = (
-    TILE
-    + """
-    cp_async(tile[me], A + me * 8, 16);
-    cp_async_commit_group();
-    cp_async_wait_group<0>();
-    __syncthreads();
-    B[me] = tile[me ^ s0][0];
-"""
-)
+SHARE = TILE + code("share")
 
 
 @SCHEDULES
@@ -343,7 +290,7 @@ def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
     assert (B == A[np.arange(64) ^ other, 0]).all()
     before, after = SHARE.rsplit("__syncthreads();", 1)
     caught = fault(before + after, A, B, **options)
-    assert "race" in caught.what and caught.place in ("test.cu:6", "test.cu:10")
+    assert "race" in caught.what and caught.place in ("test.cu:5", "test.cu:9")
     waits_too_late = before.replace("cp_async_wait_group<0>();", "") + "__syncthreads();"
     waits_too_late += "cp_async_wait_group<0>();" + after
     assert "race" in fault(waits_too_late, A, B, **options).what
@@ -351,24 +298,14 @@ def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
 
 @SCHEDULES
 def test_a_copy_to_what_others_still_read(schedule):
-    body = (
-        TILE
-        + """
-        B[me] = tile[me ^ 33][0];
-        __syncthreads();
-        cp_async(tile[me], A + me * 8, 16);
-        __syncthreads();
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-    """
-    )
+    body = TILE + code("a_copy_to_what_others_still_read")
     A, B = numbers(64), np.zeros(64, np.uint16)
     options = {"head": COPIES, "threads": 64, "schedule": schedule}
     launch(body, A, B, **options)
     # The barrier after it is none between: the copy may have begun.
-    late = body.replace("[0];\n        __syncthreads();", "[0];\n")
+    late = body.replace("[0];\n__syncthreads();", "[0];\n")
     caught = fault(late, A, B, **options)
-    assert "race" in caught.what and caught.place in ("test.cu:6", "test.cu:8")
+    assert "race" in caught.what and caught.place in ("test.cu:5", "test.cu:7")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import boxed_kernel
+from helpers.device_code import code
 from helpers.problems import inputs_of, planned
 
 import cupyfa
@@ -186,21 +187,7 @@ def test_an_interrupted_call_leaves_no_address_of_another():
 
 
 # Products whose registers are written between them: ptxas makes them wait for each other.
-SLOW = """
-#include <ptx/wgmma.cuh>
-extern "C" __global__ __launch_bounds__(128) void own(Tensor<const scalar> Q, float* lse) {
-  __shared__ alignas(1024) scalar tile[2][64][64];
-  float sums[8] = {};
-  for (int i = 0; i < 4; ++i) {
-    wgmma_fence();
-    multiply<scalar>(sums, by_rows(tile[0]), by_rows(tile[1]), true);
-    sums[0] += i;
-    wgmma_commit_group();
-  }
-  wgmma_wait_group<0>(sums);
-  lse[threadIdx.x] = sums[0];
-}
-"""
+SLOW = code("slow")
 
 
 def test_the_compiler_warns_of_products_in_turn(tmp_path):

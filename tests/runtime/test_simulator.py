@@ -36,12 +36,7 @@ def test_every_thread_of_a_three_dimensional_grid_runs_once():
 
 def test_the_largest_block_and_a_grid_of_many_blocks():
     A = np.zeros(1024, np.int32)
-    body = """
-        __shared__ int turn[1024];
-        turn[threadIdx.x] = threadIdx.x;
-        __syncthreads();
-        A[threadIdx.x] = turn[1023 - threadIdx.x];
-    """
+    body = code("the_largest_block_and_a_grid_of_many_blocks")
     launch(body, A, threads=1024)
     assert (A == np.arange(1024)[::-1]).all()
     B = np.zeros(70_000, np.int32)
@@ -57,13 +52,7 @@ def test_local_arrays_of_many_kilobytes():
 
 
 def test_shared_memory_starts_as_nan_and_belongs_to_the_block():
-    body = """
-        struct Shared { float x[32]; };
-        Shared& shared = shared_memory<Shared>();
-        shared.x[threadIdx.x] = blockIdx.x;
-        __syncthreads();
-        A[blockIdx.x * 32 + threadIdx.x] = shared.x[31 - threadIdx.x];
-    """
+    body = code("shared_memory_starts_as_nan_and_belongs_to_the_block")
     A = np.zeros((50, 32), np.float32)
     launch(body, A, grid=(50, 1, 1), shared_bytes=128, head="#include <tile/shared.cuh>")
     assert (A == np.arange(50)[:, None]).all()
@@ -111,13 +100,7 @@ def test_a_launch_no_device_would_accept(options, message):
 
 def test_shuffles_with_width():
     A = np.zeros((4, 32), np.int32)
-    body = """
-        int lane = threadIdx.x;
-        A[lane] = __shfl_sync(0xffffffffu, lane, 3, 8);
-        A[32 + lane] = __shfl_up_sync(0xffffffffu, lane, 2, 16);
-        A[64 + lane] = __shfl_down_sync(0xffffffffu, lane, 5);
-        A[96 + lane] = __shfl_xor_sync(0xffffffffu, lane, 5, 8);
-    """
+    body = code("shuffles_with_width")
     launch(body, A)
     lane = np.arange(32)
     assert (A[0] == lane // 8 * 8 + 3).all()
@@ -189,12 +172,7 @@ def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, nu
         #include <cuda_{header}.h>
         __attribute__((noinline)) float twice({number} x) {{ return 2 * float(x); }}
     """
-    body = f"""
-        __shared__ {number} all[64];
-        all[threadIdx.x] = {number}(float(threadIdx.x));
-        __syncthreads();
-        A[threadIdx.x] = twice(all[63 - threadIdx.x]);
-    """
+    body = code("16_bit_numbers_that_are_passed_by_value_are_read", number=number)
     A = np.zeros(64, np.float32)
     launch(body, A, head=head, threads=64)
     assert (A == 2.0 * np.arange(64)[::-1]).all()
@@ -220,13 +198,7 @@ def test_writes_to_the_same_global_memory():
 
 
 def test_a_plain_write_races_with_the_atomics_of_other_threads():
-    body = """
-        __shared__ int count;
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        atomicAdd(&count, 1);
-        A[threadIdx.x] = 0;
-    """
+    body = code("a_plain_write_races_with_the_atomics_of_other_threads")
     A = np.zeros(64, np.int32)
     for schedule in (None, 1, 2):
         launch(body, A, threads=64, schedule=schedule)
@@ -364,12 +336,7 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
 
 # Faults: what is reported, for whom and where
 
-NEIGHBOUR = """
-    __shared__ float x[64];
-    x[threadIdx.x] = A[threadIdx.x];
-    __syncthreads();
-    A[threadIdx.x] = x[63 - threadIdx.x];
-"""
+NEIGHBOUR = code("neighbour")
 
 
 def ones(count=64, dtype=np.float32):
@@ -417,13 +384,7 @@ def test_lanes_of_one_warp_need_a_barrier_too():
     ],
 )
 def test_shuffles_and_votes_do_not_order_memory(collective):
-    body = f"""
-        __shared__ int x[32];
-        int t = threadIdx.x;
-        x[t] = t;
-        int y = {collective};
-        A[t] = x[t ^ 1] + y;
-    """
+    body = code("shuffles_and_votes_do_not_order_memory", collective=collective)
     A = np.zeros(32, np.int32)
     for schedule in (None, 1, 2):
         assert "race" in fault(body, A, schedule=schedule).what
@@ -432,12 +393,7 @@ def test_shuffles_and_votes_do_not_order_memory(collective):
 
 def test_bytes_of_one_granule_may_belong_to_two_threads():
     A = np.zeros(32, np.uint8)
-    body = """
-        __shared__ unsigned char x[32];
-        x[threadIdx.x] = threadIdx.x;
-        __syncthreads();
-        A[threadIdx.x] = x[threadIdx.x ^ 1];
-    """
+    body = code("bytes_of_one_granule_may_belong_to_two_threads")
     launch(body, A)
     assert (A == (np.arange(32) ^ 1)).all()
 
@@ -577,13 +533,7 @@ def test_a_read_of_shared_memory_nobody_wrote(name):
     declare = "__shared__ Shared shared;" if name == "static" else (
         "Shared& shared = shared_memory<Shared>();"
     )  # fmt: skip
-    body = f"""
-        {declare}
-        shared.x[threadIdx.x] = 1;
-        __syncthreads();
-        const float x = shared.x[threadIdx.x + s0];
-        if (blockIdx.x == 0) A[threadIdx.x] = x;
-    """
+    body = code("a_read_of_shared_memory_nobody_wrote", declare=declare)
     options = {"shared_bytes": 256, "head": head, "grid": (2, 1, 1)}
     launch(body, ones(), scalars=(np.int32(0),), **options)
     caught = fault(body, ones(), scalars=(np.int32(1),), **options)
@@ -605,13 +555,7 @@ def test_a_return_before_a_barrier_names_the_thread(schedule):
 
 
 def test_a_wait_that_nothing_ends():
-    body = """
-        __shared__ int flag;
-        if (threadIdx.x == 0) flag = 0;
-        __syncthreads();
-        if (threadIdx.x == 0) simulator::publish(&flag);
-        simulator::wait_until([&] { return s0 == 1; }, "wait_for_flag");
-    """
+    body = code("a_wait_that_nothing_ends")
     launch(body, scalars=(np.int32(1),))
     caught = fault(body, scalars=(np.int32(0),))
     assert "waits for ever" in caught.what and "wait_for_flag" in caught.what
@@ -638,12 +582,7 @@ def test_a_fault_leaves_nothing_behind():
         assert (A == np.arange(64)[::-1]).all()
 
 
-ORDER = """
-    __shared__ int turn;
-    if (threadIdx.x == 0) turn = 0;
-    __syncthreads();
-    A[blockIdx.x * 64 + atomicAdd(&turn, 1)] = threadIdx.x;
-"""
+ORDER = code("order")
 
 
 def order(**options):

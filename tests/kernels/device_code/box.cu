@@ -1,0 +1,4 @@
+struct Shared {
+  TmaTile<unsigned short, 16, 128> tile;
+  Barrier full;
+};

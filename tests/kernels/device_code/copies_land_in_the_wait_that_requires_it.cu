@@ -1,0 +1,15 @@
+cp_async(tile[me], A + me * 8, 16);
+cp_async_commit_group();
+cp_async(tile[me], A + (32 + me) * 8, 16);
+cp_async_commit_group();
+cp_async(tile[me], A, 0);
+B[me] = tile[me][0];
+cp_async_wait_group<2>();
+B[32 + me] = tile[me][0];
+cp_async_wait_group<1>();
+B[64 + me] = tile[me][0];
+cp_async_wait_group<0>();
+B[96 + me] = tile[me][0];
+cp_async_commit_group();
+cp_async_wait_group<0>();
+B[128 + me] = tile[me][0];

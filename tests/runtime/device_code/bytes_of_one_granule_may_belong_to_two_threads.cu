@@ -1,0 +1,4 @@
+__shared__ unsigned char x[32];
+x[threadIdx.x] = threadIdx.x;
+__syncthreads();
+A[threadIdx.x] = x[threadIdx.x ^ 1];
