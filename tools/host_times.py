@@ -143,7 +143,7 @@ def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
     for mine, x in zip(pinned, (*host, out)):
         mine[...] = x
     device = [at.engine.upload(x) for x in (*host, out)]
-    bound = cupyfa.compile(*device[:3], backend=at.engine)
+    prepared = cupyfa.compile(*device[:3], backend=at.engine)
     calls: dict[str, Callable[[], Any]] = {
         "cupyfa, NumPy arrays": partial(attend, *host),
         "cupyfa, NumPy arrays, out= in ordinary memory": partial(attend, *host, out=out),
@@ -154,7 +154,7 @@ def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
         if at.torch is not None:
             calls |= ways_of_torch(at.torch, host)
         calls[BUS] = bus(pinned, device)
-    kernel = partial(at.engine.time, partial(bound, *device[:3], out=device[3]))
+    kernel = partial(at.engine.time, partial(prepared, *device[:3], out=device[3]))
     return {what: partial(milliseconds, call) for what, call in calls.items()} | {KERNEL: kernel}
 
 
@@ -241,7 +241,7 @@ def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callabl
     """Those of cupyfa, after what they are to be compared with."""
     q, k, v, out = sets[0]
     attend = partial(cupyfa.attention, **at.options)
-    bound, others = (cupyfa.compile(q, k, v, backend=at.engine) for _ in range(2))
+    prepared, others = (cupyfa.compile(q, k, v, backend=at.engine) for _ in range(2))
     turns = cycle(sets)
 
     def call_others() -> None:
@@ -249,14 +249,35 @@ def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callabl
         others(*inputs, out=result)
 
     calls = others_calls(at, sets[0]) if at.on_gpu else {}
-    calls["cupyfa, bound, out=, the same arrays"] = partial(bound, q, k, v, out=out)
-    calls["cupyfa, bound, out=, other arrays each time"] = call_others
+    calls["cupyfa, prepared, out=, the same arrays"] = partial(prepared, q, k, v, out=out)
+    calls["cupyfa, prepared, out=, other arrays each time"] = call_others
     calls["cupyfa.attention"] = partial(attend, q, k, v)
     calls["cupyfa.attention, out="] = partial(attend, q, k, v, out=out)
+    calls |= backward_calls(at, q, k, v, out)
     if at.torch is not None:
         tensors = [at.torch.from_dlpack(x) for x in (q, k, v)]
         calls["cupyfa.attention of torch tensors"] = partial(attend, *tensors)
     return calls
+
+
+def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], Any]]:
+    """The calls for gradients."""
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **at.options)
+    given, grads = (
+        (dout, q, k, v, out, lse),
+        tuple(at.engine.empty(x.shape, x.dtype) for x in (q, k, v)),
+    )
+    prepared = cupyfa.compile_backward(*given, backend=at.engine)
+    backward = partial(cupyfa.attention_backward, *given, **at.options)
+    _, pullback = cupyfa.attention_vjp(q, k, v, **at.options)
+    return {
+        "cupyfa, prepared backward": partial(prepared, *given),
+        "cupyfa, prepared backward, grads=": partial(prepared, *given, grads=grads),
+        "cupyfa.attention_backward": backward,
+        "cupyfa.attention_backward, grads=": partial(backward, grads=grads),
+        "cupyfa.attention_vjp": partial(cupyfa.attention_vjp, q, k, v, **at.options),
+        "its pullback": partial(pullback, dout),
+    }
 
 
 def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], Any]]:

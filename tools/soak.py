@@ -92,7 +92,7 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
         one, few = new(2, heads, 1, d), [new(2, heads // 2, keys, d) for _ in range(2)]
         turned = [x.swapaxes(1, 2) for x in (q, k, v)]
         o, lse = attend(q, k, v, causal=True, return_lse=True, **forward)
-        bound = cupyfa.compile(q, k, v, causal=True, **forward)
+        prepared = cupyfa.compile(q, k, v, causal=True, **forward)
         pinned = cupyfa.empty_pinned(q.shape, dtype, backend=engine) if on_host else q.copy()
         pinned[...] = q
 
@@ -103,10 +103,10 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
             made.fill(7)
             return made
 
-        def again(kept: dict, name: str, bound: Any = bound, x: tuple = (q, k, v)) -> Any:
+        def again(kept: dict, name: str, prepared: Any = prepared, x: tuple = (q, k, v)) -> Any:
             made = out(kept, name, x[0])
             for _ in range(3):
-                bound(*x, out=made)
+                prepared(*x, out=made)
             return made
 
         def gradients(kept: dict, name: str, x: tuple = (dout, q, k, v, o, lse)) -> Any:
@@ -127,8 +127,8 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
         kinds["in place"] = lambda kept, x=x: attend(*x, out=out(kept, "out", x[0]), **forward)
         kinds["pinned"] = lambda kept, p=pinned, x=x: attend(p, *x[1:], **forward)
         kinds["decoding"] = lambda kept, x=(one, *few): attend(*x, **forward)
-        kinds["bound"] = lambda kept, x=x, bound=bound: bound(*x)
-        kinds["bound, in place"] = lambda kept, again=again: again(kept, "again")
+        kinds["prepared"] = lambda kept, x=x, prepared=prepared: prepared(*x)
+        kinds["prepared, in place"] = lambda kept, again=again: again(kept, "again")
         kinds["gradients"] = lambda kept, gradients=gradients: gradients(kept, "gradients")
         kinds["refused"] = lambda kept, refused=refused: refused(kept)
         for name, run in kinds.items():

@@ -22,6 +22,7 @@ from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Region, Start
 from cupyfa.runtime.workspace import allocated
 
+Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
 _MOST_MAPS = 256  # tensor maps that a thread keeps of a launch
 _WORD = 8  # bytes; every argument begins at a multiple
 # Held while the launches of one plan are queued: threads that launch in the same stream share the
@@ -30,14 +31,20 @@ _together = threading.Lock()
 
 
 def run(
-    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    backend: Backend,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    kernels: Kernels | None = None,
 ) -> None:
     """Runs a plan on arrays of the backend and fills the outputs.
 
     Everything is compiled before anything is launched, so an error leaves the outputs untouched.
     """
     scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
-    replay(backend, plan, {**inputs, **outputs, **scratch})()
+    arrays = {**inputs, **outputs, **scratch}
+    launcher = Launcher(backend, plan, arrays, kernels)
+    launcher(tuple(map(backend.address, arrays.values())), backend.stream)
 
 
 def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[[], None]:
@@ -51,10 +58,10 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
     return launch
 
 
-def compiled(backend: Backend, plan: Plan) -> dict[int, Any]:
+def compiled(backend: Backend, plan: Plan) -> Kernels:
     """The kernels of a plan by the ``id`` of their Launch, compiled at the same time."""
     programs = plan.programs
-    kernels: dict[int, Any] = {}
+    kernels: Kernels = {}
     errors: list[BaseException] = []
     device = backend.device
 
@@ -112,12 +119,18 @@ class Launcher:
     The arguments' memory belongs to a thread, so that any number of threads may call.
     """
 
-    def __init__(self, backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        plan: Plan,
+        arrays: Mapping[str, Any],
+        kernels: Kernels | None = None,
+    ) -> None:
         """``arrays`` are all arrays of the plan; calls give their addresses in this order."""
         self._backend, self._device = backend, backend.device
         self._mine = threading.local()
         place = {name: at for at, name in enumerate(arrays)}
-        kernels = compiled(backend, plan)
+        kernels = kernels or compiled(backend, plan)
         self._steps = [
             _product(plan, step, arrays, place)
             if isinstance(step, Matmul)

@@ -28,7 +28,7 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.launcher import Launcher, Misaligned, compiled, run
+from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.select import adopt, writable_view
 from cupyfa.runtime.workspace import NO_SPACE, PER_THREAD, Workspace, allocated
 
@@ -146,8 +146,9 @@ class Prepared:
         )
         self._owned = backend.owns(next(iter(inputs.values())))
         self._launcher = self._made_launcher(inputs) if self._owned else None
+        self._kernels: Kernels | None = None  # for calls without the launcher
         if keep and self._launcher is None:
-            compiled(backend, plan)
+            self._kernels = compiled(backend, plan)
 
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
         """What the function returns for these arrays.
@@ -417,11 +418,14 @@ class Prepared:
             outputs = {x.name: self._views[x.name](y) for x, y in zip(self._results, results)}
             if not self._owned and self._pieces is None:
                 self._pieces = pieces_of(backend, self.plan)
+            if self._owned and self._kernels is None:
+                self._kernels = compiled(backend, self.plan)
             fill(
                 *(backend, self.plan, inputs, outputs),
                 check=check,
                 progress=progress,
                 pieces=self._pieces,
+                kernels=self._kernels,
             )
             delivered = [_delivered(result, mine) for result, (mine, _) in zip(results, given)]
         return delivered[0] if len(delivered) == 1 else tuple(delivered)
@@ -460,11 +464,12 @@ def fill(
     check: bool = False,
     progress: Progress | None = None,
     pieces: transfer.Pieces | None = None,
+    kernels: Kernels | None = None,
 ) -> None:
     """Computes these outputs; with ``check`` in guarded memory, compared with the reference.
 
-    Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces`` are
-    those of the same plan's calls before. Raises WrongResult if a check fails.
+    Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces``
+    and ``kernels`` are those of the same plan's calls before. Raises WrongResult if a check fails.
     """
     if not all(map(backend.owns, inputs.values())):
         if not check:
@@ -483,7 +488,7 @@ def fill(
             for name, array in guard.checked(backend, plan, inputs, written).items():
                 written[name][...] = backend.upload(array)
         else:
-            run(backend, plan, inputs, written)
+            run(backend, plan, inputs, written, kernels)
     for name, array in outputs.items():
         if written[name] is not array and array.size:
             array[...] = written[name]

@@ -1046,12 +1046,13 @@ def test_ctrl_c_as_a_launch_begins_leaves_none_that_goes_on(monkeypatch, begins)
         ended.append(True)
         return 0
 
-    def interrupted(self, start=threading.Thread.start):
+    def interrupted(*work, start=machine._thread.start_new_thread):
         if begins:
-            start(self)
+            start(*work)
+            time.sleep(0.05)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(machine._thread, "start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         machine._interruptible(call, stop=lambda: None)
     assert ended == [True] * begins

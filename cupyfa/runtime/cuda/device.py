@@ -193,6 +193,7 @@ class Cuda(Backend):
     def __init__(self) -> None:
         self.known, self.spaces = {}, {}
         self._modules: dict[tuple[Any, ...], Any] = {}
+        self._building: dict[tuple[Any, ...], threading.Lock] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
 
@@ -252,6 +253,8 @@ class Cuda(Backend):
         wants = launch.target, launch.entry, launch.threads, launch.shared_bytes
         key = (cupy.cuda.Device().id, text, *wants)
         with self._lock:
+            lock = self._building.setdefault(key, threading.Lock())
+        with lock:  # other kernels may be compiled meanwhile
             if key not in self._modules:
                 self._modules[key] = self._build(text, launch)
             return self._modules[key]
