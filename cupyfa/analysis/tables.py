@@ -8,7 +8,7 @@ from cupyfa.analysis.resources import Compiled
 from cupyfa.analysis.roofline import Roof
 from cupyfa.options import OPTIONS
 from cupyfa.planner.plan import Plan
-from cupyfa.report.tables import Row, drop, drop_followers, fields, render, table_of
+from cupyfa.report.tables import Row, drop, drop_followers, render, table_or_fields
 
 _DETAILS = ("compute_ms", "memory_ms", "exponentials_ms")
 _SPARE_OF_ROOFS = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # in narrow terminals
@@ -43,8 +43,7 @@ def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) ->
         for row, words in zip(table, warnings)
         if words
     ]
-    shown = fields(table[0], width=width) if len(table) == 1 else table_of(table, width)
-    return "\n".join([shown, *below])
+    return "\n".join([table_or_fields(table, width), *below])
 
 
 def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
@@ -60,11 +59,7 @@ def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
     notes = [f"note: {x['note']}" for x in table if x["note"]]
     for column in ("note", *_DETAILS):
         drop(table, column)
-    shown = (
-        table_of(table, width, spare=_SPARE_OF_ROOFS)
-        if len(rows) > 1
-        else fields(table[0], width=width)
-    )
+    shown = table_or_fields(table, width, spare=_SPARE_OF_ROOFS)
     return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
 
 

@@ -20,7 +20,7 @@ from cupyfa.commands.options import (
     progress_bar,
 )
 from cupyfa.problem import Problem
-from cupyfa.report.tables import fields, render, text
+from cupyfa.report.tables import render, table_or_fields, text
 
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
 
@@ -57,7 +57,7 @@ def tune(kernel: str, form: str, **how: Any) -> None:
     if form == "table":
         _print_notes(found)
         rows = [_short(candidate) for candidate in found]
-        click.echo(render(rows, form) if len(rows) > 1 else fields(rows[0]))
+        click.echo(table_or_fields(rows))
     else:
         click.echo(render([candidate.row() for candidate in found], form))
     best: dict[Problem, Candidate] = {}

@@ -145,7 +145,7 @@ def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None =
     if all(row["checked_%"] in (None, 100.0) for row in table):
         drop(table, "checked_%")
     notes = [row.pop("note") for row in table]
-    shown = table_of(table, width, spare=_SPARE) if len(rows) > 1 else fields(table[0], width=width)
+    shown = table_or_fields(table, width, spare=_SPARE)
     below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
     return "\n".join([text(about), shown, *below])
 
@@ -156,7 +156,7 @@ def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
     _drop_sizes(table, [row.measurement for row in rows])
     for column in ("factor", "uncertainty"):
         drop(table, column)
-    return fields(table[0], width=width) if len(rows) == 1 else table_of(table, width)
+    return table_or_fields(table, width)
 
 
 _FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
@@ -218,6 +218,13 @@ def fields(row: Row, *, width: int | None = None) -> str:
     return _drawn(table, width) + "\n"
 
 
+def table_or_fields(
+    rows: Sequence[Row], width: int | None = None, *, spare: Sequence[str] = ()
+) -> str:
+    """A table, or for a single row its fields."""
+    return table_of(rows, width, spare=spare) if len(rows) > 1 else fields(rows[0], width=width)
+
+
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
     """The geometry and resources of a launch in one line."""
     rounds = plan.rounds_of(launch)
@@ -233,7 +240,7 @@ def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int])
 def verdict_line(verdict: Verdict) -> str:
     """A verdict without its name: short if it passed, else in full."""
     if verdict.passed:
-        return f"error {verdict.error:.3g}, at most {verdict.ratio:.3g} x its bound"
+        return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
     return str(verdict).removeprefix(f"{verdict.name}: ")
 
 

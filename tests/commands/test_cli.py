@@ -15,9 +15,11 @@ from helpers.problems import DTYPES
 
 import cupyfa
 from cupyfa.bench import trial
+from cupyfa.commands.options import problem_of
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
 from cupyfa.report import tables as report
+from cupyfa.report.tables import table_of
 from cupyfa.verify.case import Case
 
 KERNELS = [name for kernels in LADDER.values() for name in kernels]
@@ -172,6 +174,19 @@ def test_kv_heads_alone_are_as_many_heads():
     options = ("--kv-heads", 2, "-M", 5, "-N", 5, "-d", 4, "--format", "json")
     (row,) = strict(cli("run", "fa2", *SIMULATOR, *options).stdout)
     assert (row["heads"], row["kv_heads"]) == (2, 2)
+
+
+def test_with_m_given_n_follows_and_d_is_usual():
+    p = problem_of("forward", None, 3, {"M": 40, "N": None, "d": None})
+    assert (p.M, p.N, p.d) == (40, 40, 64)
+    p = problem_of("forward", None, 3, {"M": 40, "N": 7, "d": 9})
+    assert (p.M, p.N, p.d) == (40, 7, 9)
+
+
+def test_rows_that_are_alike_keep_their_columns():
+    rows = [{"": 1, "kernel": "fa2"}, {"": 2, "kernel": "fa2"}]
+    assert table_of(rows, 80, share=False).split() == ["kernel", "1", "fa2", "2", "fa2"]
+    assert table_of(rows, 80).split() == ["kernel=fa2", "1", "2"]
 
 
 def test_the_schedule_reaches_the_simulator(monkeypatch):
