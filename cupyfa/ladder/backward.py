@@ -164,7 +164,7 @@ def finish(name: str) -> Launch:
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """How many groups of warps share the rows of a product, as in gradient_products.cuh."""
+    """How many groups of warps share the rows of a product, as in mma_gradients.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
@@ -488,7 +488,7 @@ KERNELS = (
     mma_kernel(
         "mma_slices_backward",
         "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
-        (mma_delta(lambda p, c: 0), rounds.WEIGHTS, rounds.COLUMNS, rounds.ROWS),
+        (mma_delta(lambda p, c: 0), rounds.SCORES, rounds.COLUMNS, rounds.ROWS),
         tiles=rounds.TILES,
         candidates=rounds.CANDIDATES,
         rules=rounds.RULES,

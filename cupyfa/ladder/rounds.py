@@ -42,7 +42,7 @@ def slices_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * c.stages * (c.Br + c.Bc) * c.Bd
 
 
-def weights_shared(p: Problem, c: SimpleNamespace) -> int:
+def scores_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same, a tile of P in float32, lse and delta."""
     return slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br
 
@@ -118,11 +118,10 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
     """`tiles` blocks for each head of K and V in a round."""
     return Launch(
         f"mma_slices_backward_{entry}",
-        args=f"{args} M N heads group first_head first_key stride diagonal lower scale",
+        args=f"{args} sizes heads group first_head first_key stride scale mods",
         grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
         threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
         shared=shared,
-        constants={"pack_gqa": lambda p, c: 1},
         numbers={
             "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
             "first_key": _first_key,
@@ -148,6 +147,6 @@ def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
     return p.group * cdiv(p.M, c.Br) * tiles_of(p.d, c)
 
 
-WEIGHTS = launch("weights", "Q K V dO lse delta P.data dS.data", _score_tiles, weights_shared)
+SCORES = launch("scores", "Q K V dO lse delta P.data dS.data", _score_tiles, scores_shared)
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)
 ROWS = launch("rows", "K lse dS.data dQ_sum.data dQ", _query_tiles, slices_shared)

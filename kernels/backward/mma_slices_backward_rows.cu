@@ -1,15 +1,15 @@
 // mma_slices_backward_rows: dQ = dS K of a round, as a plain product.
 //
-// A block owns a tile of dQ and walks along the keys that its rows see, in slices of Bd keys. Where
-// a round has not all of them the sums wait in memory for the next one's.
+// A block owns a tile of dQ and walks along the keys that its rows see, in slices of Bd keys. If a
+// round does not hold all of them, the sums wait in memory for the next round.
 //
 //   K [batch, kv_heads, N, d]    dQ [batch, heads, M, d]    lse [batch, heads, M]
-//   dS: [heads of the round, M, stride], see weight_slices.cuh
+//   dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   dQ_sum: scratch, of each block as many floats as its tile has, if there are rounds of keys
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; pack_gqa for row_state.cuh
-#include <backward/parts/weight_slices.cuh>
+//   windowed, threads, shared_bytes
+#include <backward/parts/gradient_slices.cuh>
 
 constexpr int own_cols = own_width<d>;
 constexpr int tile_cols = tile_width<d>;
@@ -44,75 +44,81 @@ struct Source {
   }
 };
 
-// The sums of dQ of a block, which wait for the next round, as they lie in registers.
+// The sums of dQ of a block that wait for the next round, as they lie in registers.
 __device__ __forceinline__ float4* saved(float* dQ_sum) {
   const long long place = (long long)opaque(int(blockIdx.x)) * (fragments * threads);
   return reinterpret_cast<float4*>(dQ_sum) + place + threadIdx.x;
 }
 
+__device__ __forceinline__ void load_saved(Sums& sums, float* dQ_sum) {
+  const float4* from = saved(dQ_sum);
+#pragma unroll
+  for (int i = 0; i < fragments; ++i) {
+    const float4 x = from[i * threads];
+    float (&to)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  }
+}
+
+// Adds a round's dS K to the thread's sums by the keys that each row sees: a masked key's infinity
+// or NaN makes NaN of a product with 0.
+__device__ void repair(Sums& sums, const Head& dS, Tensor<const operand> K, Tensor<const real> lse,
+                       const Extent& extent, const Round& round, int batch, int head, int kv_head,
+                       int first_row, int first_col) {
+#pragma unroll
+  for (int i = 0; i < fragments * 4; ++i) {
+    const int lane = own_lane(), half = i / 2 % 2, n = i / 4 % (own_cols / 8);
+    const int row = first_row + i / 4 / (own_cols / 8) * step + half * 8 + lane / 4;
+    const int col = first_col + n * 8 + 2 * (lane % 4) + i % 2;
+    if (row >= extent.M || col >= d || *lse.row(batch, head, row) == -infinity) continue;
+    const int end = min(extent.kv_end(row), round.first_key + round.stride);
+    for (int key = max(extent.kv_begin(row), round.first_key); key < end; ++key)
+      sums[i / 4 / (own_cols / 8)][n][i % 4] +=
+          float(dS.row<1>(row)[key - round.first_key]) * float(K.row(batch, kv_head, key)[col]);
+  }
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_rows(
     Tensor<const operand> K, Tensor<const real> lse, const operand* dS, float* dQ_sum,
-    Tensor<scalar> dQ, int M, int N, int heads, int group, int first_head, int first_key,
-    int stride, int causal_offset, int window_offset, real scale) {
+    Tensor<scalar> dQ, Sizes sizes, int heads, int group, int first_head, int first_key, int stride,
+    real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [tile, row_tile, local_head] = place(blockIdx.x, cdiv(d, tile_cols), cdiv(M, Br));
+  const auto [tile, row_tile, local_head] =
+      place(blockIdx.x, cdiv(d, tile_cols), cdiv(sizes.M, Br));
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
+  const Extent extent = extent_of(sizes, batch);
+  const int M = extent.M, N = extent.N;
   const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // the longest of a causal mask first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;
-  const int hidden = kv_begin(first_row, N, window_offset);
-  const int visible = kv_end(last_row, N, causal_offset);
-  const int start = max(first_key, hidden / Bd * Bd);
-  const int end = hidden < visible ? min(visible, first_key + stride) : start;
+  const int kv_begin = extent.kv_begin(first_row);
+  const int kv_end = extent.kv_end(last_row);
+  const int start = max(first_key, kv_begin / Bd * Bd);
+  const int end = kv_begin < kv_end ? min(kv_end, first_key + stride) : start;
+  const Round round = {first_head, first_key, stride, M};
+  const int kv_head = head / group;
   Ring<Source> ring = {shared.ring,
-                       {dS,
-                        K,
-                        {first_head, first_key, stride, M},
-                        local_head,
-                        batch,
-                        head / group,
-                        first_row,
-                        col,
-                        start,
-                        end}};
+                       {dS, K, round, local_head, batch, kv_head, first_row, col, start, end}};
   ring.start();
   Sums sums = {};
-  if (first_key > 0) {
-    const float4* from = saved(dQ_sum);
-#pragma unroll
-    for (int i = 0; i < fragments; ++i) {
-      const float4 x = from[i * threads];
-      float (&to)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
-      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-    }
-  }
+  if (first_key > 0) load_saved(sums, dQ_sum);
 #pragma unroll 1
   for (int key = start; key < end; key += Bd) {
     Slice& slice = ring.next().template as<Slice>();
-    const bool careful =
-        has_mask && !all_see(first_row, Br, key, Bd, M, N, causal_offset, window_offset);
-    if (careful && __syncthreads_or(has_nonfinite(slice.K))) {
-      const Pairs pairs = {opaque(first_row), opaque(key), M, N, causal_offset, window_offset};
-      multiply_visible<false>(sums, slice.dS, slice.K, Own(own_cols), pairs, own_lane());
-    } else {
-      multiply_tiles<false>(sums, slice.dS, slice.K, Own(own_cols), own_lane());
-    }
+    multiply_tiles<false>(sums, slice.dS, slice.K, Own(own_cols), own_lane());
     ring.done();
   }
   Own own(own_cols);
-  const int lane = own_lane();
+  own.col += col;
+  if (!all_finite(sums)) {
+#pragma unroll
+    for (int i = 0; i < fragments * 4; ++i)
+      sums[i / 4 / (own_cols / 8)][i / 4 % (own_cols / 8)][i % 4] = 0;
+    if (first_key > 0) load_saved(sums, dQ_sum);
+    repair(sums, round.of(dS, local_head), K, lse, extent, round, batch, head, kv_head,
+           first_row + own.row, own.col);
+  }
   if (first_key + stride >= N) {  // the last round of keys
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      const int row = opaque(first_row) + own.row + i * 8 + lane / 4;
-      const bool counts = row < M && *lse.row(batch, head, row) != -infinity;
-#pragma unroll
-      for (int j = 0; j < own_cols / 4; ++j) {
-        float& sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
-        sum = counts ? sum : 0.0f;  // 0 * NaN of a key would not be 0
-      }
-    }
-    own.col += col;
-    store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, M, lane);
+    store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, M, own_lane());
   } else {
     float4* to = saved(dQ_sum);
 #pragma unroll

@@ -45,7 +45,7 @@ TODO = {
     "backward/mma_round": "its headers are too long",
     "backward/mma_slices_backward_columns": "its headers are too long",
     "backward/mma_slices_backward_rows": "its headers are too long",
-    "backward/mma_slices_backward_weights": "its headers are too long",
+    "backward/mma_slices_backward_scores": "its headers are too long",
     "backward/mma_two_pass_columns": "its headers are too long",
     "backward/mma_two_pass_rows": "its headers are too long",
     "backward/wgmma_columns": "its headers are too long",

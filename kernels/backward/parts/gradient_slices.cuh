@@ -1,13 +1,13 @@
 #pragma once
-// What the launches of `mma_slices_backward` share: tiles of Br x Bc sums in registers, a ring of
-// slices that they are made of, and P and dS of a round of heads in memory.
+// The launches of `mma_slices_backward` share tiles of Br x Bc sums in registers, a ring of slices
+// that they are summed from, and P and dS of a round of heads in memory.
 //
 // A round has heads from `first_head` on, of all batches, and keys from `first_key` on. Its P and
 // dS are [heads, M, stride], of which columns begin with key `first_key`; stride is a multiple of
 // 8, so that copies go by 16 bytes.
 
 #include <ptx/cp_async.cuh>
-#include <backward/parts/gradient_products.cuh>
+#include <backward/parts/mma_gradients.cuh>
 #include <tile/shared.cuh>
 
 constexpr int col_warps = Bc / Wc;  // that share a row of the tile
@@ -17,8 +17,8 @@ static_assert(Br % Wr == 0 && Bc % Wc == 0, "warps have equal parts");
 static_assert(Bc % Br == 0 && Br % Bd == 0, "what is read of P and dS lies in one tile of them");
 static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
-// A warp owns Wr x `own_width` of a tile of gradients with so many columns. As many tiles as Bc
-// columns would make are equally wide.
+// A warp owns Wr x `own_width` of a tile of gradients with `cols` columns in all. All tiles are
+// equally wide, and as few as with Bc columns each.
 template <int cols>
 constexpr int own_width = cdiv(cols, cdiv(cols, Bc) * col_warps * step) * step;
 template <int cols>
@@ -35,8 +35,8 @@ struct alignas(128) Stage {
   }
 };
 
-// The slices that a block multiplies, in turn. `source.begin` begins to copy the next one, if there
-// is one.
+// The slices that a block multiplies, one after another. `source.begin` begins to copy the next
+// one, if there is one.
 template <class Source>
 struct Ring {
   Stage (&ring)[stages];
@@ -51,8 +51,8 @@ struct Ring {
     source.begin(ring[place]);
     cp_async_commit_group();
   }
-  // While some warps multiply a slice others begin the copies, for they share the schedulers:
-  // `late` ones copy when they have multiplied, in `done`.
+  // Some warps begin copies while others multiply, because they share the schedulers: `late` warps
+  // copy after their products, in `done`.
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();
@@ -78,21 +78,13 @@ struct Own {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
-// The heads and keys of a round, of P and dS the first number.
+// The heads and keys of a round.
 struct Round {
   int first_head, first_key, stride, M;
 
   // A head's P or dS as rows that copies read.
-  __device__ __forceinline__ Head of(const operand* weights, int head) const {
+  __device__ __forceinline__ Head of(const operand* matrix, int head) const {
     const long long rows = M;
-    return Head(Tensor<const operand>{weights, 0, rows * stride, stride}, 0, head, M);
+    return Head(Tensor<const operand>{matrix, 0, rows * stride, stride}, 0, head, M);
   }
 };
-
-// Whether all of these rows see all of these keys, of those that there are.
-__device__ __forceinline__ bool all_see(int first_row, int rows, int first_key, int keys, int M,
-                                        int N, int causal_offset, int window_offset) {
-  if constexpr (!has_mask) return true;
-  return kv_end(first_row, N, causal_offset) >= min(first_key + keys, N) &&
-         kv_begin(min(first_row + rows, M) - 1, N, window_offset) <= first_key;
-}

@@ -1,15 +1,15 @@
-// mma_slices_backward_weights: P and dS of a round of heads, in 16 bits, to memory.
+// mma_slices_backward_scores: P and dS of a round of heads, in 16 bits, to memory.
 //
-// S = Q K^T slice by slice of d, P parked in shared memory in float32, then dP = dO V^T by slices
-// of dv in the same registers. Tiles that no row sees are not written, for nobody reads them.
+// S = Q K^T slice by slice of d; P is parked in shared memory in float32; then dP = dO V^T by
+// slices of dv in the same registers. Tiles that no row sees are neither written nor read.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see weight_slices.cuh
+//   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes; pack_gqa for row_state.cuh
-#include <backward/parts/weight_slices.cuh>
+//   windowed, threads, shared_bytes
+#include <backward/parts/gradient_slices.cuh>
 
 constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
 constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow
@@ -17,7 +17,7 @@ constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of d
 struct Shared {
   Stage ring[stages];
   float2 P[pairs_of_sums][threads];
-  float lse[Br];
+  float lse2[Br];
   float delta[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -60,46 +60,69 @@ __device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, S
   }
 }
 
-// The keys of the tile that a row sees; none if the row sees none at all, or is none of M.
+// The keys of the tile that a row sees.
 struct RowMask {
-  int first, end;  // of the keys that the row sees, from the tile's first one on
+  int first, end;  // from the tile's first key on
 
-  __device__ __forceinline__ RowMask(const Pairs& pairs, float lse, int row) {
-    const int key = opaque(pairs.first_key);  // registers do not keep what counts
-    first = kv_begin(pairs.first_row + row, pairs.N, pairs.window_offset) - key;
-    end = lse == -infinity ? first
-                           : kv_end(pairs.first_row + row, pairs.N, pairs.causal_offset) - key;
+  __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) {
+    const int key = opaque(pair.first_key);  // the mask takes no registers before
+    first = pair.extent.kv_begin(pair.first_row + row) - key;
+    end = pair.extent.kv_end(pair.first_row + row) - key;
   }
   __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
 };
 
-// S becomes P = 2^(S * scale2 - lse), of an lse in powers of two.
+// S becomes P = 2^(S * scale2 - lse2). Slopes of modified scores go where P will be parked.
 template <bool masked>
-__device__ __forceinline__ void weigh_rows(Sums& S, const Shared& shared, const Own& own,
-                                           const Pairs& pairs, float scale2, int lane) {
+__device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
+                                          const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
+                                          int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
-    const float lse = shared.lse[row];
-    const RowMask mask(pairs, lse, row);
+    const float lse2 = shared.lse2[row];
+    const RowMask mask(pair, row);
 #pragma unroll
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
-      x = exp2f(x * scale2 - lse);
+      if constexpr (has_score_mod) {
+        const auto [score, slope] = scorer.with_slope(x);
+        float2& parked = shared.P[i * (Wc / 8) + j / 2][threadIdx.x];
+        (j % 2 ? parked.y : parked.x) = slope;
+        x = exp2f(score * log2e - lse2);
+      } else {
+        x = exp2f(x * (scorer.scale * log2e) - lse2);
+      }
       if (masked && !mask.sees(own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2)) x = 0;
     }
   }
 }
 
-// dP becomes dS = P * (dP - delta), of the P that is parked; without the scale.
+// Parks P in float32, times the slope of modified scores, and clears the registers.
+__device__ __forceinline__ void park(Sums& P, Shared& shared) {
+#pragma unroll
+  for (int i = 0; i < pairs_of_sums; ++i) {
+    float (&x)[4] = P[i / (Wc / 8) / 2][i % (Wc / 8)];
+    const int half = i / (Wc / 8) % 2 * 2;
+    float2& parked = shared.P[i][threadIdx.x];
+    if constexpr (has_score_mod)
+      parked = {score_gradient(x[half], 1.0f, parked.x),
+                score_gradient(x[half + 1], 1.0f, parked.y)};
+    else
+      parked = {x[half], x[half + 1]};
+    x[half] = x[half + 1] = 0;
+  }
+}
+
+// dP becomes dS = P * (dP - delta), with the P that is parked; without the scale.
 template <bool masked>
-__device__ __forceinline__ void slope_rows(Sums& dP, const Shared& shared, const Own& own,
-                                           const Pairs& pairs, int lane) {
+__device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
+                                           const TilePair<Br, Bc>& pair, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     const float delta = shared.delta[row];
-    const RowMask mask(pairs, shared.lse[row], row);
+    const RowMask mask(pair, row);
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n) {
       const float2 P = shared.P[i * (Wc / 8) + n][threadIdx.x];
@@ -113,17 +136,17 @@ __device__ __forceinline__ void slope_rows(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes a warp's part of P or dS, of which `to` is the tile's first number, as far as there are
-// rows and, by eights, columns.
-__device__ __forceinline__ void write_weights(operand* to, int stride, const Sums& weights,
-                                              const Own& own, int rows, int cols, int lane) {
+// Writes a warp's part of P or dS to the tile that begins at `to`, as far as there are rows and, by
+// eights, columns.
+__device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
+                                           const Own& own, int rows, int cols, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     unsigned pairs[Wc / 8];
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n)
-      pairs[n] = pack<operand>(weights[i / 2][n][i % 2 * 2], weights[i / 2][n][i % 2 * 2 + 1]);
+      pairs[n] = pack<operand>(part[i / 2][n][i % 2 * 2], part[i / 2][n][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < Wc / 8; n += 4) {
       const uint2 first = trade_pairs(pairs[n], pairs[n + 1], lane);
@@ -136,30 +159,32 @@ __device__ __forceinline__ void write_weights(operand* to, int stride, const Sum
   }
 }
 
-extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_weights(
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_scores(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, operand* P,
-    operand* dS, int M, int N, int heads, int group, int first_head, int first_key, int stride,
-    int causal_offset, int window_offset, real scale) {
+    operand* dS, Sizes sizes, int heads, int group, int first_head, int first_key, int stride,
+    real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int row_tiles = cdiv(M, Br), key_tiles = cdiv(min(N - first_key, stride), Bc);
+  const int row_tiles = cdiv(sizes.M, Br), key_tiles = cdiv(min(sizes.N - first_key, stride), Bc);
   const int tiles = max(row_tiles * key_tiles, 1);
   const int local_head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
+  const Extent extent = extent_of(sizes, batch);
+  const Scorer<float> scorer = {scale, mods};
+  const int M = extent.M, N = extent.N;
   const int first_row = tile % row_tiles * Br, col = tile / row_tiles * Bc;
   const int key = first_key + col, last_row = min(first_row + Br, M) - 1;
-  if (key >= N || kv_end(last_row, N, causal_offset) <= key ||
-      kv_begin(first_row, N, window_offset) >= key + Bc)
+  if (key >= N || extent.kv_end(last_row) <= key || extent.kv_begin(first_row) >= key + Bc)
     return;  // the whole block: no row of its tile sees a key of it
 
-  RowSums row_sums;
-  row_sums.load(lse, delta, batch, head, first_row, M);
+  RowLoads<Br> stats;
+  stats.load(lse, delta, batch, head, first_row, M);
   Ring<Source> ring = {shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  row_sums.store(shared.lse, shared.delta);
-  const bool dead = __syncthreads_or(row_sums.dead);  // the rows' sums are there
-  const Pairs pairs = {first_row, key, M, N, causal_offset, window_offset};
-  const bool whole = key + Bc <= N && first_row + Br <= M && !dead && pairs.all();
+  stats.store(shared.lse2, shared.delta);
+  __syncthreads();  // lse2 and delta are there
+  const TilePair<Br, Bc> pair = {extent, first_row, key};
+  const bool whole = key + Bc <= N && pair.sees_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
   Sums sums = {};
@@ -168,24 +193,18 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_wei
     const Own own(Wc);
     const int lane = own_lane();
     if (whole)
-      weigh_rows<false>(sums, shared, own, pairs, scale * log2e, lane);
+      compute_P<false>(sums, shared, own, pair, scorer, lane);
     else
-      weigh_rows<true>(sums, shared, own, pairs, scale * log2e, lane);
-    write_weights(P + place, stride, sums, own, M - first_row, stride - col, lane);
-#pragma unroll
-    for (int i = 0; i < pairs_of_sums; ++i) {
-      float (&x)[4] = sums[i / (Wc / 8) / 2][i % (Wc / 8)];
-      const int half = i / (Wc / 8) % 2 * 2;
-      shared.P[i][threadIdx.x] = {x[half], x[half + 1]};
-      x[half] = x[half + 1] = 0;
-    }
+      compute_P<true>(sums, shared, own, pair, scorer, lane);
+    write_tile(P + place, stride, sums, own, M - first_row, stride - col, lane);
+    park(sums, shared);
   }
   multiply_slices(ring, cdiv(dv, Bd), sums);
   const Own own(Wc);
   const int lane = own_lane();
   if (whole)
-    slope_rows<false>(sums, shared, own, pairs, lane);
+    compute_dS<false>(sums, shared, own, pair, lane);
   else
-    slope_rows<true>(sums, shared, own, pairs, lane);
-  write_weights(dS + place, stride, sums, own, M - first_row, stride - col, lane);
+    compute_dS<true>(sums, shared, own, pair, lane);
+  write_tile(dS + place, stride, sums, own, M - first_row, stride - col, lane);
 }
