@@ -22,12 +22,16 @@ def called(value):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked ``each_choice``, runs that bring no new value of a parameter are slow."""
+    """Of a test marked ``each_choice``, runs that bring no new value of a parameter are slow.
+
+    The mark may name the parameters that count.
+    """
     seen = set()
     for item in items:
-        if item.get_closest_marker("each_choice") and not item.get_closest_marker("gpu"):
-            values = item.callspec.params.items()
-            choices = {(item.function, name, called(value)) for name, value in values}
+        mark = item.get_closest_marker("each_choice")
+        if mark and not item.get_closest_marker("gpu"):
+            values = item.callspec.params
+            choices = {(item.function, x, called(values[x])) for x in mark.args or values}
             if choices <= seen:
                 item.add_marker("slow")
             seen |= choices

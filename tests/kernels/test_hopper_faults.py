@@ -98,7 +98,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("kernel", "file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
 def test_what_is_removed_is_missed(tmp_path, monkeypatch, kernel, file, number, about_turns):
     monkeypatch.setenv(VARIABLE, str(number))

@@ -136,6 +136,7 @@ def baseline(c):
     return {"O": reference.rounded(P @ v, c.dtype), "lse": lse}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_correct_kernel_is_accepted(dtype, d):

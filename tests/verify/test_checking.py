@@ -198,6 +198,7 @@ def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
     assert again.now.kind == WRONG_RESULT
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     done = check([kernel, "softmax_online"], jobs=2, timeout=1)
@@ -215,6 +216,7 @@ def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
         repeat(replace(failure, command=f"cupyfa {command}"), timeout=5)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_dies_is_named_and_the_others_go_on(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.DIES)
     done = check([kernel, "softmax_online"], jobs=2)
@@ -264,6 +266,7 @@ def test_the_simulator_does_not_begin_what_it_would_not_end():
     assert outcome == Outcome("softmax_safe", UNSUPPORTED, "it needs a GPU")
 
 
+@pytest.mark.slow
 def test_processes_find_what_this_one_finds(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     here, there = (check([kernel, "softmax_online"], jobs=jobs) for jobs in (0, 2))
