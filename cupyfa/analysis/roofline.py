@@ -133,7 +133,7 @@ class Roof:
         row: dict[str, Any] = {
             "computation": self.computation,
             "device": self.device.name,
-            **self.problem.row(),
+            **{name: x for name, x in self.problem.row().items() if name != "scale"},
         }
         times = self.times if self.bytes else {}
         return {
