@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import cli, refused, strict
+from helpers.cli import cli, strict
 
 import cupyfa
 from cupyfa import Problem, Simulator
@@ -97,22 +97,6 @@ def test_a_kernel_of_ones_own(tmp_path):
     assert row.scratch == 0
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"kernels": ["fa2", "columns"]}, r"fa2 \(forward\), columns \(backward\)"),
-        ({"kernels": "fa2", "backward": True}, r"of gradients, not fa2 \(forward\)"),
-        ({"M": [16, 32]}, "these sizes give 2"),
-        ({"kernels": "fa9"}, "'fa9' is unknown"),
-        ({"kernels": "fa2", "Q": 3}, "forward has no Q"),
-        ({"kernels": "softmax_safe"}, "softmax has no .*d"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cupyfa.memory(**{**SIZES, **arguments})
-
-
 class Measuring(Simulator):
     """Says that it has a stream, as a GPU does, and how much a call held."""
 
@@ -174,7 +158,3 @@ def test_the_table_fits_the_terminal(monkeypatch, columns, more):
     assert shown.startswith("sm_90: batch=2 heads=4 M=300 N=300 d=64 float32")
     assert max(map(len, shown.splitlines())) <= max(columns, 81)
     assert "…" not in shown
-
-
-def test_bad_arguments_of_the_command():
-    assert "'fa9' is unknown" in refused("memory", "fa9", code=2)

@@ -356,21 +356,13 @@ def test_what_a_profiler_refuses_is_one_line_with_the_remedy(tools, said, messag
     assert message in refused("fa2")
 
 
-@pytest.mark.parametrize(
-    "args, code, message",
-    [
-        (["auto"], 2, "kernel 'auto' is unknown"),
-        (["softmax_safe", "-d", "3"], 2, "a softmax is M rows of N scores and has no d"),
-        (["fa2", "-M", "0"], 2, "has no rows and launches nothing; give sizes from 1"),
-        (["fa2", "-d", "100000"], 3, "bytes of shared memory a block"),
-        (["v3", "--dtype", "float64"], 3, "its dtypes are float16, bfloat16, float32"),
-        (["fa2", "--Bc", "17", "--Br", "17"], 2, "breaks its rule"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_the_profiler_starts(tools, args, code, message):
+def test_what_cannot_be_run_is_refused_before_the_profiler_starts(tools):
     log = tools("ncu", "")
-    assert message in refused(*args, code=code)
-    assert not Path(log).exists()
+    assert "has no rows and launches nothing" in refused("fa2", "-M", 0, code=2)
+    assert "bytes of shared memory a block" in refused("fa2", "-d", 100_000)
+    assert "its dtypes are float16, bfloat16, float32" in refused("v3", "--dtype", "float64")
+    assert "breaks its rule" in refused("fa2", "--Bc", 17, "--Br", 17, code=2)
+    assert not log.exists()
 
 
 @pytest.mark.gpu

@@ -203,18 +203,6 @@ def test_the_schedule_reaches_the_simulator(monkeypatch):
     assert in_turn["O_error"] == in_disorder["O_error"]
 
 
-def test_run_as_csv_is_run_as_json():
-    done = cli("run", "fa2", *SIMULATOR, *SIZES, "--format", "csv")
-    (row,) = csv.DictReader(done.stdout.splitlines())
-    expected = run("fa2")
-    assert row["passed"] == "True"
-    for name in ("seed", "O_error", "O_bound", "lse_error", "scale"):
-        assert float(row[name]) == expected[name]
-    assert float(row["milliseconds"]) > 0
-    assert json.loads(row["constants"]) == expected["constants"]
-    assert json.loads(row["launches"]) == expected["launches"]
-
-
 def test_attention_without_columns_is_no_softmax():
     sizes = ("-B", 1, "-H", 1, "-M", 3, "-N", 2, "-d", 0)
     told = cli("run", "fa2", *SIMULATOR, *sizes, "--causal=top-left").stdout

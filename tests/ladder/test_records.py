@@ -133,19 +133,5 @@ def test_other_constants_are_refused(value):
         planning.plan(own(value), Problem.of_sizes(M=1, d=1), H100)
 
 
-@pytest.mark.parametrize(
-    "make, field, remedy",
-    [
-        (lambda **x: replace(FA2, **x), "tiles_up_to", r"give tiles=TileChoice\(…, up_to=…\)"),
-        (lambda **x: replace(FA2, **x), "resident", "blocks_per_sm=…"),
-        (lambda **x: replace(FA2, **x), "predicts", "leave it out"),
-        (lambda **x: replace(FA2.launches[0], **x), "moves", "leave it out"),
-    ],
-)
-def test_former_fields_are_refused_with_what_takes_their_place(make, field, remedy):
-    with pytest.raises(TypeError, match=f"has no {field}; .*{remedy}"):
-        make(**{field: {}})
-
-
 def test_a_record_may_round_to_what_the_reference_knows():
     assert set(ROUNDINGS) == set(reference.PRECISIONS)

@@ -47,15 +47,6 @@ def test_offsets_beyond_two_to_the_31(cuda, kernel):
     cupy.testing.assert_allclose(all_heads[-1:], last, rtol=0, atol=tolerance)
 
 
-def test_out_of_memory_says_how_much_was_needed_and_free(cuda):
-    import cupy
-
-    x = cupy.zeros((300_000, 8), np.float32)
-    with pytest.raises(cupyfa.DeviceError, match=r"out of memory.*360,000,000,000.*bytes free"):
-        cupyfa.attention(x, x, x, kernel="baseline")
-    cupyfa.attention(x[:50], x[:50], x[:50], kernel="baseline", check=True)
-
-
 CALL = (
     "import numpy as np, cupyfa; x = np.ones((2, 40, 24), 'f4');"
     "print(cupyfa.attention(x, x, x, kernel='fa2', backend='cuda', check=True).sum())"
