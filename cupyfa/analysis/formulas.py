@@ -8,8 +8,10 @@ are computed and move nothing. The log-sum-exp that a forward kernel returns is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
+from cupyfa.ladder.kernel import Kernel
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
@@ -19,6 +21,16 @@ NAIVE, TILED = "naive", "tiled"
 # twice.
 _HELD = {"forward": 2, "backward": 4}
 _PASSES = {"forward": 4, "backward": 10}
+
+
+def common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
+    """The operation of all kernels; forward is the default. Raises ValueError if they differ."""
+    found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
+    if len(found) > 1:
+        names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
+        wanted = "gradients" if backward else "one operation"
+        raise ValueError(f"only kernels of {wanted} can be counted together, but {names}")
+    return found.pop() if found else "forward"
 
 
 def input_sizes(operation: str, p: Problem) -> dict[str, int]:

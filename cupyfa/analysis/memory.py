@@ -14,6 +14,7 @@ import numpy as np
 from cupyfa.analysis.formulas import (
     NAIVE,
     TILED,
+    common_operation,
     input_sizes,
     naive_bytes,
     naive_scratch,
@@ -103,21 +104,24 @@ def memory(
     Returns naive and tiled attention, then the kernels. Raises ValueError or TypeError for
     arguments, and Unsupported if no kernel that was named can do the problem.
     """
-    chosen = _chosen(kernels, backward)
-    operation = next(iter(chosen.values())).operation
+    listed = [kernels] if isinstance(kernels, str | Kernel) else kernels or ()
+    named = {
+        x.name if isinstance(x, Kernel) else x: x if isinstance(x, Kernel) else record_named(x)
+        for x in listed
+    }
+    operation = common_operation(named.values(), backward)
     sweeps.refuse_foreign(operation, sizes)
-    named = chosen.values() if kernels else ()
-    usual = sweeps.usual_dtype(*named, precision=sizes.get("precision"))
+    usual = sweeps.usual_dtype(*named.values(), precision=sizes.get("precision"))
     given = {name: value for name, value in sizes.items() if value is not None}
     several = sweeps.problems(operation, {"dtype": usual, **given})
     if len(several) != 1:
         raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
     engine, limits = _place(backend)
-    if not kernels:
-        chosen = {name: x for name, x in chosen.items() if can(x, problem, limits)}
-    elif not any(can(x, problem, limits) for x in chosen.values()):
-        plan(next(iter(chosen.values())), problem, limits)  # raises the reason
+    if named and not any(can(x, problem, limits) for x in named.values()):
+        plan(next(iter(named.values())), problem, limits)  # raises the reason
+    ladder = {name: x for name, x in LADDER[operation].items() if can(x, problem, limits)}
+    chosen = named or ladder
     rows = _by_formula(operation, problem, limits)
     counting = ncu and _can_count(engine)
     for done, (name, kernel) in enumerate(chosen.items()):
@@ -129,29 +133,6 @@ def memory(
                 row, counting = _with_dram(row, name)
         rows.append(row)
     return rows
-
-
-def _chosen(
-    kernels: str | Kernel | Sequence[str | Kernel] | None, backward: bool
-) -> dict[str, Kernel]:
-    """The records by the names they were given by, or those of the ladder."""
-    if not kernels:
-        return dict(LADDER["backward" if backward else "forward"])
-    listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
-    found = {
-        x.name if isinstance(x, Kernel) else x: x if isinstance(x, Kernel) else record_named(x)
-        for x in listed
-    }
-    names = ", ".join(f"{name} ({x.operation})" for name, x in found.items())
-    operations = {x.operation for x in found.values()}
-    if len(operations) > 1:
-        raise ValueError(f"memory takes kernels of one operation, not {names}")
-    if backward and operations != {"backward"}:
-        raise ValueError(
-            f"backward takes kernels of gradients, not {names}; name some of "
-            f"{', '.join(LADDER['backward'])}, or leave backward out"
-        )
-    return found
 
 
 def _place(backend: str | Backend) -> tuple[Backend | None, Limits]:

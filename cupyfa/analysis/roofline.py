@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from cupyfa.analysis.formulas import NAIVE, TILED, input_sizes, naive_bytes, tiled_bytes
+from cupyfa.analysis.formulas import (
+    NAIVE,
+    TILED,
+    common_operation,
+    input_sizes,
+    naive_bytes,
+    tiled_bytes,
+)
 from cupyfa.analysis.resources import limits_of
 from cupyfa.bench import devices, peaks, sweeps
 from cupyfa.bench.bench import bench
@@ -179,7 +186,13 @@ def roofline(
     """
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     chosen = [x if isinstance(x, Kernel) or x in (NAIVE, TILED) else record_named(x) for x in names]
-    operation = _operation([x for x in chosen if isinstance(x, Kernel)], backward)
+    records = [x for x in chosen if isinstance(x, Kernel)]
+    operation = common_operation(records, backward)
+    if operation == "softmax":
+        softmaxes = ", ".join(x.name for x in records)
+        raise ValueError(
+            f"{softmaxes} computes softmax; name kernels of attention or its gradients"
+        )
     sweeps.refuse_foreign(operation, sizes)
     if not sizes.get("dtype"):
         sizes["dtype"] = "float32" if sizes.get("precision") else _usual_dtype(chosen)
@@ -234,14 +247,6 @@ def uses_tensor_cores(plan: Plan) -> bool:
 
 def _precision(plan: Plan) -> str:
     return plan.rounding or plan.problem.dtype.name
-
-
-def _operation(kernels: Sequence[Kernel], backward: bool) -> str:
-    found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
-    if "softmax" in found or len(found) > 1:
-        names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
-        raise ValueError(f"roofline takes kernels of attention or of its gradients, but {names}")
-    return found.pop() if found else "forward"
 
 
 def _usual_dtype(chosen: Sequence[str | Kernel]) -> str:
