@@ -1,30 +1,17 @@
 """Sweeps: what a line of values means, and which problems come of it."""
 
+import ast
+
 import pytest
+from helpers.cli import table
 
 from cupyfa.bench import sweeps
 from cupyfa.bench.sweeps import parsed, problems
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("d=64,128,1024", ("d", [64, 128, 1024])),
-        ("M=512:16384:*2", ("M", [512, 1024, 2048, 4096, 8192, 16384])),
-        ("M=3:30:*3", ("M", [3, 9, 27])),
-        ("N=64:256:+64", ("N", [64, 128, 192, 256])),
-        ("N=1:8:+3", ("N", [1, 4, 7])),
-        ("B=2", ("batch", [2])),
-        ("H=4,8", ("heads", [4, 8])),
-        ("kv-heads=1", ("kv_heads", [1])),
-        ("dtype=float16, bfloat16", ("dtype", ["float16", "bfloat16"])),
-        ("causal=none,true,top-left", ("causal", [None, "bottom-right", "top-left"])),
-        ("Br=16,32", ("Br", [16, 32])),
-        ("scale=-0.5,2", ("scale", [-0.5, 2.0])),
-    ],
-)
-def test_values(text, expected):
-    assert parsed(text) == expected
+@pytest.mark.parametrize("text, name, values", table("bench/sweeps.txt"))
+def test_values(text, name, values):
+    assert parsed(text) == (name, ast.literal_eval(*values))
 
 
 def test_every_combination_in_order_and_once():

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict
+from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
 from helpers.problems import DTYPES
 
 import cupyfa
@@ -138,34 +138,10 @@ def test_every_kernel_passes(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel, args, expected",
-    [
-        ("fa2", "-B 2", {"batch": 2}),
-        ("fa2", "--batch 3", {"batch": 3}),
-        ("fa2", "-H 4", {"heads": 4, "kv_heads": 4}),
-        ("fa2", "--heads 4 --kv-heads 2", {"heads": 4, "kv_heads": 2}),
-        ("fa2", "-M 5", {"M": 5, "N": 7}),
-        ("fa2", "-N 5", {"M": 9, "N": 5}),
-        ("fa2", "-d 5", {"d": 5, "dv": 5}),
-        ("fa2", "--dv 5", {"d": 8, "dv": 5}),
-        ("fa2", "-d 0", {"d": 0, "dv": 0}),
-        *(("fa2", f"--dtype {dtype}", {"dtype": dtype}) for dtype in DTYPES),
-        ("fa2", "", {"causal": None}),
-        ("fa2", "--causal", {"causal": "bottom-right"}),
-        ("fa2", "--causal top-left", {"causal": "top-left"}),
-        ("fa2", "--causal=bottom-right", {"causal": "bottom-right"}),
-        ("fa2", "--scale -0.3", {"scale": -0.3}),
-        ("fa2", "--layout bshd", {"layout": "bshd"}),
-        ("fa2", "--seed 12", {"seed": 12}),
-        ("fa2", "--backend simulator", {"backend": "simulator", "device": "the simulator"}),
-        ("fa2", "--Br 8 --Bc 4", {"constants": {"Br": 8, "Bc": 4}}),
-        ("fa2", "-c Br=4 --constant Bc=2", {"constants": {"Br": 4, "Bc": 2}}),
-        ("v3", "-c Wr=16", {"constants": {"Br": 64, "Bc": 32, "Wr": 16, "Wc": 16}}),
-        ("softmax_safe", "-M 4 -N 50 --dtype float16", {"M": 4, "N": 50, "dtype": "float16"}),
-    ],
+    "args, expected", [(x, y) for x, y, _ in table("commands/run_options.txt")]
 )
-def test_options_of_run(kernel, args, expected):
-    row = run(kernel, *args.split())
+def test_options_of_run(args, expected):
+    row, expected = run(*args.split()), json.loads(expected)
     assert row["passed"]
     assert {name: row[name] for name in expected} == expected
 

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from helpers.cli import table
 from helpers.problems import DTYPES
 
 from cupyfa import Problem
@@ -48,24 +49,10 @@ def test_the_smoke_grid_has_180_cases_for_each_dtype():
     assert counts == dict.fromkeys(DTYPES, 180)
 
 
-@pytest.mark.parametrize(
-    "grid, sizes",
-    [
-        ("fa2", (4, 6, 2, 113, 203, 59)),
-        ("fa2", (4, 9, 9, 384, 384, 256)),
-        ("fa2", (1, 9, 9, 2048, 2048, 256)),
-        ("fa2", (8, 9, 9, 513, 127, 40)),
-        ("fa2", (1, 2, 2, 16, 100_000, 32)),
-        ("fa2", (2, 6, 3, 64, 2048, 80)),
-        ("fa2", (60, 4, 4, 257, 257, 111)),
-        ("fa3", (9, 6, 3, 255, 256, 96)),
-        ("fa3", (2, 2, 2, 128, 128, 8)),
-        ("fa3", (5, 6, 1, 256, 512, 128)),
-    ],
-)
+@pytest.mark.parametrize("grid, sizes", [x[:2] for x in table("verify/sizes.txt")])
 def test_sizes_of_flash_attentions_tests_are_there(grid, sizes):
     cases = grids.cases(grid, "forward")
-    assert sizes in {sizes_of(case) for case in cases}
+    assert sizes in {", ".join(map(str, sizes_of(case))) for case in cases}
     assert set(grids.cases("edges", "forward")) <= set(cases)
 
 
