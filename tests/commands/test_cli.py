@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
+from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict
 from helpers.problems import DTYPES
 
 import cupyfa
@@ -137,11 +137,9 @@ def test_every_kernel_passes(kernel):
     assert row["seed"] == 3
 
 
-@pytest.mark.parametrize(
-    "args, expected", [(x, y) for x, y, _ in table("commands/run_options.txt")]
-)
+@pytest.mark.parametrize("args, expected", table("commands/run_options.txt", 1))
 def test_options_of_run(args, expected):
-    row, expected = run(*args.split()), json.loads(expected)
+    row, expected = run(*args.split()), json.loads(*expected)
     assert row["passed"]
     assert {name: row[name] for name in expected} == expected
 

@@ -1,11 +1,13 @@
 """Plans are integers: what the records compute, and how they refuse."""
 
+import ast
 import contextlib
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.cli import table
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, TileChoice, Unsupported
@@ -108,27 +110,13 @@ def test_tiles_go_by_the_head_dimension():
         replace(kernel, tiles=TileChoice(kernel.choice.usual, up_to={64: ({"Br": 16},)}))
 
 
-@pytest.mark.parametrize(
-    "sizes, Br, Bc",
-    [
-        ({"M": 128, "d": 64}, 64, 128),
-        ({"M": 128, "d": 64, "causal": True}, 64, 64),
-        ({"M": 512, "d": 64, "causal": True}, 64, 128),
-        ({"M": 128, "d": 128, "causal": True}, 64, 32),
-        ({"M": 256, "d": 128, "causal": True}, 64, 64),
-        ({"M": 1152, "d": 128}, 64, 64),
-        ({"M": 1216, "d": 128}, 128, 64),
-        ({"M": 4096, "kv_heads": 2, "d": 64, "batch": 2}, 128, 96),
-        ({"M": 1, "N": 4096, "kv_heads": 2, "d": 64, "batch": 33}, 64, 128),
-        ({"M": 128, "d": 256}, 64, 64),
-    ],
-    ids=str,
-)
-def test_few_blocks_have_tiles_of_their_own(sizes, Br, Bc):
+@pytest.mark.parametrize("Br, Bc, sizes", table("planner/few_blocks.txt"))
+def test_few_blocks_have_tiles_of_their_own(Br, Bc, sizes):
+    (sizes,) = map(ast.literal_eval, sizes)
     problem = Problem.of_sizes(heads=16, dtype="float16", **{"batch": 1, **sizes})
     here = replace(H100, multiprocessors=144)
     chosen = planning.plan(FORWARD["mma_pipelined"], problem, here).constants
-    assert (chosen["Br"], chosen["Bc"]) == (Br, Bc)
+    assert (chosen["Br"], chosen["Bc"]) == (int(Br), int(Bc))
     smaller = replace(H100, multiprocessors=1)
     there = planning.plan(FORWARD["mma_pipelined"], problem, smaller).constants
     assert there["stages"] == 1 or there["Br"] == 128 or problem.M == 1
@@ -160,22 +148,18 @@ def test_a_kernel_is_refused_what_it_does_not_claim():
         planning.plan(plain, problem, TURING)
 
 
-@pytest.mark.parametrize(
-    "dtype, d, fastest",
-    [
-        ("float32", 128, "fa2_coalesced"),
-        ("float64", 64, "fa2_coalesced"),
-        ("float16", 0, "wgmma_persistent"),
-        ("float16", 256, "wgmma_persistent"),
-        ("bfloat16", 32, "wgmma_persistent"),
-        ("float16", 257, "wgmma_slices"),
-        ("float16", 1024, "wgmma_slices"),
-        ("bfloat16", 1024, "wgmma_slices"),
-    ],
-)
-def test_auto_takes_the_kernel_that_was_measured_fastest(dtype, d, fastest):
-    problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
-    assert planning.select("auto", "forward", problem, H100).name == fastest
+FASTEST = {
+    "fa2_coalesced": (("float32", 128), ("float64", 64)),
+    "wgmma_persistent": (("float16", 0), ("float16", 256), ("bfloat16", 32)),
+    "wgmma_slices": (("float16", 257), ("float16", 1024), ("bfloat16", 1024)),
+}
+
+
+@pytest.mark.parametrize("fastest", FASTEST)
+def test_auto_takes_the_kernel_that_was_measured_fastest(fastest):
+    for dtype, d in FASTEST[fastest]:
+        problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
+        assert planning.select("auto", "forward", problem, H100).name == fastest
 
 
 def test_auto_goes_by_the_nearest_head_dimension_that_was_measured():
