@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict
+from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
 from helpers.problems import DTYPES
 
 import cupyfa
