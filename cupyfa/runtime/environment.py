@@ -1,4 +1,4 @@
-"""What a result was made with: the device, the versions, the command."""
+"""The environment of a result: device, versions, command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cupyfa.runtime.backend import Backend
 
 PROC = Path("/proc/driver/nvidia")
 
-# What the library's long functions call as they go on: (done, total, what is being done).
+# Called by long functions: (done, total, description of the current work).
 Progress = Callable[[int, int, str], None]
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    """For callers that do not want to know."""
+    """Reports nothing."""
 
 
 def describe(engine: Backend) -> dict[str, str]:
-    """The device, the versions of everything that takes part, the time and the command."""
+    """The device, all versions, the time and the command."""
     return {
         "device": engine.limits.device,
         "backend": engine.name,
@@ -69,7 +69,7 @@ def kernel_driver() -> str | None:
 
 
 def told_by_driver(name: str) -> str:
-    """A file of the driver's in /proc; empty if it is not there."""
+    """The text of a file of the driver in /proc; empty if there is none."""
     try:
         return (PROC / name).read_text()
     except OSError:

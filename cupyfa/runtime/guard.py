@@ -1,10 +1,10 @@
-"""A run among canaries: what a kernel does outside its outputs is seen.
+"""Runs a plan between guard zones; detects out-of-bounds and missing writes.
 
-Every array gets memory of its own with margins on both sides, laid out as the caller's array is,
-strides and all, its element 0 as far from a multiple of 16 bytes. All of that memory begins as
-bytes of all ones, which is NaN in every float format: an element of an output that nobody wrote
-shows, a read outside shows in the result, and a write outside leaves a byte that is not all ones.
-Inputs are compared before and after. All this is done where the arrays are; only outputs move.
+Every array gets its own memory with a margin on both sides, with the strides and the alignment of
+the caller's array. All of that memory is first filled with one bits, which are NaN in every float
+format. So an element that was not written is NaN, a read out of bounds gives NaN in a result, and a
+write out of bounds changes a margin. Inputs are compared before and after. All of this is done in
+the backend's memory; only outputs are copied to the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Guarded:
 def run_guarded(
     backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Runs a plan like ``run``, but on copies among canaries; ``outputs`` only lend their strides.
+    """Runs a plan like ``run``, on guarded copies; of ``outputs`` only the strides are used.
 
     Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
     """
@@ -73,7 +73,7 @@ def run_guarded(
 def checked(
     engine: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The results of a run among canaries, if they are right; else raises WrongResult."""
+    """The results of a guarded run if they are right; else raises WrongResult."""
     results = run_guarded(engine, plan, inputs, outputs)
     tolerance.require(judge(engine, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}")
     return results
@@ -82,7 +82,7 @@ def checked(
 def judge(
     engine: Backend, plan: Plan, inputs: Mapping[str, Any], results: Mapping[str, np.ndarray]
 ) -> list[tolerance.Verdict]:
-    """How far results lie from the reference."""
+    """The distance of results from the reference, with their bounds."""
     operation = OPERATIONS[plan.kernel.operation]
     on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
     expected = operation.expected(on_host, plan.problem, plan.rounding)
@@ -90,12 +90,12 @@ def judge(
 
 
 def _with_padding(backend: Backend, plan: Plan, name: str, g: _Guarded) -> Any:
-    """The elements of an output or scratch, and what else of its memory may be written."""
+    """The elements of an output or scratch, with the padding of its rows, which may be written."""
     return backend.view(g.memory, plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides)
 
 
 def _like(backend: Backend, array: Any) -> _Guarded:
-    """Guarded memory for an array with the strides and the alignment of this one."""
+    """Guarded memory for an array with the same strides and alignment."""
     address = backend.address(array) if backend.owns(array) else array.ctypes.data
     return _guarded(backend, array.shape, array.dtype, array.strides, address % 16)
 
@@ -125,7 +125,7 @@ def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
 
 
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
-    """Whether only what may be written was written: the elements of outputs and scratch.
+    """Raises if anything but the elements of outputs and scratch was written.
 
     Turns the elements into ones, of inputs only those bits that are as they were, so that all else
     stands out.

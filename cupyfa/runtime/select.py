@@ -1,4 +1,4 @@
-"""Which backend a call runs on, by its name and by where its arrays lie."""
+"""Chooses the backend of a call by its name and by the memory of its arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyfa.errors import DeviceError, described
 from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
-# Warnings point at the line that called the library, where Python can be told so.
+# Warnings point at the line that called the library, where Python supports that.
 AT_THE_CALLER: Any = (
     {"skip_file_prefixes": (str(Path(__file__).parents[1]),)}
     if sys.version_info >= (3, 12)
@@ -24,7 +24,7 @@ AT_THE_CALLER: Any = (
 )
 NAMES = ("auto", "cuda", "simulator")
 _choosing = threading.RLock()
-_owners: dict[type, Backend] = {}  # by the type of their own arrays
+_owners: dict[type, Backend] = {}  # by the type of the backend's arrays
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 
 
@@ -36,14 +36,14 @@ def backend_named(backend: str | Backend) -> Backend:
     if isinstance(backend, Backend):
         return backend
     if backend in NAMES:
-        with _choosing:  # threads that begin together get the same one
+        with _choosing:  # concurrent threads get the same backend
             return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
     known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
     raise ValueError(f"backend {backend!r} is unknown; {known}")
 
 
 def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
-    """The backend, if all arrays are of its own kind; None if they have to be looked at."""
+    """The backend whose own type all arrays have; None for other arrays."""
     found = _owners.get(type(arrays[0]))
     if found is None or not (backend == "auto" or backend is found or backend == found.name):
         return None
@@ -87,7 +87,7 @@ def writable_view(backend: Backend, name: str, array: Any) -> Any:
 
 
 def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
-    """Torch's tensors in GPU memory, the short way where there is one."""
+    """Torch's tensors in GPU memory, without DLPack where possible."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
         return None
@@ -100,7 +100,7 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
 
 def _on_host(name: str, array: Any) -> bool:
     if is_masked(array):
-        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel knows; pass {name}.data")
+        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; pass {name}.data")
     if isinstance(array, np.ndarray):
         return True
     if hasattr(array, "__dlpack_device__"):
@@ -126,7 +126,7 @@ def _numpy(name: str, array: Any) -> np.ndarray:
 
 
 def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
-    """A view of another library's array, whose code may raise anything."""
+    """A view of another library's array; any error becomes a TypeError that names it."""
     try:
         return view(array)
     except (DeviceError, MemoryError):

@@ -31,10 +31,10 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
         return
-    if K == 0 or a.shape[1] == 0:  # there is nothing to add up
+    if K == 0 or a.shape[1] == 0:  # an empty sum
         out.fill(0)
         return
-    if scale == 0:  # cuBLAS would not look at a and b, whose NaN and infinities count
+    if scale == 0:  # cuBLAS would not read a and b, whose NaN and infinities must propagate
         smallest = np.finfo(np.float64 if out.dtype == np.float64 else np.float32).tiny
         matmul(a, b, out, float(smallest), tf32=tf32)
         out *= 0
@@ -84,8 +84,8 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
 
 @contextmanager
 def _sums_in_full(handle: int) -> Iterator[None]:
-    """Partial sums stay float32: in float16, as cuBLAS may choose, they overflow where a sum would
-    not. The handle is CuPy's, and is left as it was."""
+    """Keeps partial sums in float32: in float16, which cuBLAS may choose, they can overflow where
+    the whole sum does not. Restores the mode of CuPy's handle."""
     mode = cublas.getMathMode(handle)
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
@@ -95,7 +95,7 @@ def _sums_in_full(handle: int) -> Iterator[None]:
 
 
 def _gemm() -> Callable[..., Any]:
-    """CuPy's function, or the library's own: CuPy's refuses streams that are being captured."""
+    """CuPy's function, or cuBLAS's own during a capture, which CuPy's refuses."""
     stream = cupy.cuda.get_current_stream().ptr
     if not runtime.streamIsCapturing(stream):
         return cublas.gemmStridedBatchedEx
@@ -106,7 +106,7 @@ def _gemm() -> Callable[..., Any]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """cuBLAS, as CuPy's module has loaded it."""
+    """The cuBLAS library that CuPy has loaded."""
     library = ctypes.CDLL(cublas.__file__)
     whole, wide, pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
     matrix = (pointer, whole, whole, wide)  # data, type, row length, step to the next
@@ -125,19 +125,19 @@ def _succeed(status: int) -> None:
 
 
 def _ready(out: Any) -> bool:
-    """Whether cuBLAS can write the array: rows one after the other, none within another."""
+    """Whether cuBLAS can write the array: contiguous rows that do not overlap."""
     size, N = out.dtype.itemsize, out.shape[-1]
     dense = out.strides[-1] == size or N == 1
     return dense and N <= _row_length(out) <= _INT_MAX and min(out.strides[:2]) >= 0
 
 
 def _row_length(out: Any) -> int:
-    """Elements from one row to the next; a single row ends where it ends."""
+    """Elements from one row to the next; the columns if there is one row."""
     return out.strides[-2] // out.dtype.itemsize if out.shape[-2] > 1 else out.shape[-1]
 
 
 def _leading(array: Any) -> tuple[Any, tuple[bool, int]]:
-    """An array cuBLAS can read, whether its matrices are transposed, and their row length."""
+    """An array that cuBLAS can read, whether its matrices are transposed, and their row length."""
     size = array.dtype.itemsize
     for transposed, row, column in ((False, -2, -1), (True, -1, -2)):
         length = array.strides[row] // size if array.shape[row] > 1 else array.shape[column]

@@ -1,4 +1,4 @@
-"""The backend made of CuPy: NVRTC through RawModule, device arrays, streams and events."""
+"""The CUDA backend, on CuPy: NVRTC through RawModule, device arrays, streams and events."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from cupy_backends.cuda.api import driver, runtime  # noqa: E402
 
 ARRAY = cupy.ndarray
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
-_STATIC_LIMIT = 48 * 1024  # more shared memory than this has to be asked for
-_CAPTURING = range(900, 909)  # errors of what a stream that is captured does not allow
-# Keeps the device busy, so that the host has queued a call before the device begins it. If it has
-# not, the call is timed once more, after more cycles: about 0.3 ms and 3 ms.
+_STATIC_LIMIT = 48 * 1024  # bytes; more shared memory must be requested
+_CAPTURING = range(900, 909)  # errors of calls that are not allowed during a capture
+# Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
+# device starts it; if it has not, the call is timed again with more cycles. About 0.3 ms and 3 ms.
 _HEAD_STARTS = (600_000, 6_000_000)
 _HOLD = """
 extern "C" __global__ void hold(long long cycles) {
@@ -63,8 +63,8 @@ def compile_without_gpu(
 
     target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
-    options += ["--no-cache"]  # what comes out of NVRTC's own cache comes without a log
-    options += ["--diag-suppress=177"]  # a constant that this kernel does not use
+    options += ["--no-cache"]  # NVRTC's own cache has no log
+    options += ["--diag-suppress=177"]  # constants that a kernel does not use
     options += [f"-I{folder}" for folder in folders]
     options += [f"-I{find_nvidia_header_directory('cudart')}"]
     program = nvrtc.createProgram(text, name, [], [])
@@ -107,17 +107,17 @@ def _device_error(error: BaseException) -> DeviceError | None:
         no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
         what = f"the device failed: {error}"
         return OutOfMemory(what) if no_memory else _failed(what)
-    if type(error).__name__ == "CUBLASError":  # of a module that need not be there
+    if type(error).__name__ == "CUBLASError":  # cuBLAS may not be installed
         return _failed(f"cuBLAS failed: {error}")
     return None
 
 
 def _failed(what: str) -> DeviceError:
-    """The error of a failure: once a kernel trapped, every further call fails too."""
+    """The error for a failure; after a trap in a kernel every further call fails too."""
     try:
         runtime.deviceSynchronize()
     except runtime.CUDARuntimeError as found:
-        if found.status in _CAPTURING:  # which says nothing of the context
+        if found.status in _CAPTURING:  # the context is not lost
             return DeviceError(what)
         return DeviceLost(
             f"{what}; this process's CUDA context is lost, with all that was on the device: "
@@ -143,7 +143,8 @@ class _Lane:
 
     def __init__(self) -> None:
         self._device = runtime.getDevice()
-        # Itself: a signal that came within an __enter__ of Python's would leave it current.
+        # Stream's own __enter__, written in C: a signal inside a Python __enter__ would leave the
+        # stream current.
         self.context = self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def enter(self) -> None:
@@ -172,7 +173,7 @@ class _Lane:
         self._stream.synchronize()
 
 
-_ready = threading.local()  # which device a thread of transfer's works for
+_ready = threading.local()  # the device that a copying thread has made current
 
 
 class Cuda(Backend):
@@ -195,11 +196,11 @@ class Cuda(Backend):
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._building: dict[tuple[Any, ...], threading.Lock] = {}
         self._lock = threading.Lock()
-        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # that no call has now
+        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # not in use
 
     @property
     def devices(self) -> int:  # type: ignore[override]
-        """How many are visible, if they are alike; else only the current one counts."""
+        """The visible devices if all are of one model, else 1."""
         count = runtime.getDeviceCount()
         names = {runtime.getDeviceProperties(i)["name"] for i in range(count)}
         return count if len(names) == 1 else 1
@@ -218,7 +219,7 @@ class Cuda(Backend):
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """By their addresses, for the way through DLPack takes longer than all else in a call.
+        """Uses their addresses: DLPack takes longer than everything else in a call.
 
         None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
         """
@@ -228,7 +229,7 @@ class Cuda(Backend):
             if torch.cuda.current_stream(device).cuda_stream != get_current_stream().ptr:
                 return None
             seen = [_of_tensor(torch, x, device) for x in tensors]
-        except Exception:  # of a tensor of some new kind: its DLPack will say
+        except Exception:  # an unknown kind of tensor: left to DLPack
             return None
         return None if any(x is None for x in seen) else seen
 
@@ -261,7 +262,7 @@ class Cuda(Backend):
 
     def _build(self, text: str, launch: PlannedLaunch) -> Any:
         options = tuple(f"-I{folder}" for folder in sources.include_folders(launch))
-        if launch.target:  # stays, though CuPy adds the device's own, which lacks the letter
+        if launch.target:  # takes precedence over CuPy's own, which lacks the letter
             options += (f"-arch=sm_{launch.target}",)
         module = cupy.RawModule(code=text, options=options)
         try:
@@ -277,7 +278,7 @@ class Cuda(Backend):
                 "fit; choose smaller tiles, or write __launch_bounds__(threads) to spill them",
                 "too many registers a block",
             )
-        # A module's function is one for all launches of it, so what one was granted is not cut.
+        # All launches of a module share its function, so a larger limit is not reduced.
         if launch.shared_bytes > max(_STATIC_LIMIT, kernel.max_dynamic_shared_size_bytes):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         return kernel
@@ -318,7 +319,7 @@ class Cuda(Backend):
         return graph.launch
 
     def peak(self, call: Callable[[], Any]) -> int | None:
-        pool = cupy.cuda.MemoryPool()  # of its own: what it ever took it keeps till the end
+        pool = cupy.cuda.MemoryPool()  # a new pool keeps everything it ever allocated
         with cupy.cuda.using_allocator(pool.malloc):
             call()
             self.synchronize()
@@ -403,7 +404,7 @@ class Cuda(Backend):
 
 
 def _of_tensor(torch: Any, x: Any, device: int) -> Any:
-    """A tensor as an array; None if it is none of the ordinary kind on this device."""
+    """A view of an ordinary tensor on this device; None for any other tensor."""
     dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
     plain = type(x) is torch.Tensor and x.layout is torch.strided
     if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
@@ -422,7 +423,7 @@ def _unowned(
     device: int,
     owner: Any = None,
 ) -> Any:
-    """An array over memory of others, which ``owner`` keeps alive; strides may be negative."""
+    """An array over memory that ``owner`` keeps alive; strides may be negative."""
     reach = [(n - 1) * step for n, step in zip(shape, strides)] if 0 not in shape else []
     low = sum(x for x in reach if x < 0)
     size = sum(map(abs, reach)) + dtype.itemsize
@@ -436,13 +437,13 @@ def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
 
 
 def _dotted(version: int) -> str:
-    """CUDA's version numbers as people write them: 12090 is 12.9."""
+    """A CUDA version number as text: 12090 is 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @cache
 def _somewhere(device: int) -> Any:
-    """Memory for a tensor map of an array that has none: it has to name some."""
+    """Memory that the tensor map of an empty array points to: the address must be valid."""
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
@@ -451,9 +452,9 @@ _MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
 
 
-@lru_cache(maxsize=1024)  # of as many arrays and boxes: a program has few, and uses them again
+@lru_cache(maxsize=1024)  # arrays and boxes; programs use few of them again and again
 def _encoded(mapped: Mapped) -> np.ndarray:
-    """A tensor map, in memory that the driver may write it to.
+    """A tensor map, in memory aligned as the driver needs it.
 
     Raises DeviceError with its values if the driver refuses them.
     """
@@ -505,7 +506,7 @@ def _hold_kernel() -> Any:
 
 
 def _flush() -> None:
-    """Overwrites four times what the L2 cache holds."""
+    """Overwrites four times the size of the L2 cache."""
     size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
     cupy.empty(size, np.uint8).data.memset_async(0, size)
 
@@ -521,7 +522,7 @@ def _limits(device: int) -> Limits:
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
         multiprocessors=attributes["MultiProcessorCount"],
-        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # which is told in kHz
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # given in kHz
         no_matmul=_no_cublas(),
         tuned=tuned.on(name),
     )
@@ -535,7 +536,7 @@ def _no_cublas() -> str | None:
     return None
 
 
-# What ``doctor`` asks, each in a process of its own.
+# For ``doctor``, which calls each of these in its own process.
 
 _TRIAL = """
 #include <cuda_fp16.h>
@@ -549,7 +550,7 @@ def cuda_versions() -> dict[str, int]:
 
 
 def try_devices() -> list[dict[str, Any]]:
-    """What each device is, and "error", what kept a kernel from being compiled and run on it."""
+    """The properties of each device, and "error" if a kernel could not be run there."""
     return [_tried(index) for index in range(runtime.getDeviceCount())]
 
 
@@ -563,7 +564,7 @@ def _tried(index: int) -> dict[str, Any]:
             if not (x.get() == 2).all():
                 error = "a kernel ran and gave a wrong result"
             free, total = device.mem_info
-        except Exception as caught:  # of the driver, of NVRTC, of the cache: all are told
+        except Exception as caught:  # of the driver, NVRTC or the cache: reported as it is
             error, (free, total) = f"{type(caught).__name__}: {caught}", (0, 0)
         return {
             "name": properties["name"].decode(),
@@ -576,14 +577,14 @@ def _tried(index: int) -> dict[str, Any]:
 
 
 def try_nvrtc() -> dict[str, str]:
-    """NVRTC's version, and the architecture that it has compiled a kernel for."""
+    """NVRTC's version, and the architecture that it compiled a kernel for."""
     arch = "90" if unavailable() else cupy.cuda.Device().compute_capability
     compile_without_gpu(_TRIAL, "trial.cu", arch, ())
     return {"nvrtc": ".".join(map(str, nvrtc.getVersion())), "arch": arch}
 
 
 def cublas_version() -> str:
-    """That of the cuBLAS that is found."""
+    """The version of cuBLAS."""
     from cupy.cuda import cublas, device
 
     return "found" if unavailable() else str(cublas.getVersion(device.get_cublas_handle()))

@@ -1,32 +1,32 @@
-"""The backend made of a host C++ compiler: the same kernels on the CPU, every access checked.
+"""The simulator: compiles the same kernels for the CPU, runs them and checks every access.
 
-What it does not see, or sees otherwise than a device:
+What it does not detect, or treats differently from a device:
 
-- Races of a read and a write in global memory; and of two writes, if one goes to another array in
-  the same memory, or comes after an atomic of its block in global memory, by which blocks may tell
-  each other what is done.
-- A race between lanes of a warp of which only some met in __syncwarp: a partial mask orders the
-  whole warp.
-- A cp_async that lands before it has to: it lands in the wait for it. Who reads between two
-  barriers of which one follows its start and the other precedes its wait finds the old data.
-- A read of shared memory by more than two warpgroups' products at a time: two are recorded, and a
-  write that races with another one alone is missed.
-- Registers that a thread writes between wgmma_fence and a product: the product takes them. A in
+- Races of a read and a write in global memory. Races of two writes there, if one goes to another
+  array in the same memory, or follows an atomic of its block in global memory, which may be a
+  signal between blocks.
+- A race between lanes of a warp after a __syncwarp of some of them: a partial mask orders the whole
+  warp.
+- A cp_async that completes early: here it completes in the wait for it. A read between its start
+  and that wait always finds the old data.
+- Reads of shared memory by products of more than two warpgroups at a time: two are recorded, and a
+  write that races with a third one alone is missed.
+- Registers that a thread writes between wgmma_fence and a product: the product uses them. A in
   registers is read when the product begins, where a device may read it until the wait.
-- The order in which a warpgroup's product adds: here one product after the other, each sum rounded;
-  and that a device adds products of e4m3 with about 14 bits.
+- The order of the sums in a warpgroup's product: here one product after the other, each sum
+  rounded. A device adds products of e4m3 with about 14 bits.
 - How many registers a thread has: decrease_registers and increase_registers look at the number
   only.
 - A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
   a function that the compiler does not inline.
 - Races of one-byte accesses: two threads may use the two bytes that share one record.
-- A loop that spins on memory until another thread writes it: threads change only in collectives,
-  so the launch hangs.
+- A loop that spins on memory until another thread writes it: threads are switched only in
+  collectives, so the launch hangs.
 - Recursion that overflows a thread's stack (256 KB): it hits a guard page, and the process ends.
 - Threads that return while others wait for them in a barrier: reported as a fault, though devices
   since sm_70 forgive it.
 - The limit of 48 KB on static shared memory.
-- `extern __shared__` in a header or behind a macro: only in a kernel's own text does it link.
+- `extern __shared__` in a header or behind a macro: it links only in a kernel's own text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Region, Start, recent
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
-_MULTIPROCESSORS = 4  # few, so that the blocks of a small problem have several tiles each
+_MULTIPROCESSORS = 4  # few, so that each block of a small problem has several tiles
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
 _MAP = np.dtype(
     {
@@ -84,7 +84,7 @@ class Simulator(Backend):
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """The limits of an H100, but for the instructions and the number of multiprocessors."""
+        """The limits of an H100, except for its architecture and number of multiprocessors."""
         return _limits()
 
     def owns(self, array: Any) -> bool:
@@ -166,7 +166,7 @@ class Simulator(Backend):
 
 
 def try_out() -> str:
-    """The compiler's version, after it has made a kernel that ran and was right; for ``doctor``."""
+    """The compiler's version, once a kernel has compiled and run correctly; for ``doctor``."""
     x = np.ones(32, np.float32)
     never_the_same = f"// {time.time_ns()}\n"
     text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'

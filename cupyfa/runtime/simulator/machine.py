@@ -45,18 +45,18 @@ _REPORT_BYTES = 2048
 ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
 _NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
 _LONGEST = 600  # seconds that a compiler may take
-_PATIENCE = 0.5  # seconds between looking after what was asked to end
+_PATIENCE = 0.5  # seconds between two checks of what was asked to end
 _MAX_THREADS = 1024
 _MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
 
 # Version 4 of the debug information is the last that every addr2line reads right.
 _BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
-    # On small problems compiling is what takes time; larger ones run a tenth slower than with -O2.
+    # Small problems spend their time on compiling; large ones run 10 % slower than with -O2.
     "-O1",
     "-fno-exceptions",
     "-fno-math-errno",
-    # What CUDA's compiler lets pass: types seen as others, and a null pointer's access as a fault.
+    # CUDA's compiler allows type punning, and an access through a null pointer must be a fault.
     "-fno-strict-aliasing",
     "-fno-delete-null-pointer-checks",
     "-fno-omit-frame-pointer",
@@ -76,7 +76,7 @@ _CLANG_FLAGS = [
     "-fno-sanitize=undefined",  # which zig adds with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
-    "-fno-vectorize",  # joined accesses would seem to reach elements that the kernel guards
+    "-fno-vectorize",  # vectorised accesses may include elements that the kernel guards
     "-fno-slp-vectorize",
     "-mllvm",
     "-tsan-instrument-func-entry-exit=0",
@@ -234,7 +234,7 @@ def _submit(kernel: CompiledKernel, request: _Request, table: int, regions: Any)
 
 
 def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
-    """The result of a call into C that a signal's handler can end, as that of Ctrl-C does.
+    """The result of a call into C that a signal handler can stop, such as that of Ctrl-C.
 
     Python runs handlers in its main thread, between its own steps: so that thread waits here while
     another makes the call. It waits for the end of that too, which works on the caller's memory;
@@ -243,7 +243,7 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # what a signal interrupts takes these or not
+    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each taken or not
     done.acquire()
 
     def work() -> None:
@@ -256,8 +256,8 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
                 done.release()
 
     try:
-        _thread.start_new_thread(work, ())  # where the signal may come, too
-        while not done.acquire(timeout=_PATIENCE):  # for it may also come to another thread
+        _thread.start_new_thread(work, ())  # a signal may come here too
+        while not done.acquire(timeout=_PATIENCE):  # the signal may reach another thread
             continue
     finally:
         if not begun.acquire(blocking=False):
@@ -429,7 +429,7 @@ def _source(text: str, entry: str) -> str:
         "#include <simulator.h>\n"
         f'#line 1 "{entry}.cu"\n{placed}\n'
         f'#line 1 "{ENTRY}"\n'
-        f'extern "C" decltype({entry}) {entry};\n'  # an error if it was not that before
+        f'extern "C" decltype({entry}) {entry};\n'  # an error unless declared so before
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
         'extern "C" __attribute__((visibility("default")))\n'
@@ -607,7 +607,7 @@ def _useless(what: str, said: str) -> CompilerNotFound:
 
 
 def _identity() -> str:
-    """What, besides text, headers and flags, decides what the compiler makes."""
+    """What the result of compiling depends on besides text, headers and flags."""
     return "\n".join([*compiler(), _version(), platform.machine(), _libc()])
 
 
@@ -617,8 +617,8 @@ def _libc() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command says. Raises CompileError with that if it fails or takes too long."""
-    # Started by another thread: in this one a signal could come before the process has a name.
+    """The output of a command. Raises CompileError with it after a failure or time-out."""
+    # Started by another thread: here a signal could come before the process is known.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(_start, command, folder)
         try:
@@ -652,12 +652,12 @@ def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        start_new_session=True,  # a group of its own, to end with all that it starts
+        start_new_session=True,  # its own group, to end it with its children
     )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler and what it started: politely first, for it has files to clean up."""
+    """Ends a compiler and its children: with SIGTERM first, so that it can remove its files."""
     for order in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
@@ -719,7 +719,7 @@ def _whole_or_made(name: str, make: _Make) -> Path:
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
         _seal(made)
-        # Complete or not there at all, whoever else is writing the same object.
+        # Atomic, also if another process writes the same object.
         os.replace(made, path)
     return path
 

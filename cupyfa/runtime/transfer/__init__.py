@@ -1,14 +1,14 @@
 """NumPy arrays to and from the device at the speed of the bus, and problems that do not fit it.
 
-A problem is cut into pieces along batch and key heads. While one piece is computed, the next ones
-are on their way to the device and the results of those before are on their way back. A copy that
-goes on by itself needs pinned memory, so several threads copy chunks of the caller's arrays to a
-few pinned buffers, whatever their strides, and chunks of results out of others; that is also what
-touches new memory first, which one thread alone would take longer for than the bus does. Arrays
-that are pinned already are read and written where they are.
+A problem is cut into pieces along batch and key heads. While one piece is computed, the next
+pieces are copied to the device and earlier results are copied back. Asynchronous copies need
+page-locked memory. So several threads copy chunks of the caller's arrays, with any strides, into a
+few page-locked buffers, and chunks of results out of others. They also touch new memory first,
+which takes one thread longer than the bus needs for the data. Arrays that are page-locked already
+are read and written directly.
 
-The device holds a few pieces at a time, so a problem may be larger than its memory. Where a single
-head is, its rows are cut too, and its keys: then partial results are merged by their lse.
+The device holds a few pieces at a time, so a problem may be larger than its memory. A head that is
+larger by itself is cut along its rows and its keys; partial results are merged by their lse.
 """
 
 from __future__ import annotations

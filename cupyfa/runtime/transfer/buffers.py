@@ -18,8 +18,8 @@ Move = Callable[..., None]  # send or bring
 class _Buffer:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.address = memory, memory.ctypes.data
-        self.mark: Mark | None = None  # of the last copy to it or out of it
-        self.sent = False  # whether that may go on
+        self.mark: Mark | None = None  # after the last copy to or from it
+        self.sent = False  # whether that copy may be in progress
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.ndarray(shape, dtype, self.memory)
@@ -29,7 +29,7 @@ class _Buffer:
         return not self.sent or self.mark is None or self.mark.done
 
     def copied(self, lane: Lane) -> None:
-        """A copy to it or out of it was started."""
+        """A copy to or from it was started."""
         self.mark, self.sent = lane.mark(self.mark), True
 
     def wait(self) -> None:
@@ -39,8 +39,8 @@ class _Buffer:
 
 
 class Buffers:
-    """The pinned buffers of one direction: the one that was free last is taken first, for its
-    memory may still be in the processor's caches."""
+    """The page-locked buffers of one direction. The buffer that became free last is taken first:
+    its memory may still be in the processor's caches."""
 
     def __init__(self, engine: Backend, chosen: Transfer) -> None:
         self._engine, self._size, self._most = (
@@ -48,13 +48,13 @@ class Buffers:
             chosen.chunk_bytes,
             chosen.buffers,
         )
-        self._busy: deque[_Buffer] = deque()  # with a copy that was still on its way out of each
+        self._busy: deque[_Buffer] = deque()  # each with a copy in progress
         self._free: list[_Buffer] = []
-        self._lock = threading.Lock()  # which Ctrl-C finds held by nobody, unlike a Condition
+        self._lock = threading.Lock()  # Ctrl-C cannot leave it held, unlike a Condition
         self._given, self.made = threading.Condition(self._lock), 0
 
     def take(self) -> _Buffer:
-        """A buffer that nothing is on its way out of."""
+        """A buffer without a copy in progress."""
         with self._lock:
             while not self._busy and not self._free and self.made == self._most:
                 self._given.wait()
@@ -88,7 +88,7 @@ class Buffers:
         except BaseException:
             with self._lock:
                 self.made -= 1
-                self._given.notify()  # who waits may make one, or fail as well
+                self._given.notify()  # a waiting thread may make one, or fail as well
             raise
 
 

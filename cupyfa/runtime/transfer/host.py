@@ -20,11 +20,10 @@ lock = threading.Lock()
 
 
 class Copies:
-    """The copies of a piece in one direction: so many that threads start.
+    """The copies of a piece in one direction, most of them made by threads.
 
-    What threads copy from a buffer in the end they have done when they count it. ``end`` is where
-    copies end in their lane that no thread has a part in. ``tasks`` are those that no thread was
-    given yet: all of them, or none.
+    ``tasks`` are the copies for threads, as long as they are not submitted. A thread counts a copy
+    out of a buffer when it is complete. ``end`` marks the end of copies without threads.
     """
 
     def __init__(self, lane: Lane, buffers: Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:
@@ -36,7 +35,7 @@ class Copies:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
-        """One more is started, or went wrong."""
+        """One more copy was started, or failed."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -44,20 +43,20 @@ class Copies:
                 self._all.release()
 
     def sleep(self) -> None:
-        """Returns when all are started that threads were given."""
+        """Returns when threads have started all copies that were submitted."""
         if not length_hint(self.tasks):
             with self._all:
                 return
 
     def wait(self) -> None:
-        """Returns when all are started; raises what went wrong."""
+        """Returns when all copies are started; raises the error of one that failed."""
         self.sleep()
         error, self._error = self._error, None
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # which holds this frame, and with it the call, its threads and arrays
+                del error  # it refers to this frame, and so to the call and its arrays
 
 
 class Host:
@@ -74,18 +73,18 @@ class Host:
         return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
 
     def submit(self, move: Move, copies: Copies) -> None:
-        """Has threads make copies."""
+        """Submits copies to the threads."""
         if not length_hint(copies.tasks):
             return
         if move not in self._tasks:
             with self._lock:
                 if move not in self._tasks:
                     self._tasks[move] = self._crew(move)
-        # Not in Python's steps, between which Ctrl-C comes: it finds all tasks given, or none.
+        # In one step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
         deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
 
     def _crew(self, move: Move) -> queue.SimpleQueue:
-        """The tasks of new threads, which know nothing but these."""
+        """The queue of new threads, which refer to nothing else."""
         tasks: queue.SimpleQueue = queue.SimpleQueue()
         for i in range(self.chosen.threads):
             name = f"cupyfa_{move.__name__}_{i}"
@@ -95,11 +94,11 @@ class Host:
     def __del__(self) -> None:
         for tasks in self._tasks.values():
             for _ in range(self.chosen.threads):
-                tasks.put(None)  # after what is still to be done
+                tasks.put(None)  # after the remaining tasks
 
 
 def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
-    """Makes copies, until there are to be no more."""
+    """Makes copies until the queue ends."""
     while (task := tasks.get()) is not None:
         copies, *arguments = task
         error = None
@@ -108,7 +107,7 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
         except BaseException as caught:
             error = caught
         copies.count(error)
-        del task, copies, arguments, error  # which hold the caller's arrays
+        del task, copies, arguments, error  # they refer to the caller's arrays
 
 
 def host_of(engine: Backend) -> Host:

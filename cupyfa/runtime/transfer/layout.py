@@ -1,4 +1,4 @@
-"""How the arrays of a piece lie on the device, and the launches on them."""
+"""The device memory of the arrays of a piece, and the launches on them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Slot = Mapping[str, tuple[Any, int]]  # device memory for the arrays of a piece,
 
 
 class _Lying(NamedTuple):
-    """How an array of a piece lies in the device's memory."""
+    """The layout of an array of a piece in device memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     strides: tuple[int, ...]
-    order: tuple[int, ...]  # of its axes in memory, outer ones first
-    memory: tuple[int, ...]  # the sizes of those, with columns to spare
+    order: tuple[int, ...]  # of its axes in memory, outermost first
+    memory: tuple[int, ...]  # their sizes, with padded columns
 
     @property
     def bytes(self) -> int:
@@ -33,7 +33,7 @@ class _Lying(NamedTuple):
 
 
 class Layout:
-    """How the arrays of a piece lie on the device, and the short way to launch its kernels."""
+    """The device memory of the arrays of a piece, and the launcher of its kernels."""
 
     def __init__(self, plan: Plan, orders: Orders) -> None:
         self.plan = plan
@@ -96,14 +96,14 @@ class Place(NamedTuple):
 
 
 def memory_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of the memory for an array, whose rows may have columns to spare."""
+    """The shape of the memory for an array, whose rows may be padded."""
     if name not in plan.boxed:
         return shape
     return (*shape[:-1], aligned_width(shape[-1], plan.problem.itemsize))
 
 
 def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
-    """Parts of a contiguous array, in order: each contiguous, and of at most so many elements."""
+    """Contiguous parts of a contiguous array, in order, of at most ``most`` elements."""
     if not math.prod(shape):
         return
     inner = math.prod(shape[1:])

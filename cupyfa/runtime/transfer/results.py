@@ -1,4 +1,4 @@
-"""Memory for results on the host: page-locked where that pays."""
+"""Host memory for results, page-locked where that is faster."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def fresh(engine: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 class _Results:
-    """How many bytes of results lie in pinned memory, and which sizes were asked for."""
+    """The bytes of results in page-locked memory, and the sizes that were asked for."""
 
     def __init__(self) -> None:
-        # One that the same thread may take again, for a result may be dropped at any time.
+        # Re-entrant: a result may be dropped at any time, also while this thread holds the lock.
         self.bytes, self.asked, self._lock = 0, set[int](), threading.RLock()
 
     def admits(self, size: int) -> bool:
-        """Whether a result of this size may be pinned, and counts it; remembers that there was one.
+        """Whether a result of this size may be page-locked; counts it and remembers its size.
 
         CuPy's pool takes a power of two for it.
         """
@@ -46,7 +46,7 @@ class _Results:
             return admitted
 
     def drop(self, size: int) -> None:
-        """One is no more."""
+        """A result was freed."""
         with self._lock:
             self.bytes -= _pooled(size)
 
@@ -55,10 +55,10 @@ pinned_results = _Results()
 
 
 class _Result:
-    """Pinned memory that an array lies in; what NumPy keeps as the array's base."""
+    """Page-locked memory of an array; NumPy keeps it as the array's base."""
 
     def __init__(self, engine: Backend, size: int) -> None:
-        self._size = size  # first of all: what was admitted is dropped, come what may
+        self._size = size  # set first, for __del__ subtracts it even if pinning fails
         self._memory = engine.pinned(size)
         self.__array_interface__ = self._memory.__array_interface__
 
