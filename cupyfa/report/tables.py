@@ -222,7 +222,7 @@ def table_or_fields(
     rows: Sequence[Row], width: int | None = None, *, spare: Sequence[str] = ()
 ) -> str:
     """A table, or for a single row its fields."""
-    return table_of(rows, width, spare=spare) if len(rows) > 1 else fields(rows[0], width=width)
+    return fields(rows[0], width=width) if len(rows) == 1 else table_of(rows, width, spare=spare)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
