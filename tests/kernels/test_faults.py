@@ -22,7 +22,9 @@ def broken(tmp_path, kernel, right, wrong, header=None):
     file = (sources.INCLUDE / header) if header else sources.KERNELS / f"forward/{kernel}.cu"
     text = file.read_text()
     assert right in text, "the fault must change something"
-    (tmp_path / file.name).write_text(text.replace(right, wrong))
+    to = tmp_path / (header or file.name)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(text.replace(right, wrong))
     if header:
         original = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
         (tmp_path / f"{kernel}.cu").write_text(original)

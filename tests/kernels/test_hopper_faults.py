@@ -42,16 +42,30 @@ WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "caus
 AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
-# Sums that came out as NaN would be computed once more.
-MENDED = "recompute_gradients.cuh", ("return __any_sync(full_warp, strange);", "return false;")
+# Sums that are not finite would be computed again: that hides what is missing.
+REPAIRED = "repair_gradients.cuh", ("return __all_sync(full_warp, finite);", "return true;")
 
 
 def tiles_of(kernel):
     return TILES.get(kernel, {"Br": 128, "Bc": 64, "stages": 2})
 
 
+def path_of(file):
+    (path,) = sources.KERNELS.rglob(file)
+    return path
+
+
 def text_of(file):
-    return next(sources.KERNELS.rglob(file)).read_text()
+    return path_of(file).read_text()
+
+
+def written(folder, file, text):
+    """Writes another text of a file where a kernel of the folder includes it from, or has it."""
+    path = path_of(file)
+    within = sources.INCLUDE if path.is_relative_to(sources.INCLUDE) else sources.KERNELS
+    to = folder / (path.name if path.suffix == ".cu" else path.relative_to(within))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(text)
 
 
 def files_of(kernel):
@@ -84,11 +98,12 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
 
     Unless that is about turns, nobody waits for them, so that they make up for nothing.
     """
-    mended, change = MENDED
-    (folder / mended).write_text(text_of(mended).replace(*change))
+    repairs, change = REPAIRED
+    assert change[0] in text_of(repairs), "the change must change something"
+    written(folder, repairs, text_of(repairs).replace(*change))
     for name in {*HEADERS, *files_of(kernel)}:
         text = optional(text_of(name), ORDERS) if name == file else text_of(name)
-        (folder / name).write_text(text if with_turns else text.replace(AWAITS_TURN, ";"))
+        written(folder, name, text if with_turns else text.replace(AWAITS_TURN, ";"))
     broken = replace(RUNGS[kernel], folder=folder)
     sizes, tiles = (WIDE, {}) if str(file).endswith("_wide.cu") else (SIZES, tiles_of(kernel))
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype="float16")
