@@ -55,23 +55,23 @@ struct Source {
   }
 };
 
-// The thread's sums, by the rows that see each key: an infinity or NaN of another row makes NaN of
-// a product with 0.
-template <int cols, int m, int n>
-__device__ void repair(float (&sums)[m][n][4], const operand* left, Tensor<const operand> right,
+// Writes the warp's keys of a gradient by the rows that see each: an infinity or NaN of another row
+// makes NaN of a product with 0.
+template <int cols>
+__device__ void repair(Tensor<scalar> gradient, const operand* left, Tensor<const operand> right,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int heads,
-                       int group, int local_kv_head, int first_key, int first_col) {
-#pragma unroll
-  for (int i = 0; i < m * n * 4; ++i) {
-    const int lane = own_lane(), j = i / 4 % n;
-    const int key = first_key + i / 4 / n * step + i / 2 % 2 * 8 + lane / 4;
-    const int col = first_col + j * 8 + 2 * (lane % 4) + i % 2;
-    float& sum = sums[i / 4 / n][j][i % 4];
-    sum = 0;
+                       int group, int local_kv_head, int first_key, int first_col, float factor) {
+  const int kv_heads = heads / group, kv_head = round.first_head / group + local_kv_head;
+#pragma unroll 1
+  for (int i = threadIdx.x % warp_size; i < Wr * own_width<cols>; i += warp_size) {
+    const int key = first_key + i / own_width<cols>, col = first_col + i % own_width<cols>;
     if (key >= extent.N || col >= cols) continue;
+    float sum = 0;
+#pragma unroll 1
     for (int local = local_kv_head * group; local < (local_kv_head + 1) * group; ++local) {
       const int head = round.first_head + local;
       const Head rows = round.of(left, local);
+#pragma unroll 1
       for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
         if (*lse.row(head / heads, head % heads, row) == -infinity || !extent.sees(row, key))
           continue;
@@ -79,6 +79,7 @@ __device__ void repair(float (&sums)[m][n][4], const operand* left, Tensor<const
                float(right.row(head / heads, head % heads, row)[col]);
       }
     }
+    gradient.row(kv_head / kv_heads, kv_head % kv_heads, key)[col] = scalar(sum * factor);
   }
 }
 
@@ -106,9 +107,11 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
   }
   Own own(width);
   own.col += col;
-  if (!all_finite(sums))
-    repair<cols>(sums, left, right, lse, extent, round, heads, group, local_kv_head, key + own.row,
-                 own.col);
+  if (!all_finite(sums)) {
+    repair<cols>(gradient, left, right, lse, extent, round, heads, group, local_kv_head,
+                 key + own.row, own.col, factor);
+    return;
+  }
   const int kv_heads = heads / group, kv_head = round.first_head / group + local_kv_head;
   store_gradient<cols>(gradient, sums, factor, own, kv_head / kv_heads, kv_head % kv_heads, key,
                        extent.N, own_lane());

@@ -50,31 +50,31 @@ __device__ __forceinline__ float4* saved(float* dQ_sum) {
   return reinterpret_cast<float4*>(dQ_sum) + place + threadIdx.x;
 }
 
-__device__ __forceinline__ void load_saved(Sums& sums, float* dQ_sum) {
-  const float4* from = saved(dQ_sum);
-#pragma unroll
-  for (int i = 0; i < fragments; ++i) {
-    const float4 x = from[i * threads];
-    float (&to)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  }
-}
-
-// Adds a round's dS K to the thread's sums by the keys that each row sees: a masked key's infinity
-// or NaN makes NaN of a product with 0.
-__device__ void repair(Sums& sums, const Head& dS, Tensor<const operand> K, Tensor<const real> lse,
-                       const Extent& extent, const Round& round, int batch, int head, int kv_head,
-                       int first_row, int first_col) {
-#pragma unroll
+// Sums the thread's elements of a round again, by the keys that each row sees: a masked key's
+// infinity or NaN makes NaN of a product with 0. It works in memory, because a loop over registers
+// would have to be unrolled.
+__device__ void repair(float* dQ_sum, Tensor<scalar> dQ, const Head& dS, Tensor<const operand> K,
+                       Tensor<const real> lse, const Extent& extent, const Round& round, int batch,
+                       int head, int kv_head, int first_row, int first_col, float scale) {
+  const bool first = round.first_key == 0, last = round.first_key + round.stride >= extent.N;
+  const int lane = threadIdx.x % warp_size;
+#pragma unroll 1
   for (int i = 0; i < fragments * 4; ++i) {
-    const int lane = own_lane(), half = i / 2 % 2, n = i / 4 % (own_cols / 8);
-    const int row = first_row + i / 4 / (own_cols / 8) * step + half * 8 + lane / 4;
-    const int col = first_col + n * 8 + 2 * (lane % 4) + i % 2;
-    if (row >= extent.M || col >= d || *lse.row(batch, head, row) == -infinity) continue;
-    const int end = min(extent.kv_end(row), round.first_key + round.stride);
-    for (int key = max(extent.kv_begin(row), round.first_key); key < end; ++key)
-      sums[i / 4 / (own_cols / 8)][n][i % 4] +=
-          float(dS.row<1>(row)[key - round.first_key]) * float(K.row(batch, kv_head, key)[col]);
+    const int row = first_row + i / 4 / (own_cols / 8) * step + i / 2 % 2 * 8 + lane / 4;
+    const int col = first_col + i / 4 % (own_cols / 8) * 8 + 2 * (lane % 4) + i % 2;
+    float* kept = reinterpret_cast<float*>(saved(dQ_sum) + i / 4 * threads) + i % 4;
+    float sum = first ? 0.0f : *kept;
+    if (row < extent.M && col < d && *lse.row(batch, head, row) != -infinity) {
+      const int end = min(extent.kv_end(row), round.first_key + round.stride);
+#pragma unroll 1
+      for (int key = max(extent.kv_begin(row), round.first_key); key < end; ++key)
+        sum +=
+            float(dS.row<1>(row)[key - round.first_key]) * float(K.row(batch, kv_head, key)[col]);
+    }
+    if (!last)
+      *kept = sum;
+    else if (row < extent.M && col < d)
+      dQ.row(batch, head, row)[col] = scalar(sum * scale);
   }
 }
 
@@ -100,7 +100,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
                        {dS, K, round, local_head, batch, kv_head, first_row, col, start, end}};
   ring.start();
   Sums sums = {};
-  if (first_key > 0) load_saved(sums, dQ_sum);
+  if (first_key > 0) {
+    const float4* from = saved(dQ_sum);
+#pragma unroll
+    for (int i = 0; i < fragments; ++i) {
+      const float4 x = from[i * threads];
+      float (&to)[4] = sums[i / (own_cols / 8)][i % (own_cols / 8)];
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+  }
 #pragma unroll 1
   for (int key = start; key < end; key += Bd) {
     Slice& slice = ring.next().template as<Slice>();
@@ -110,12 +118,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   Own own(own_cols);
   own.col += col;
   if (!all_finite(sums)) {
-#pragma unroll
-    for (int i = 0; i < fragments * 4; ++i)
-      sums[i / 4 / (own_cols / 8)][i / 4 % (own_cols / 8)][i % 4] = 0;
-    if (first_key > 0) load_saved(sums, dQ_sum);
-    repair(sums, round.of(dS, local_head), K, lse, extent, round, batch, head, kv_head,
-           first_row + own.row, own.col);
+    repair(dQ_sum, dQ, round.of(dS, local_head), K, lse, extent, round, batch, head, kv_head,
+           first_row + own.row, own.col, scale);
+    return;
   }
   if (first_key + stride >= N) {  // the last round of keys
     store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, M, own_lane());
