@@ -61,7 +61,7 @@ class Program(click.Group):
             with ended_by_signals():
                 sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except click.Abort:
-            click.echo("cupyfa: interrupted", err=True)
+            click.echo("note: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except click.ClickException as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on

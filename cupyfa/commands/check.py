@@ -116,7 +116,7 @@ def check(
             )
     except checking.Interrupted as interrupted:
         _print(interrupted.checked, err=True)
-        click.echo("cupyfa: interrupted", err=True)
+        click.echo("note: interrupted", err=True)
         cause = interrupted.__cause__
         sys.exit(cause.code if isinstance(cause, SystemExit) else INTERRUPTED)
     if form == "table":

@@ -341,13 +341,12 @@ def _drawn(content: RenderableType, width: int | None) -> str:
     """The text by rich for this terminal, or for a wider one if the longest words need it."""
     console = Console(width=width, highlight=False)
     unbounded = console.options.update(width=10_000)
-    if isinstance(content, Table):
+    needed = console.measure(content, options=unbounded).minimum
+    if isinstance(content, Table) and needed > console.width:
+        content.collapse_padding = True
         needed = console.measure(content, options=unbounded).minimum
-        if needed > console.width:
-            content.collapse_padding = True
-            needed = console.measure(content, options=unbounded).minimum
-        indent = 2  # of indented names
-        console.width = max(console.width, needed + indent)
+    indent = 2  # of indented names
+    console.width = max(console.width, needed + indent)
     with console.capture() as capture:
         console.print(content)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
