@@ -12,7 +12,7 @@
 #include <attention/score.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
-#include <tile/block_copy.cuh>
+#include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>

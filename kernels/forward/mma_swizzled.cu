@@ -12,7 +12,7 @@
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
 #include <ptx/mma.cuh>
-#include <tile/block_copy.cuh>
+#include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>

@@ -14,6 +14,7 @@
 #include <attention/score.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
+#include <ptx/mma_tf32.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/shared.cuh>

@@ -8,7 +8,7 @@ from helpers.device_code import INCLUDE, code, fault, launch, source
 
 from cupyfa.numerics import reference
 
-MMA = "#include <ptx/mma.cuh>\n#include <cuda_bf16.h>"
+MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]

@@ -7,6 +7,7 @@
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
+#include <tile/block_copy.cuh>
 #include <tile/store.cuh>
 #include <tile/warp.cuh>
 

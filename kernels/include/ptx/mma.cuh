@@ -1,5 +1,5 @@
 #pragma once
-// Tensor-core products of one warp: 16-bit numbers or tf32 in, float out. All 32 lanes call each
+// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
 // function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
 // c = 2 * (l % 4):
 //
@@ -8,11 +8,6 @@
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
 // So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
-//
-// A tf32 is a float whose last 13 bits do not count. Its products are 16x8x8, with c = l % 4:
-//
-//   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
-//   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 #include <cuda_fp16.h>
 constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
 
@@ -110,22 +105,4 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[
           : "r"(a[2]), "r"(a[3]), "r"(b1));
     }
   }
-}
-
-// x rounded to tf32, to nearest, ties away from zero. Products would only cut off its last bits,
-// which errs twice as much and always towards zero.  cvt.rna.tf32.f32
-__device__ __forceinline__ unsigned round_to_tf32(float x) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return bits;
-}
-
-// D += A B, operands of tf32.  mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32, from sm_80 on
-__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4],
-                                                  unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

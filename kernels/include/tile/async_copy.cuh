@@ -3,11 +3,10 @@
 // rows into them that go on while the thread does other things.
 
 #include <ptx/cp_async.cuh>
-#include <attention/row_state.cuh>
 #include <ptx/mma.cuh>
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>
-#include <tile/block_copy.cuh>
+#include <tile/share_out_rows.cuh>
 
 constexpr int in_chunk = 16 / sizeof(operand);  // elements
 
@@ -103,67 +102,4 @@ __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], cons
                                           int first_row) {
   constexpr int width = cdiv(cols, step) * step;
   copy_tile<width, cols == width, heads>(tile, head, first_row, 0, cols);
-}
-
-// Whether one of the chunks of V that this thread has copied holds an infinity or NaN: numbers
-// whose exponent is all ones, so that one more in its last place carries into the sign's. Of
-// float32 those count too that are infinite in tf32, to which half of its last place is added.
-template <int height, int columns>
-__device__ __forceinline__ bool has_nonfinite(operand (&V)[height][columns]) {
-  constexpr bool pairs = sizeof(operand) == 2;
-  constexpr unsigned signs = pairs ? 0x80008000 : 0x80000000;
-  constexpr unsigned last_place = !pairs             ? 0x00800000 + 0x1000
-                                  : is_half<operand> ? 0x04000400
-                                                     : 0x00800080;
-  unsigned carries = 0;
-  const auto look_at = [&](unsigned bits) { carries |= (bits & ~signs) + last_place; };
-  share_out_rows<height, columns / in_chunk>([&](int row, int chunk, int) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at(V, row, chunk));
-    look_at(x.x), look_at(x.y), look_at(x.z), look_at(x.w);
-  });
-  return carries & signs;
-}
-
-// Takes the sign of the scale, or its being 0, into Q, which leaves a positive scale.
-template <int depth, int height, int columns>
-__device__ void apply_sign(operand (&Q)[height][columns], float scale) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < height * depth; i += threads) {
-    operand& q = at(Q, i / depth, i % depth / in_chunk)[i % in_chunk];
-    q = operand(float(q) * (scale < 0 ? -1.0f : 0.0f));
-  }
-}
-
-// O += P V where V holds infinities or NaN, from scores: a masked key has weight 0, but 0 * NaN is
-// NaN, so each row takes the keys that it sees alone.
-template <int Bc, int width, int m, int n, int cols, int pack_gqa>
-__device__ __forceinline__ void multiply_visible(operand (&V)[Bc][width], float (&P)[m][n][4],
-                                                 float (&O)[m][cols][4],
-                                                 Rows<m * step, pack_gqa>& rows, int first_key,
-                                                 int lane) {
-  exponentiate(P, rows);
-#pragma unroll 1
-  for (int key = 0; key < Bc; ++key) {
-    float weights[2 * (m)];
-#pragma unroll
-    for (int i = 0; i < 2 * (m); ++i) {
-      unsigned mine = 0;
-#pragma unroll
-      for (int c = 0; c < Bc / 4; ++c) {
-        const float p = P[i / 2][c / 2][i % 2 * 2 + c % 2];
-        mine |= bits_if(key / 8 * 2 + key % 2 == c, p);
-      }
-      weights[i] = __shfl_sync(full_warp, __uint_as_float(mine), lane / 4 * 4 + key % 8 / 2);
-    }
-#pragma unroll
-    for (int j = 0; j < width / 4; ++j) {
-      const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      const float v = float(at(V, key, col / in_chunk)[col % in_chunk]);
-#pragma unroll
-      for (int i = 0; i < 2 * (m); ++i) {
-        float& sum = O[i / 2][j / 2][i % 2 * 2 + j % 2];
-        if (rows.sees(i / 2, i % 2, first_key + key)) sum += weights[i] * v;
-      }
-    }
-  }
 }
