@@ -168,11 +168,13 @@ def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 64 columns of 16 bits, and barriers: one or two for Q, four a stage."""
+    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
+    warpgroup, of K and of V.
+    """
     depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
     Q_stages = getattr(c, "Q_stages", 1)
     tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
-    barriers = 8 * ((2 * Q_stages if hasattr(c, "Q_stages") else 1) + 4 * c.stages)
+    barriers = 16 * (Q_stages * c.Br // 64 + 2 * c.stages)
     return cdiv(tiles + barriers, 1024) * 1024
 
 
@@ -414,7 +416,6 @@ def wgmma_kernel(
     *,
     args: str = "",
     grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-    rows_of_Q: Formula = lambda p, c: c.Br,
     **fields: Any,
 ) -> Kernel:
     """Warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA; for sm_90a."""
@@ -424,8 +425,8 @@ def wgmma_kernel(
         launches=(
             Launch(
                 name,
-                args="Q.map K.map V.map Q K V O lse M N heads group diagonal lower scale" + args,
-                boxes={"Q": rows_of_Q, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
+                args=f"Q.map K.map V.map Q K V O lse sizes heads group scale{args} mods",
+                boxes={"Q": lambda p, c: 64, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
                 grid=grid,
                 threads=lambda p, c: 128 + 2 * c.Br,
                 shared=wgmma_shared,
@@ -457,10 +458,10 @@ FP8_TILES = TileChoice(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 128 bytes a row, V transposed, and barriers: one of Q, four of K and V."""
+    """Tiles in boxes of 128 bytes a row, V transposed, and barriers of pipelines."""
     keys, depth = cdiv(c.Bc, 128) * 128, cdiv(p.d, 128) * 128
     tiles = c.Br * depth + c.stages * (c.Bc * depth + cdiv(p.dv, 16) * 16 * keys)
-    return cdiv(tiles + 8 * (1 + 4 * c.stages), 1024) * 1024
+    return cdiv(tiles + 16 * (c.Br // 64 + 2 * c.stages), 1024) * 1024
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
@@ -485,17 +486,17 @@ def fp8_kernel(name: str, adds: str) -> Kernel:
             Launch(
                 "quantise",
                 args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads "
-                "batch scale",
+                "batch",
                 grid=lambda p, c: tiles_of_Q(p, c) + 2 * tiles_of_K(p, c),
                 threads=quantise_threads,
                 shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
             ),
             Launch(
                 name,
-                args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data V O lse M N "
-                "heads group diagonal lower scale",
+                args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse "
+                "sizes heads group scale mods",
                 boxes={
-                    "Q8": lambda p, c: c.Br,
+                    "Q8": lambda p, c: 64,
                     "K8": lambda p, c: c.Bc,
                     "V8": lambda p, c: cdiv(p.dv, 16) * 16,
                 },
@@ -787,7 +788,6 @@ KERNELS = (
         },
         args=" batch",
         grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
-        rows_of_Q=lambda p, c: 64,
         tiles=WGMMA_PERSISTENT_TILES,
         candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
         after=("wgmma_overlap",),
@@ -798,8 +798,7 @@ KERNELS = (
         launches=(
             Launch(
                 "wgmma_slices",
-                args="Q.map K.map V.map Q K V O lse O_sum.data M N heads group diagonal lower "
-                "scale batch",
+                args="Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
                 boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
                 grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
                 threads=lambda p, c: 128 + 2 * c.Br,

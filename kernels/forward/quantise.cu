@@ -1,13 +1,11 @@
 // quantise: Q, K and V as e4m3, each tile divided by a power of two, and V transposed.
 //
-// Of a tile the largest finite number comes to lie between 224 and 448, where e4m3 ends. A power of
-// two takes nothing from a number's three bits of mantissa: what is 2^15 times smaller than the
-// largest of its tile begins to lose some. In Q and K infinity becomes NaN, for e4m3 has none. In V
-// both become 0, so that a key which is masked does no harm, and its tile's scale is negative. Q
-// also takes the sign of the scale, or its being 0.
+// The largest finite number of a tile comes to lie between 224 and 448, where e4m3 ends. A power of
+// two takes nothing from a number's three bits of mantissa: numbers that are 2^15 times smaller
+// than the largest of their tile begin to lose some. Infinity becomes NaN, for e4m3 has none.
 //
 // Products of e4m3 take both operands by rows, so V is transposed; and 32 keys stand in the order
-// in which a thread of wgmma_fp8 has their weights.
+// in which a thread of wgmma_fp8 has their P.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   Q8, K8 the same, d filled up to d16 with zeros    V8 [batch, kv_heads, dv, N32] likewise
@@ -84,12 +82,6 @@ struct Tile {
   }
 };
 
-// The scale of a tile, and whether it has numbers that are not finite.
-struct Found {
-  float unit;
-  bool nonfinite;
-};
-
 // The largest magnitude of a thread's numbers, infinity if one is NaN; or that of the finite ones.
 template <bool finite, class Tile>
 __device__ __forceinline__ float largest_of(const Tile& tile) {
@@ -109,29 +101,32 @@ __device__ __forceinline__ float largest_of(const Tile& tile) {
   return __uint_as_float(min(largest, end));
 }
 
+// The scale of a tile.
 template <class Tile>
-__device__ __forceinline__ Found look_at(const Tile& tile, Shared& shared) {
+__device__ __forceinline__ float unit_of(const Tile& tile, Shared& shared) {
   const float largest = block_max(largest_of<false>(tile), shared.partial);
-  if (largest < infinity) return {unit_for(largest), false};
-  return {unit_for(block_max(largest_of<true>(tile), shared.partial)), true};
+  if (largest < infinity) return unit_for(largest);
+  return unit_for(block_max(largest_of<true>(tile), shared.partial));
 }
 
-// Divides Q or K by a power of two. Infinity becomes NaN.
+// A number times a factor; infinity becomes NaN.
+__device__ __forceinline__ float scaled(scalar x, float factor) {
+  return fabs(float(x)) < infinity ? float(x) * factor : __uint_as_float(0x7fffffff);
+}
+
+// Multiplies Q or K by a power of two.
 template <class Tile>
 __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned char> to, int batch,
                                            int head, float factor) {
   tile.each([&](int row, int col, int turn) {
     if (row >= tile.end) return;
-    const auto at = [&](int j) {
-      const float value = float(tile.pieces[turn][0].x[j]);
-      return fabs(value) < infinity ? value * factor : __uint_as_float(0x7fffffff);
-    };
+    const auto at = [&](int j) { return scaled(tile.pieces[turn][0].x[j], factor); };
     const auto four = [&](int j) { return pack_e4m3(at(j), at(j + 1), at(j + 2), at(j + 3)); };
     *reinterpret_cast<uint2*>(to.row(batch, head, row) + col) = {four(0), four(4)};
   });
 }
 
-// The same for V, transposed: 16 keys of a column at a time. What is not finite becomes 0.
+// The same for V, transposed: 16 keys of a column at a time.
 __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
                                                  Tensor<unsigned char> to, int batch, int head,
                                                  float factor) {
@@ -140,10 +135,7 @@ __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (col + j >= dv) break;
-      const auto at = [&](int i) {
-        const float value = float(tile.pieces[turn][i].x[j]);
-        return fabs(value) < infinity ? value * factor : 0.0f;
-      };
+      const auto at = [&](int i) { return scaled(tile.pieces[turn][i].x[j], factor); };
       const auto four = [&](int i) { return pack_e4m3(at(i), at(i + 1), at(i + 8), at(i + 9)); };
       *reinterpret_cast<uint4*>(to.row(batch, head, col + j) + key) = {four(0), four(2), four(4),
                                                                        four(6)};
@@ -154,30 +146,29 @@ __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile
 extern "C" __global__ __launch_bounds__(threads, resident) void quantise(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<unsigned char> Q8, Tensor<unsigned char> K8, Tensor<unsigned char> V8, float* Q_scale,
-    float* K_scale, float* V_scale, int M, int N, int heads, int kv_heads, int batch, real scale) {
+    float* K_scale, float* V_scale, int M, int N, int heads, int kv_heads, int batch) {
   Shared& shared = shared_memory<Shared>();
   const int of_Q = cdiv(M, Br) * heads * batch, of_K = cdiv(N, Bc) * kv_heads * batch;
   if (blockIdx.x < of_Q) {
     const int index = blockIdx.x;
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
     const Tile<Br, d, 1, 8> q(Q, of_batch, head, tile * Br, M);
-    const float unit = look_at(q, shared).unit;
-    const float sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;
-    round_rows(q, Q8, of_batch, head, sign / unit);
+    const float unit = unit_of(q, shared);
+    round_rows(q, Q8, of_batch, head, 1 / unit);
     if (threadIdx.x == 0) Q_scale[index] = unit;
   } else if (blockIdx.x < of_Q + of_K) {
     const int index = blockIdx.x - of_Q;
     const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
     const Tile<Bc, d, 1, 8> k(K, of_batch, head, tile * Bc, N);
-    const float unit = look_at(k, shared).unit;
+    const float unit = unit_of(k, shared);
     round_rows(k, K8, of_batch, head, 1 / unit);
     if (threadIdx.x == 0) K_scale[index] = unit;
   } else {
     const int index = blockIdx.x - of_Q - of_K;
     const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
     const Tile<Bc, dv, 16, 2> v(V, of_batch, head, tile * Bc, N);
-    const Found found = look_at(v, shared);
-    transpose_values(v, V8, of_batch, head, 1 / found.unit);
-    if (threadIdx.x == 0) V_scale[index] = found.nonfinite ? -found.unit : found.unit;
+    const float unit = unit_of(v, shared);
+    transpose_values(v, V8, of_batch, head, 1 / unit);
+    if (threadIdx.x == 0) V_scale[index] = unit;
   }
 }

@@ -1,112 +1,165 @@
 // wgmma: the tensor cores of Hopper, fed by a warp that does nothing else.
 //
-// One thread of a producer warp asks the tensor memory accelerator for Q, and for tiles of K and V
-// in turn, up to `stages` ahead. Each warpgroup of consumers owns 64 rows and multiplies them as a
-// whole, operands straight from shared memory; only P is in registers. Barriers in shared memory
-// say which buffers are full, and which were read and may be filled again: no barrier is for all
-// threads. The fragments are those of `mma_pipelined`, and so is what is done with them.
+// One thread of a producer warp has the tensor memory accelerator (TMA) load Q, and then tiles of K
+// and V, up to `stages` ahead. Each warpgroup of consumers owns 64 rows and multiplies them as a
+// whole, with operands straight from shared memory; only P is in registers. Barriers in shared
+// memory say which buffers are full and which are empty again: no barrier is for all threads. The
+// fragments of S and O, and the softmax, are those of `mma_split_q`.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <forward/parts/consumers.cuh>
-#include <attention/mask.cuh>
-#include <forward/parts/row_tile.cuh>
-#include <attention/nonfinite.cuh>
+#include <attention/register_budget.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/epilogue.cuh>
+#include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
-#include <tile/tensor.cuh>
+#include <tile/warpgroup.cuh>
+
+constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
+using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
+using Keys = TmaTile<operand, Bc, d>;
+using Values = TmaTile<operand, Bc, dv>;
+using Weights = unsigned[Bc / step][4];  // P, as operands of O += P V
 
 struct Shared {
-  Queries Q;
+  Queries Q[1][consumers];
   Keys K[stages];
   Values V[stages];
-  Barrier Q_full, K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
+  Pipeline<1> Q_pipeline[consumers];
+  Pipeline<stages> K_pipeline, V_pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  init_barrier(shared.Q_full, 1);
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.K_full[i], 1);
-    init_barrier(shared.V_full[i], 1);
-    init_barrier(shared.K_empty[i], consumers);
-    init_barrier(shared.V_empty[i], consumers);
-  }
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  for (auto& pipeline : shared.Q_pipeline) pipeline.init(1);
+  shared.K_pipeline.init(consumers);
+  shared.V_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// What the producer's one thread does.
-__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+// The producer's thread loads Q and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
-  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  PipelineState<stages> turn;
-#pragma unroll 1  // it has few registers
-  for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
-    const int i = turn.stage;
-    wait(shared.K_empty[i], turn.phase ^ 1);
-    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
-    wait(shared.V_empty[i], turn.phase ^ 1);
-    load_async(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
+  for (int i = 0; i < consumers; ++i)
+    load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
+               task.head, task.batch);
+  PipelineState<stages> tile;
+#pragma unroll 1  // the producer has few registers
+  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc, tile.advance()) {
+    load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
+               task.batch);
+    load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), first_key, kv_head,
+               task.batch);
   }
 }
 
-// What a warpgroup of consumers does: for each tile S = Q K^T, P = softmax(S), O += P V.
-__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
-                                        Rows<step>& rows, Fragments<step, width>& O, int M) {
-  const int lane = threadIdx.x % warp_size;
-  const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
-  const int hidden_from_some =
-      kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
-  PipelineState<stages> turn;
-  for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
-    const int i = turn.stage;
-    Fragments<step, Bc> S;
-    Weights P;
-    wait(shared.K_full[i], turn.phase);
-    begin_scores(shared.Q, shared.K[i], S, warpgroup * warpgroup_rows);
-    wgmma_wait_group<0>(flat(S));
-    if (leads) arrive(shared.K_empty[i]);
-    if (first_key + Bc <= seen_by_all && first_key >= hidden_from_some)
-      softmax<false>(S, O, rows, first_key, lane);
-    else
-      softmax<true>(S, O, rows, first_key, lane);
-    pack_weights(S, P);
-    wait(shared.V_full[i], turn.phase);
-    begin_output(shared.V[i], P, O, true);
-    wgmma_wait_group<0>(flat(O));
-    if (leads) arrive(shared.V_empty[i]);
+// A warpgroup of consumers.
+struct Consumer {
+  Shared& shared;
+  Sizes sizes;
+  Scorer<real> scorer;
+  int warpgroup;
+  Rows<step> rows;
+  Fragments<step, width> O;
+  Fragments<step, Bc> S;
+  Weights P;
+  PipelineState<1> queries;
+  PipelineState<stages> keys, values;
+
+  __device__ __forceinline__ Consumer(Shared& shared, const Sizes& sizes,
+                                      const Scorer<real>& scorer, int warpgroup)
+      : shared(shared),
+        sizes(sizes),
+        scorer(scorer),
+        warpgroup(warpgroup),
+        rows(0, Extent{}, 0),
+        O() {}
+
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
+    const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
+                      scorer.scale2());
   }
-}
+
+  // Begins the scores of the next tile of keys.
+  __device__ __forceinline__ void begin_scores() {
+    shared.K_pipeline.wait(keys);
+    ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));
+  }
+  __device__ __forceinline__ void begin_output() {
+    shared.V_pipeline.wait(values);
+    ::begin_output(shared.V[values.stage], P, flat(O));
+  }
+  __device__ __forceinline__ void release_keys() {
+    shared.K_pipeline.release(keys);
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    shared.V_pipeline.release(values);
+    values.advance();
+  }
+
+  // S becomes P in float; O is rescaled.
+  __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
+    const int lane = threadIdx.x % warp_size;
+    scorer.apply(S);
+    if (rows.extent.is_masked(task.row, Br, first_key, Bc))
+      ::softmax<true>(S, O, rows, first_key, lane);
+    else
+      ::softmax<false>(S, O, rows, first_key, lane);
+  }
+
+  // A tile of keys: S = Q K^T, P = softmax(S), O += P V.
+  __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    begin_scores();
+    wgmma_wait_group<0>(flat(S));
+    release_keys();
+    softmax(task, first_key);
+    pack_operands<operand>(flat(S), P);
+    begin_output();
+    wgmma_wait_group<0>(flat(O));
+    release_values();
+  }
+
+  template <class Finish>
+  __device__ __forceinline__ void run(const RowTile& task, Finish finish) {
+    rows = rows_of(task);
+    shared.Q_pipeline[warpgroup].wait(queries);
+    for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc)
+      advance(task, first_key);
+    finish(O, rows, task);
+  }
+};
 
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
-    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N, int heads, int group,
-    int causal_offset, int window_offset, real scale) {
+    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group,
+    real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, causal_offset, window_offset);
-  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  // The longest rows of a causal mask come first.
+  const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
+  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, batch), row, head, batch);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_to_consumers();
-    if (threadIdx.x < warp_size && elect_one()) produce(shared, work, Q_map, K_map, V_map, kv_head);
+    decrease_registers<Registers::producer>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce(shared, task, Q_map, K_map, V_map, head / group);
     return;
   }
-  take_from_producer();
-  const int lane = threadIdx.x % warp_size;
-  const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-                  log2e * (scale == 0 ? 1.0f : fabs(scale)));
-  Fragments<step, width> sums = {};
-  wait(shared.Q_full, 0);
-  if (scale <= 0) apply_sign(shared.Q, warpgroup * warpgroup_rows, scale, warpgroup);
-  consume(shared, work, warpgroup, rows, sums, M);
-  finish_rows(sums, rows, lse, work.batch, work.head, lane);
-  if (has_mask && has_nonfinite(sums))
-    recompute_rows(Q, K, V, O, rows, work.batch, work.head, kv_head, M, scale);
-  else
-    store_pieces(sums, rows, O, work.batch, work.head, M, lane);
+  increase_registers<Registers::consumer>();
+  const Scorer<real> scorer = {scale, mods};
+  const Epilogue<d, dv> finish = {Q, K, V, O, lse, group, scorer};
+  Consumer(shared, sizes, scorer, warpgroup).run(task, finish);
 }

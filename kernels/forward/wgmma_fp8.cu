@@ -1,141 +1,86 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
-// `quantise` has made Q, K and V transposed of 8 bits, with a power of two for each tile. Those of
-// Q and K join the scale of the scores. O is kept in units of the largest that a tile of V has had
-// so far: a tile with a larger one rescales O, the weights of one with a smaller one are lowered.
-// Weights are 2^offset times as large as usual, which makes use of the range of e4m3. Four of them
-// fill a register of the second product, in the order in which V8 has its keys.
+// `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
+// scale. The scales of Q and K join the scale of the scores. O is kept in units of the largest
+// scale of V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one
+// is lowered. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
+// elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
+// that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
-//   threads, shared_bytes
-#include <forward/parts/consumers.cuh>
-#include <ptx/e4m3.cuh>
-#include <attention/mask.cuh>
-#include <forward/parts/row_tile.cuh>
-#include <tile/shared.cuh>
-#include <tile/tensor.cuh>
+//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed, threads,
+//   shared_bytes
+#include <attention/nonfinite.cuh>
+#include <attention/register_budget.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>
+#include <ptx/e4m3.cuh>
+#include <ptx/setmaxnreg.cuh>
+#include <tile/shared.cuh>
+#include <tile/warpgroup.cuh>
 
+constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 constexpr int offset = 6;
-constexpr int tolerated = 8 - offset;  // as slack: no weight is above 2^8, and e4m3 ends at 448
+constexpr int tolerated = 8 - offset;  // as slack: no P is above 2^8, and e4m3 ends at 448
 constexpr int depth = 32;              // of a product
-static_assert(Bc % depth == 0, "tiles are made of whole products");
+static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(Bc % depth == 0, "a tile is a whole number of products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-using Queries8 = TmaTile<E4m3, Br, d>;
-using Keys8 = TmaTile<E4m3, Bc, d>;
-using Values8 = TmaTile<E4m3, width, Bc>;  // a row for each column of V
-using Weights8 = unsigned[Bc / depth][4];
+using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
+using Turns = PingPong<consumers>;
+using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
+using Keys = TmaTile<E4m3, Bc, d>;
+using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
+using Weights = unsigned[Bc / depth][4];  // P, as operands of O += P V
 
 struct Shared {
-  Queries8 Q;
-  Keys8 K[stages];
-  Values8 V[stages];
-  Barrier Q_full, K_full[stages], V_full[stages], K_empty[stages], V_empty[stages];
+  Queries Q[1][consumers];
+  Keys K[stages];
+  Values V[stages];
+  Pipeline<1> Q_pipeline[consumers];
+  Pipeline<stages> K_pipeline, V_pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  init_barrier(shared.Q_full, 1);
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.K_full[i], 1);
-    init_barrier(shared.V_full[i], 1);
-    init_barrier(shared.K_empty[i], consumers);
-    init_barrier(shared.V_empty[i], consumers);
-  }
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  for (auto& pipeline : shared.Q_pipeline) pipeline.init(1);
+  shared.K_pipeline.init(consumers);
+  shared.V_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// What the producer's one thread does.
-__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+// The producer's thread loads Q and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
-  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  PipelineState<stages> turn;
-#pragma unroll 1  // it has few registers
-  for (int first_key = work.start; first_key < work.end; first_key += Bc, turn.advance()) {
-    const int i = turn.stage;
-    wait(shared.K_empty[i], turn.phase ^ 1);
-    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
-    wait(shared.V_empty[i], turn.phase ^ 1);
-    load_async(shared.V[i], V, shared.V_full[i], 0, kv_head, work.batch, first_key);
+  for (int i = 0; i < consumers; ++i)
+    load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
+               task.head, task.batch);
+  PipelineState<stages> tile;
+#pragma unroll 1  // the producer has few registers
+  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc, tile.advance()) {
+    load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
+               task.batch);
+    load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), 0, kv_head, task.batch,
+               first_key);
   }
 }
 
-// Begins S = Q K^T for the warpgroup's rows and a tile's keys.
-__device__ __forceinline__ void begin_scores(const Queries8& Q, const Keys8& K,
-                                             Fragments<step, Bc>& S, int warpgroup) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < cdiv(d, depth); ++k) {
-    const Matrix queries = by_rows(Q.box[k / 4][warpgroup * warpgroup_rows]);
-    multiply<E4m3>(flat(S), queries + k % 4 * 32, by_rows(K.box[k / 4]) + k % 4 * 32, k > 0);
-  }
-  wgmma_commit_group();
-}
-
-// Begins O += P V.
-__device__ __forceinline__ void begin_output(const Values8& V, const Weights8& P,
+// O += P V, of e4m3: V lies transposed.
+__device__ __forceinline__ void begin_output(const Values& V, const Weights& P,
                                              Fragments<step, width>& O) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Bc / depth; ++k)
-    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * 32, true);
+    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * wgmma_bytes, true);
   wgmma_commit_group();
 }
 
-// The scales of a tile of keys.
-struct Units {
-  float K, V;
-};
-
-// The scales of a head's tiles of keys, and what O is in units of.
-struct Scales {
-  const float *K, *V;
-  float own, of_O = 0;
-  bool nonfinite = false;  // whether a tile of V has what is infinite or NaN
-
-  __device__ __forceinline__ Units at(int first_key) {
-    const float of_V = V[first_key / Bc];
-    nonfinite |= of_V < 0;
-    return {K[first_key / Bc], fabs(of_V)};
-  }
-  // That of scores as they come, neither 0 nor infinite: masked ones are to stay -infinity.
-  __device__ __forceinline__ float of_scores(float of_K) const {
-    return fmin(fmax(own * of_K, 1.17549435e-38f), largest_float);
-  }
-};
-
-// S becomes P for a tile that some row does not see all of, if it is `masked`. Returns whether O
-// has to be multiplied by the factors.
-__device__ __forceinline__ bool weigh(Fragments<step, Bc>& S, Rows<step>& rows, Scales& scales,
-                                      Units units, int first_key, int lane, bool masked,
-                                      float (&factor)[1][2]) {
-  rows.scale2 = scales.of_scores(units.K);
-  bool risen = masked ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
-                      : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
-  rows.scale(factor);
-  Rows<step> higher = rows;
-  for (float& maximum : higher.maximum[0]) maximum -= offset;
-  exponentiate(S, higher);
-  for (int half = 0; half < 2; ++half) rows.sum[0][half] = higher.sum[0][half];
-  if (units.V > scales.of_O) {
-    for (float& x : factor[0]) x *= scales.of_O / units.V;
-    scales.of_O = units.V;
-    risen = true;
-  }
-  if (units.V < scales.of_O) {
-#pragma unroll
-    for (int n = 0; n < Bc / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][n][e] *= units.V / scales.of_O;
-    }
-  }
-  return risen;
-}
-
-__device__ __forceinline__ void pack_weights(const Fragments<step, Bc>& S, Weights8& P) {
+__device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Weights& P) {
 #pragma unroll
   for (int i = 0; i < Bc / 8; ++i) {
     const float (&low)[4] = S[0][i / 2 * 2], (&high)[4] = S[0][i / 2 * 2 + 1];
@@ -144,109 +89,185 @@ __device__ __forceinline__ void pack_weights(const Fragments<step, Bc>& S, Weigh
   }
 }
 
-// What a warpgroup of consumers does. While it computes the weights of a tile, the tensor cores
-// work on O += P V of the tile before, and for other warpgroups.
-__device__ __forceinline__ void consume(Shared& shared, const Work& work, int warpgroup,
-                                        Rows<step>& rows, Scales& scales, Fragments<step, width>& O,
-                                        int M) {
-  if (work.start >= work.end) return;
-  const int lane = threadIdx.x % warp_size;
-  const bool leads = threadIdx.x % warpgroup_size == 0;
-  const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
-  const int hidden_from_some =
-      kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
-  const auto masked = [&](int first_key) {
-    return first_key + Bc > seen_by_all || first_key < hidden_from_some;
-  };
-  Fragments<step, Bc> S;
-  Weights8 P;
-  PipelineState<stages> keys, values;
-  float factor[1][2];
-  Units units = scales.at(work.start);
-  wait(shared.K_full[0], 0);
-  begin_scores(shared.Q, shared.K[0], S, warpgroup);
-  wgmma_wait_group<0>(flat(S));
-  if (leads) arrive(shared.K_empty[0]);
-  if (warpgroup == 0) pass_turn(consumers - 1);
-  weigh(S, rows, scales, units, work.start, lane, masked(work.start), factor);
-  pack_weights(S, P);
-  for (int first_key = work.start + Bc; first_key < work.end; first_key += Bc) {
-    keys.advance();
-    units = scales.at(first_key);
-    wait(shared.K_full[keys.stage], keys.phase);
-    await_turn(warpgroup);
-    begin_scores(shared.Q, shared.K[keys.stage], S, warpgroup);
-    wait(shared.V_full[values.stage], values.phase);
-    begin_output(shared.V[values.stage], P, O);
-    pass_turn(warpgroup);
-    wgmma_wait_group<1>(flat(S));
-    if (leads) arrive(shared.K_empty[keys.stage]);
-    const bool risen = weigh(S, rows, scales, units, first_key, lane, masked(first_key), factor);
-    wgmma_wait_group<0>(flat(O));
-    if (leads) arrive(shared.V_empty[values.stage]);
-    pack_weights(S, P);
-    if (risen) scale_rows(O, factor);
-    values = keys;
-  }
-  wait(shared.V_full[values.stage], values.phase);
-  begin_output(shared.V[values.stage], P, O);
-  wgmma_wait_group<0>(flat(O));
-}
+// The scales of a tile of keys.
+struct Units {
+  float K, V;
+};
 
-// Adds what is infinite or NaN in V, for which V8 has 0, to the warp's rows that see it.
-__device__ void add_strange_values(Tensor<const operand> V, Tensor<scalar> O,
-                                   const Rows<step>& rows, const Scales& scales, const Work& work,
-                                   int kv_head, int M) {
-  const int lane = threadIdx.x % warp_size, first = __shfl_sync(full_warp, rows.first, 0);
-  __syncwarp();  // before a lane adds to what others have stored
-  for (int key = work.start; key < work.end; ++key) {
-    if (scales.V[key / Bc] > 0) continue;
-    for (int col = lane; col < dv; col += warp_size) {
-      const float value = float(V.row(work.batch, kv_head, key)[col]);
-      if (fabs(value) < infinity) continue;
-      for (int row = first; row < min(first + step, M); ++row) {
-        if (!rows.extent.sees(row, key)) continue;
-        scalar& o = O.row(work.batch, work.head, row)[col];
-        o = scalar(float(o) + value);
-      }
-    }
+// The scales of a head's tiles of keys, and the unit of O.
+struct Scales {
+  const float *K, *V;
+  float own, of_O = 0;
+
+  __device__ __forceinline__ Units at(int first_key) const {
+    return {K[first_key / Bc], V[first_key / Bc]};
   }
-}
+  // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
+  // -infinity.
+  __device__ __forceinline__ float of_scores(float of_K) const {
+    return fmin(fmax(own * of_K, 1.17549435e-38f), largest_float);
+  }
+};
+
+// A warpgroup of consumers. While it computes the softmax of a tile, the tensor cores work on
+// O += P V of the tile before, and for other warpgroups.
+struct Consumer {
+  Shared& shared;
+  Sizes sizes;
+  Scorer<real> scorer;
+  int warpgroup;
+  Scales scales;
+  Units units;
+  Rows<step> rows;
+  Fragments<step, width> O;
+  Fragments<step, Bc> S;
+  Weights P;
+  PipelineState<1> queries;
+  PipelineState<stages> keys, values;
+
+  __device__ __forceinline__ Consumer(Shared& shared, const Sizes& sizes,
+                                      const Scorer<real>& scorer, int warpgroup,
+                                      const Scales& scales)
+      : shared(shared),
+        sizes(sizes),
+        scorer(scorer),
+        warpgroup(warpgroup),
+        scales(scales),
+        rows(0, Extent{}, 0),
+        O() {}
+
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
+    const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
+                      scorer.scale2());
+  }
+
+  // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
+  __device__ __forceinline__ void begin_scores() {
+    shared.K_pipeline.wait(keys);
+    Turns::wait(warpgroup);
+    ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));
+  }
+  __device__ __forceinline__ void begin_output() {
+    shared.V_pipeline.wait(values);
+    ::begin_output(shared.V[values.stage], P, O);
+  }
+  __device__ __forceinline__ void release_keys() {
+    shared.K_pipeline.release(keys);
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    shared.V_pipeline.release(values);
+    values.advance();
+  }
+
+  // S becomes P in float. Returns whether O has to be multiplied by the factors.
+  __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
+                                          float (&factor)[1][2]) {
+    const int lane = threadIdx.x % warp_size;
+    scorer.apply(S);
+    rows.scale2 = scales.of_scores(units.K);
+    bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
+                     ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
+                     : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
+    rows.scale(factor);
+    Rows<step> higher = rows;
+    for (float& maximum : higher.maximum[0]) maximum -= offset;
+    exponentiate(S, higher);
+    for (int half = 0; half < 2; ++half) rows.sum[0][half] = higher.sum[0][half];
+    if (units.V > scales.of_O) {
+      for (float& x : factor[0]) x *= scales.of_O / units.V;
+      scales.of_O = units.V;
+      risen = true;
+    }
+    if (units.V < scales.of_O) {
+#pragma unroll
+      for (float& p : flat(S)) p *= units.V / scales.of_O;
+    }
+    return risen;
+  }
+
+  // The first tile of keys, before which there is no P V to wait for.
+  __device__ __forceinline__ void begin(const RowTile& task) {
+    float factor[1][2];
+    units = scales.at(task.kv_begin);
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    begin_scores();
+    Turns::arrive(warpgroup);
+    wgmma_wait_group<0>(flat(S));
+    release_keys();
+    softmax(task, task.kv_begin, factor);
+    pack_operands(S, P);
+  }
+
+  // The scores of the next tile, and O += P V of the tile before.
+  __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    float factor[1][2];
+    units = scales.at(first_key);
+    begin_scores();
+    begin_output();
+    Turns::arrive(warpgroup);
+    wgmma_wait_group<1>(flat(S));
+    release_keys();
+    const bool risen = softmax(task, first_key, factor);
+    wgmma_wait_group<0>(flat(O));
+    release_values();
+    pack_operands(S, P);
+    if (risen) scale_rows(O, factor);
+  }
+
+  __device__ __forceinline__ void run(const RowTile& task) {
+    rows = rows_of(task);
+    shared.Q_pipeline[warpgroup].wait(queries);
+    if (task.kv_begin >= task.kv_end) return;
+    begin(task);
+    for (int first_key = task.kv_begin + Bc; first_key < task.kv_end; first_key += Bc)
+      advance(task, first_key);
+    begin_output();
+    wgmma_wait_group<0>(flat(O));
+  }
+};
 
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
-    const float* V_scale, Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, int M, int N,
-    int heads, int group, int causal_offset, int window_offset, real scale) {
+    const float* V_scale, Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
+    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Work work = find_work<Br, Bc>(blockIdx.x, M, N, heads, causal_offset, window_offset);
-  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  // The longest rows of a causal mask come first.
+  const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
+  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, batch), row, head, batch);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_to_consumers();
-    if (threadIdx.x < warp_size && elect_one()) produce(shared, work, Q_map, K_map, V_map, kv_head);
+    decrease_registers<Registers::producer>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce(shared, task, Q_map, K_map, V_map, head / group);
     return;
   }
-  take_from_producer();
-  const int lane = threadIdx.x % warp_size;
-  const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-                  log2e * (scale == 0 ? 1.0f : fabs(scale)));
-  const int head = work.batch * heads + work.head;
-  const int first_tile = head / group * cdiv(N, Bc);
-  Scales scales = {K_scale + first_tile, V_scale + first_tile,
-                   rows.scale2 * Q_scale[head * cdiv(M, Br) + work.row / Br]};
-  Fragments<step, width> sums = {};
-  wait(shared.Q_full, 0);
-  consume(shared, work, warpgroup, rows, scales, sums, M);
+  increase_registers<Registers::consumer>();
+  const Scorer<real> scorer = {scale, mods};
+  const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
+  const float own = Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
+  const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
+  Consumer consumer(shared, sizes, scorer, warpgroup, scales);
+  consumer.run(task);
+  Fragments<step, width>& sums = consumer.O;
+  Rows<step>& rows = consumer.rows;
   for (float& maximum : rows.maximum[0]) maximum -= offset;
-  finish_rows(sums, rows, lse, work.batch, work.head, lane);
-  const float unit[1][2] = {{scales.of_O, scales.of_O}};
+  if (__any_sync(full_warp, overflows(rows) || has_nan(sums))) {  // V8 has NaN for infinity
+    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, head / group, scorer);
+    return;
+  }
+  const int lane = threadIdx.x % warp_size;
+  finish_rows(sums, rows, lse, batch, head, lane);
+  const float unit[1][2] = {{consumer.scales.of_O, consumer.scales.of_O}};
   scale_rows(sums, unit);
   if constexpr (sizeof(scalar) == 2)
-    store_pieces(sums, rows, O, work.batch, work.head, M, lane);
+    store_output<dv>(sums, rows, O, batch, head, lane);
   else
-    store_rows<dv>(sums, rows, O, work.batch, work.head, lane);
-  if (scales.nonfinite) add_strange_values(V, O, rows, scales, work, kv_head, M);
+    store_rows<dv>(sums, rows, O, batch, head, lane);
 }

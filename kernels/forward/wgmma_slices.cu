@@ -11,14 +11,23 @@
 //   block (128 + 2 * Br)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv, causal,
 //   windowed, threads, shared_bytes
-#include <forward/parts/consumers.cuh>
-#include <ptx/opaque.cuh>
-#include <attention/mask.cuh>
-#include <forward/parts/row_tile.cuh>
 #include <attention/nonfinite.cuh>
-#include <tile/shared.cuh>
-#include <tile/tensor.cuh>
+#include <attention/register_budget.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>
+#include <ptx/opaque.cuh>
+#include <ptx/setmaxnreg.cuh>
+#include <tile/shared.cuh>
+#include <tile/warpgroup.cuh>
+
+constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+using Registers = RegisterBudget<consumers, 24>;
+using Weights = unsigned[Bc / step][4];  // P of a tile of keys, as operands of O += P V
 
 constexpr int slices = cdiv(d, box_columns);  // of Q and K
 constexpr int output_tiles = cdiv(dv, 256);   // equally wide
@@ -45,7 +54,7 @@ using Parked = uint4[span > Bc ? Bc / step : 1][consumer_threads];
 struct Shared {
   Slice ring[stages];
   Parked parked;
-  Barrier full[stages], empty[stages];
+  Pipeline<stages> pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(span == Bc || span == 2 * Bc, "a span is one or two tiles of keys");
@@ -53,11 +62,8 @@ static_assert(span == Bc || Bv % (2 * step) == 0, "parked weights come for two p
 static_assert(consumers <= 2, "no more have 240 registers a thread");
 static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.full[i], 1);
-    init_barrier(shared.empty[i], consumers);
-  }
+__device__ __forceinline__ void init_pipeline(Shared& shared) {
+  shared.pipeline.init(consumers);
   fence_barrier_init();
 }
 
@@ -65,39 +71,37 @@ __device__ __forceinline__ void make_barriers(Shared& shared) {
 struct Span {
   int first_key, keys;
 
-  __device__ __forceinline__ Span(const Work& work, int first_key)
-      : first_key(first_key), keys(max(0, min(span, work.end - first_key))) {}
+  __device__ __forceinline__ Span(const RowTile& task, int first_key)
+      : first_key(first_key), keys(max(0, min(span, task.kv_end - first_key))) {}
   __device__ __forceinline__ int tiles() const { return cdiv(keys, Bc); }
   __device__ __forceinline__ int keys_of(int tile) const { return min(Bc, keys - tile * Bc); }
 };
 
 // What the producer's one thread does for a row tile; for unrolled loops it has too few registers.
-__device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& turn,
-                                        const Work& work, const TensorMap& Q, const TensorMap& K,
+__device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& state,
+                                        const RowTile& task, const TensorMap& Q, const TensorMap& K,
                                         const TensorMap& V, int kv_head) {
 #pragma unroll 1
-  for (int first_key = work.start; first_key < work.end; first_key += span) {
-    const Span keys(work, first_key);
+  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += span) {
+    const Span keys(task, first_key);
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
 #pragma unroll 1
-      for (int slice = 0; slice < slices; ++slice, turn.advance()) {
-        auto& to = shared.ring[turn.stage].scores;
-        Barrier& full = shared.full[turn.stage];
+      for (int slice = 0; slice < slices; ++slice, state.advance()) {
+        auto& to = shared.ring[state.stage].scores;
+        Barrier& full = shared.pipeline.acquire(state);
         const int col = slice * box_columns;
-        wait(shared.empty[turn.stage], turn.phase ^ 1);
         arrive_expect_tx(full, sizeof to);
-        tma_load(to.Q.box, Q, full, col, work.row, work.head, work.batch);
-        tma_load(to.K.box, K, full, col, first_key + tile * Bc, kv_head, work.batch);
+        tma_load(to.Q.box, Q, full, col, task.row, task.head, task.batch);
+        tma_load(to.K.box, K, full, col, first_key + tile * Bc, kv_head, task.batch);
       }
     }
 #pragma unroll 1
     for (int tile = 0; tile < output_tiles; ++tile) {
 #pragma unroll 1
-      for (int key = 0; key < keys.keys; key += Bv, turn.advance()) {
-        wait(shared.empty[turn.stage], turn.phase ^ 1);
-        load_async(shared.ring[turn.stage].V, V, shared.full[turn.stage], first_key + key, kv_head,
-                   work.batch, tile * Wv);
+      for (int key = 0; key < keys.keys; key += Bv, state.advance()) {
+        load_async(shared.ring[state.stage].V, V, shared.pipeline.acquire(state), first_key + key,
+                   kv_head, task.batch, tile * Wv);
       }
     }
   }
@@ -107,31 +111,31 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& t
 // products of the next one have begun and its own have ended.
 struct Stream {
   Shared& shared;
-  bool leads;
-  PipelineState<stages> turn;
-  int held = -1;
+  PipelineState<stages> state, held;
+  bool holds = false;
 
   __device__ __forceinline__ Slice& next() {
-    wait(shared.full[turn.stage], turn.phase);
+    shared.pipeline.wait(state);
     wgmma_fence();
-    return shared.ring[turn.stage];
+    return shared.ring[state.stage];
   }
   __device__ __forceinline__ void release() {
-    if (leads && held >= 0) arrive(shared.empty[held]);
+    if (holds) shared.pipeline.release(held);
   }
   __device__ __forceinline__ void begun() {
     wgmma_commit_group();
     wgmma_wait_group<1>();
     release();
-    held = turn.stage;
-    turn.advance();
+    held = state;
+    holds = true;
+    state.advance();
   }
   // Waits for all products.
   template <int count>
   __device__ __forceinline__ void end(float (&sums)[count]) {
     wgmma_wait_group<0>(sums);
     release();
-    held = -1;
+    holds = false;
   }
 };
 
@@ -234,34 +238,35 @@ __device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* f
   }
 }
 
+// Row tile `index` of all heads; the longest rows of a causal mask come first.
+__device__ __forceinline__ RowTile task_at(int index, const Sizes& sizes, int heads) {
+  const int tiles = cdiv(sizes.M, Br);
+  const auto [tile, head, batch] = place(index, tiles, heads);
+  return row_tile<Br, Bc>(extent_of(sizes, batch), (tiles - 1 - tile) * Br, head, batch);
+}
+
 // What a warpgroup of consumers does for a row tile.
 struct Consumer {
   Stream stream;
-  int warpgroup, lane, M;
-  float scale;
+  Scorer<real> scorer;
+  int warpgroup, lane;
 
-  // The weights of a span: those of its last tile in registers, those of one before it parked.
-  __device__ __forceinline__ void weigh(const Span& keys, const Work& work, Rows<step>& rows,
-                                        Weights& P) {
-    const int seen_by_all = kv_end(work.row, rows.extent.N, rows.extent.causal_offset);
-    const int hidden_from_some =
-        kv_begin(min(work.row + Br, M) - 1, rows.extent.N, rows.extent.window_offset);
+  // P of a span: of its last tile in registers, of one before it parked.
+  __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, Rows<step>& rows,
+                                          Weights& P) {
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
       Fragments<step, Bc> S = {};
       float factor[1][2];
       multiply_scores(stream, S, warpgroup);
-      if (scale <= 0) {
-        for (float& score : flat(S)) score *= scale < 0 ? -1.0f : 0.0f;
-      }
+      scorer.apply(S);
       const int first_key = keys.first_key + tile * Bc;
-      const bool masked = first_key + Bc > seen_by_all || first_key < hidden_from_some;
-      const bool risen = masked
+      const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                              ? raise_maxima<true, slack, true>(S, rows, first_key, lane, factor)
                              : raise_maxima<false, slack, true>(S, rows, first_key, lane, factor);
       rows.scale(factor);
       exponentiate(S, rows);
-      pack_weights(S, P);
+      pack_operands<operand>(flat(S), P);
       if constexpr (span > Bc) {
         Parked& parked = stream.shared.parked;
         if (tile + 1 < keys.tiles())
@@ -283,42 +288,42 @@ struct Consumer {
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
-    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, real* O_sum, int M, int N,
-    int heads, int group, int causal_offset, int window_offset, real scale, int batch) {
+    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, real* O_sum, Sizes sizes,
+    int heads, int group, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipeline(shared);
   __syncthreads();
-  const int count = cdiv(M, Br) * heads * batch;
+  const int count = cdiv(sizes.M, Br) * heads * batch;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    decrease_registers<24>();
+    decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one()) {
-      PipelineState<stages> turn;
+      PipelineState<stages> state;
       for (int index = blockIdx.x; index < count; index += gridDim.x) {
-        const Work work = find_work<Br, Bc>(index, M, N, heads, causal_offset, window_offset);
-        produce(shared, turn, work, Q_map, K_map, V_map, work.head / group);
+        const RowTile task = task_at(index, sizes, heads);
+        produce(shared, state, task, Q_map, K_map, V_map, task.head / group);
       }
     }
     return;
   }
-  increase_registers<240>();
+  increase_registers<Registers::consumer>();
   const int lane = threadIdx.x % warp_size;
   const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
-  Consumer consumer = {{shared, threadIdx.x % warpgroup_size == 0}, warpgroup, lane, M, scale};
+  const Scorer<real> scorer = {scale, mods};
+  Consumer consumer = {{shared}, scorer, warpgroup, lane};
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
-    const Work work = find_work<Br, Bc>(index, M, N, heads, causal_offset, window_offset);
-    Rows<step> rows(work.row + own_row + lane / 4, Extent{M, N, causal_offset, window_offset},
-                    log2e * (scale == 0 ? 1.0f : fabs(scale)));
-    bool nonfinite = false;
+    const RowTile task = task_at(index, sizes, heads);
+    Rows<step> rows(task.row + own_row + lane / 4, extent_of(sizes, task.batch), scorer.scale2());
+    bool repair = false;
 #pragma unroll 1
-    for (int first_key = work.start; first_key == work.start || first_key < work.end;
+    for (int first_key = task.kv_begin; first_key == task.kv_begin || first_key < task.kv_end;
          first_key += span) {
-      const Span keys(work, first_key);
+      const Span keys(task, first_key);
       const float before[2] = {rows.maximum[0][0], rows.maximum[0][1]};
       Weights P;
-      consumer.weigh(keys, work, rows, P);
-      const bool last = first_key + span >= work.end;
+      consumer.softmax(keys, task, rows, P);
+      const bool last = first_key + span >= task.kv_end;
       const float factor[2] = {exp2f(before[0] - rows.maximum[0][0]),
                                exp2f(before[1] - rows.maximum[0][1])};
 #pragma unroll 1
@@ -326,25 +331,24 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
         Fragments<step, Wv> sums = {};
         consumer.multiply(keys, P, sums);
         // What is needed here alone takes no registers before.
-        const Work same =
-            find_work<Br, Bc>(opaque(index), M, N, heads, causal_offset, window_offset);
+        const RowTile same = task_at(opaque(index), sizes, heads);
         float4* saved = reinterpret_cast<float4*>(O_sum) +
                         (opaque(int(blockIdx.x)) * (long long)output_tiles + tile) *
                             (Wv / 8 * consumer_threads) +
                         (threadIdx.x - warpgroup_size);
-        if (first_key > work.start) add_sums(sums, saved, factor);
+        if (first_key > task.kv_begin) add_sums(sums, saved, factor);
         if (last) {
+          repair |= needs_repair(sums, rows);
           finish_rows(sums, rows, lse, same.batch, same.head, lane);
-          nonfinite |= has_mask && has_nonfinite(sums);
-          store_pieces(sums, rows, O, same.batch, same.head, M, lane, tile * Wv);
+          store_output<dv>(sums, rows, O, same.batch, same.head, lane, tile * Wv);
         } else {
           save_sums(sums, saved);
         }
       }
     }
-    if (nonfinite) {
-      __syncwarp();  // before rows that other lanes wrote are written once more
-      recompute_rows(Q, K, V, O, rows, work.batch, work.head, work.head / group, M, scale);
+    if (repair) {
+      __syncwarp();  // before rows that other lanes wrote are written again
+      repair_rows<d, dv>(Q, K, V, O, lse, rows, task.batch, task.head, task.head / group, scorer);
     }
   }
 }

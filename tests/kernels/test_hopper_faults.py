@@ -16,9 +16,10 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 ORDERS = re.compile(
-    r"(?:if \([^;(]*(?:\(\))?\) )?\b(?:wait|arrive|arrive_expect_tx|barrier_sync|barrier_arrive"
+    r"(?:if \([^;(]*(?:\(\))?\) )?(?:::|this->|\b[\w.\[\]]+\.|\b)"
+    r"(?:wait|arrive|arrive_expect_tx|acquire|release|barrier_sync|barrier_arrive"
     r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group|wgmma_wait_group<\w+>"
-    r"|pass_turn|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
+    r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
 # Tiles with which stages come again; of dS there is but one.
@@ -29,8 +30,9 @@ TILES = {
 }
 # Headers that order things, each with a rung that needs all that it says.
 HEADERS = {
-    "consumers.cuh": "wgmma",
+    "warpgroup.cuh": "wgmma",
     "tma_tile.cuh": "wgmma",
+    "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
     "gradient_warpgroups.cuh": "wgmma_two_pass",
     "last_block.cuh": "wgmma_columns",
@@ -39,7 +41,7 @@ SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"
 # For files of their own above d = 128.
 WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
 # Turns are for speed, so nobody need wait for them.
-AWAITS_TURN = "barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);"
+AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
 # Sums that are not finite would be computed again: that hides what is missing.
@@ -88,7 +90,7 @@ def places():
             announces = text[: found.end()].endswith(ANNOUNCES_REGISTERS)
             if found[0] != AWAITS_TURN and not announces:
                 line = text[: found.start()].count("\n") + 1
-                about_turns = file == "ping_pong.cuh" or "pass_turn" in found[0]
+                about_turns = file == "ping_pong.cuh" or "Turns" in found[0]
                 place = (kernel, file, number, about_turns)
                 yield pytest.param(*place, id=f"{file}:{line}-{found[0]}")
 

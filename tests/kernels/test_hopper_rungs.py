@@ -78,24 +78,31 @@ def test_rows_that_do_not_see_it_are_as_if_it_were_not_there(backend, kernel, ma
     sizes = {"heads": 4, "kv_heads": 2, "M": 70, "N": 110, "d": 40, "dv": 24}
     plan = planned(kernel, backend, **sizes, **mask, scale=scale, multiprocessors=3)
     inputs = inputs_of(plan)
+    clean_inputs = {key: array.copy() for key, array in inputs.items()}
     clean = checked(backend, plan, inputs)
     inputs["V"][:, 1, 33, 5] = inputs["K"][:, 1, 50, 7] = poison
     spoilt = checked(backend, plan, inputs)
+    # Repaired rows come from the inputs, which wgmma_fp8 otherwise rounds, in another order.
+    exact = checked(
+        backend, planned(FORWARD["wgmma"], backend, **sizes, **mask, scale=scale), clean_inputs
+    )
+
+    def close(name, rows, columns=Ellipsis):
+        got, *wanted = (
+            x[name][0].astype(float)[2:, rows][..., columns] for x in (spoilt, clean, exact)
+        )
+        return np.isclose(got, wanted, rtol=1e-5, atol=2e-3).any(0).all()
+
     # K is poison for scores, all columns and lse; V for one column.
     at = np.arange(70)[:, None] + (0 if mask.get("causal") == "top-left" else 110 - 70)
     left, right = mask.get("window", (None, 0))
     left, right = 110 if left is None else left, right or 0
     sees = (np.arange(110) >= at - left) & (np.arange(110) <= at + right)
-    lse = spoilt["lse"][0]
-    assert (lse[:2] == clean["lse"][0, :2]).all()
-    assert (lse[2:, ~sees[:, 50]] == clean["lse"][0, 2:, ~sees[:, 50]].T).all()
-    out, before = spoilt["O"][0].astype(float), clean["O"][0].astype(float)
-    assert (out[:2] == before[:2]).all()
-    unspoilt = ~sees[:, 50] & ~sees[:, 33]
-    np.testing.assert_allclose(out[2:, unspoilt], before[2:, unspoilt], atol=2e-3)
-    others = np.delete(out[2:, ~sees[:, 50]], 5, axis=-1)
-    np.testing.assert_allclose(others, np.delete(before[2:, ~sees[:, 50]], 5, axis=-1), atol=2e-3)
-    assert not np.isfinite(out[2:, sees[:, 33], 5]).any()
+    unseen, others = ~sees[:, 50], np.arange(24) != 5
+    assert all((spoilt[name][0, :2] == clean[name][0, :2]).all() for name in ("O", "lse"))
+    assert close("lse", unseen) and close("O", unseen, others)
+    assert close("O", unseen & ~sees[:, 33])
+    assert not np.isfinite(spoilt["O"][0].astype(float)[2:, sees[:, 33], 5]).any()
 
 
 # Lengths

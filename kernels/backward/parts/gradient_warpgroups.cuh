@@ -1,7 +1,7 @@
 #pragma once
 // Products and stores of warpgroups that own 64 rows or keys of a gradient, with TMA tiles.
 
-#include <tile/tma_tile.cuh>
+#include <tile/pipeline.cuh>
 #include <tile/store.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <tile/tensor.cuh>

@@ -1,16 +1,23 @@
 #pragma once
-// How exponentials of one warpgroup and products of another go on at the same time.
+// Ping-pong: warpgroups take turns, so that one computes exponentials while the tensor cores work
+// on products of another.
 
-#include <forward/parts/consumers.cuh>
+#include <ptx/named_barrier.cuh>
+#include <tile/warp.cuh>
 
-// So far, as a power of two, may a score exceed the maximum that weights are relative to. They stay
-// below 2^8, of which float16 holds 2^16.
+// A score may exceed the maximum that exponents are relative to by this much, as a power of two.
+// P stays below 2^8, and float16 holds 2^16.
 constexpr int slack = 8;
 
-// Warpgroups begin their products in turns; the first has one to begin with.
-__device__ __forceinline__ void await_turn(int warpgroup) {
-  barrier_sync(1 + consumers + warpgroup, 2 * warpgroup_size);
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-  barrier_arrive(1 + consumers + (warpgroup + 1) % consumers, 2 * warpgroup_size);
-}
+// The turns of so many warpgroups of consumers, with named barriers 1 … consumers.
+template <int consumers>
+struct PingPong {
+  // Waits until it is the warpgroup's turn to begin products.
+  static __device__ __forceinline__ void wait(int warpgroup) {
+    barrier_sync(1 + warpgroup, 2 * warpgroup_size);
+  }
+  // Gives the turn to the next warpgroup.
+  static __device__ __forceinline__ void arrive(int warpgroup) {
+    barrier_arrive(1 + (warpgroup + 1) % consumers, 2 * warpgroup_size);
+  }
+};

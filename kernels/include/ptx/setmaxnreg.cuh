@@ -1,8 +1,6 @@
 #pragma once
 // What four warps in a row share out among each other: registers, and roles.
 
-constexpr int warpgroup_size = 128;
-
 // Gives registers back, or takes them, so that each thread of the warpgroup has `count`, a multiple
 // of 8 from 24 to 256. Those that take wait for those that give.  setmaxnreg.dec, setmaxnreg.inc
 template <int count>

@@ -18,18 +18,6 @@ struct alignas(box_alignment) TmaTile {
   }
 };
 
-// Which of so many buffers comes next, and in which phase its barriers are.
-template <int count>
-struct PipelineState {
-  int stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < count) return;
-    stage = 0;
-    phase ^= 1;
-  }
-};
-
 // Begins to copy the rows of a head from a row and column on, for which a phase of the barrier
 // waits.
 template <class T, int rows, int columns>

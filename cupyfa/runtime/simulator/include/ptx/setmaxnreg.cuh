@@ -3,8 +3,6 @@
 // many registers as anybody wants.
 #include <simulator.h>
 
-constexpr int warpgroup_size = 128;
-
 // Gives registers back, or takes them, so that each thread of the warpgroup has `count`, a multiple
 // of 8 from 24 to 256. Those that take wait for those that give.
 template <int count>

@@ -24,6 +24,8 @@
 #include <ptx/e4m3.cuh>
 #include <ptx/mma.cuh>
 
+constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
+
 // A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
 struct Matrix {
   const unsigned char* address;

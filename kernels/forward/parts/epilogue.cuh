@@ -1,0 +1,46 @@
+#pragma once
+// How a warp of a warpgroup ends a row tile: it divides O by the sums, and writes it and lse.
+
+#include <attention/nonfinite.cuh>
+#include <attention/row_state.cuh>
+#include <attention/score.cuh>
+#include <tile/store.cuh>
+
+// Writes the warp's 16 rows of O from a column on, 16 bytes at a time if rows are aligned to that.
+template <int dv, int blocks>
+__device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], const Rows<step>& rows,
+                                             Tensor<scalar> out, int batch, int head, int lane,
+                                             int first_col = 0) {
+  const bool aligned = is_aligned(out);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    unsigned pairs[blocks];
+#pragma unroll
+    for (int n = 0; n < blocks; ++n)
+      pairs[n] = pack<scalar>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
+    const int row = rows.row(0, half);
+    store_row<dv>(out.row(batch, head, row), pairs, first_col, aligned, row < rows.extent.M, lane);
+  }
+}
+
+// The end of a row tile. If a row came out wrong, the warp computes its rows again.
+template <int d, int dv>
+struct Epilogue {
+  Tensor<const operand> Q, K, V;
+  Tensor<scalar> O;
+  Tensor<real> lse;
+  int group;
+  Scorer<real> scorer;
+
+  template <int blocks>
+  __device__ __forceinline__ void operator()(float (&sums)[1][blocks][4], const Rows<step>& rows,
+                                             const RowTile& task) const {
+    const int lane = threadIdx.x % warp_size;
+    if (needs_repair(sums, rows)) {
+      repair_rows<d, dv>(Q, K, V, O, lse, rows, task.batch, task.head, task.head / group, scorer);
+      return;
+    }
+    finish_rows(sums, rows, lse, task.batch, task.head, lane);
+    store_output<dv>(sums, rows, O, task.batch, task.head, lane);
+  }
+};

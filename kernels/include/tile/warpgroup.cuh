@@ -1,0 +1,42 @@
+#pragma once
+// Products of warpgroups that own 64 rows each, with tiles as TMA loads them. A warp has 16 of the
+// rows. They are asynchronous: `begin` ends a group of products, and who reads the result or
+// overwrites an operand waits for it with wgmma_wait_group.
+
+#include <ptx/wgmma.cuh>
+#include <tile/pipeline.cuh>
+
+constexpr int warpgroup_rows = 64;
+
+// Begins S = A B^T for 64 rows of A, from `first_row` on, and all rows of B.
+template <class T, int A_rows, int B_rows, int columns, int count>
+__device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
+                                             const TmaTile<T, B_rows, columns>& B,
+                                             float (&S)[count], int first_row = 0) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k)
+    multiply<T>(S, by_rows(A.box[k / 4][first_row]) + k % 4 * wgmma_bytes,
+                by_rows(B.box[k / 4]) + k % 4 * wgmma_bytes, k > 0);
+  wgmma_commit_group();
+}
+
+// Begins O += P V, or O = P V if it is not to be `added`; P is in registers.
+template <class T, int rows, int columns, int steps, int count>
+__device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
+                                             const unsigned (&P)[steps][4], float (&O)[count],
+                                             bool added = true) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < steps; ++k)
+    multiply<T>(O, P[k], by_columns(V.box, rows) + k * 16 * box_row_bytes, added || k > 0);
+  wgmma_commit_group();
+}
+
+// S as operands of the next product, rounded to T.
+template <class T, int steps, int count>
+__device__ __forceinline__ void pack_operands(const float (&S)[count], unsigned (&P)[steps][4]) {
+  static_assert(count == 8 * steps, "all of S");
+#pragma unroll
+  for (int i = 0; i < count / 2; ++i) P[i / 4][i % 4] = pack<T>(S[2 * i], S[2 * i + 1]);
+}
