@@ -67,7 +67,6 @@ TODO = {
     "forward/wgmma_persistent": "its headers are too long",
     "forward/wgmma_slices": "its headers are too long",
     ("forward/mma_async", "forward/mma_pipelined"): "the step is too long",
-    ("forward/wgmma_overlap", "forward/wgmma_persistent"): "the step is too long",
     ("backward/columns", "backward/mma_columns"): "the step is too long",
     ("backward/mma_columns", "backward/wgmma_columns"): "the step is too long",
     ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): "the step is too long",
