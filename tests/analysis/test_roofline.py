@@ -58,11 +58,6 @@ def test_devices_by_names():
         named("h9")
 
 
-def test_the_balance_of_an_a100():
-    assert row("tiled").balance == pytest.approx(312e12 / 1555e9)
-    assert round(row("tiled").balance) == 201
-
-
 @pytest.mark.parametrize("N, d", [*itertools.product((512, 1024, 4096, 16384), (64, 128))])
 def test_intensities_are_those_of_the_formulas(N, d):
     naive, tiled = rows("naive", "tiled", batch=1, heads=1, M=N, d=d, dtype="float16")
@@ -76,21 +71,24 @@ def test_intensities_are_those_of_the_formulas(N, d):
     assert tiled.tflops == pytest.approx(312)
 
 
-def test_short_sequences_are_bound_by_memory_even_when_tiled():
+def test_bounds_by_hand():
+    assert row("tiled").balance == pytest.approx(312e12 / 1555e9)
+    assert round(row("tiled").balance) == 201
     assert row("tiled", M=400).bound == "memory"
     assert row("tiled", M=404).bound == "compute"
-
-
-def test_one_row_of_queries_reads_all_keys():
+    # One row of queries reads all keys.
     decode = row("tiled", heads=32, kv_heads=8, M=1, N=8192, d=128, dtype="bfloat16")
     assert decode.intensity == pytest.approx(4, rel=0.01)  # the rows of a group share keys
     assert decode.bound == "memory"
-
-
-def test_a_mask_halves_the_work_but_not_the_bytes():
+    # A mask halves the work, but not the bytes.
     full, masked = (row("naive", M=4096, causal=causal) for causal in (False, True))
     assert masked.flops / full.flops == pytest.approx(0.5, abs=0.001)
     assert masked.bytes == full.bytes
+    # Gradients take five products.
+    forward, backward = row("tiled"), row("tiled", backward=True)
+    assert backward.flops == 2.5 * forward.flops
+    naive = row("naive", batch=1, heads=1, M=1024, backward=True)
+    assert naive.bytes > 10 * 2 * 1024**2
 
 
 def test_exponentials_bound_small_heads():
@@ -101,13 +99,6 @@ def test_exponentials_bound_small_heads():
     assert small.tflops == pytest.approx(989.4 / 2, rel=0.001)
     assert small.time == pytest.approx(small.exponentials / (16 * 132 * 1.83e9) * 1e3)
     assert "exponentials" not in row("tiled", dtype="float64").times
-
-
-def test_gradients_take_five_products():
-    forward, backward = row("tiled"), row("tiled", backward=True)
-    assert backward.flops == 2.5 * forward.flops
-    naive = row("naive", batch=1, heads=1, M=1024, backward=True)
-    assert naive.bytes > 10 * 2 * 1024**2
 
 
 def test_rungs_with_and_without_tensor_cores():

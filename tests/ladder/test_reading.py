@@ -5,6 +5,7 @@ import re
 from itertools import chain, product
 
 import pytest
+from helpers.cli import table
 
 import cupyfa
 from cupyfa import Launch
@@ -39,39 +40,7 @@ STEPS = tuple(steps())
 # What holds the step back, at most five.
 LONGER_STEPS = {}
 # What does not hold yet.
-TODO = {
-    "backward/finish_dQ": "its headers are too long",
-    "backward/mma_columns": "its headers are too long",
-    "backward/mma_round": "its headers are too long",
-    "backward/mma_slices_backward_columns": "its headers are too long",
-    "backward/mma_slices_backward_rows": "its headers are too long",
-    "backward/mma_slices_backward_scores": "its headers are too long",
-    "backward/mma_two_pass_columns": "its headers are too long",
-    "backward/mma_two_pass_rows": "its headers are too long",
-    "backward/wgmma_columns": "its headers are too long",
-    "backward/wgmma_columns_wide": "its headers are too long",
-    "backward/wgmma_two_pass_columns": "its headers are too long",
-    "backward/wgmma_two_pass_columns_wide": "its headers are too long",
-    "backward/wgmma_two_pass_rows": "its headers are too long",
-    "forward/mma_async": "its headers are too long",
-    "forward/merge_splits": "its headers are too long",
-    "forward/mma_pipelined": "its headers are too long",
-    "forward/mma_slices": "its headers are too long",
-    "forward/mma_split_kv": "its headers are too long",
-    "forward/mma_split_q": "its headers are too long",
-    "forward/mma_swizzled": "its headers are too long",
-    "forward/mma_tf32": "its headers are too long",
-    "forward/wgmma": "its headers are too long",
-    "forward/wgmma_fp8": "its headers are too long",
-    "forward/wgmma_overlap": "its headers are too long",
-    "forward/wgmma_persistent": "its headers are too long",
-    "forward/wgmma_slices": "its headers are too long",
-    ("forward/mma_async", "forward/mma_pipelined"): "the step is too long",
-    ("backward/columns", "backward/mma_columns"): "the step is too long",
-    ("backward/mma_columns", "backward/wgmma_columns"): "the step is too long",
-    ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): "the step is too long",
-    ("backward/wgmma_columns_wide", "backward/wgmma_two_pass_columns_wide"): "the step is too long",
-}
+TODO = {name: reason for name, reason, _ in table("ladder/todo.txt")}
 
 
 def path_of(name):
@@ -103,7 +72,7 @@ def limit(name):
 def marked(names):
     """Parameters, of which those that do not hold yet are expected to fail."""
     for name in names:
-        reason = TODO.get(name)
+        reason = TODO.get(name if isinstance(name, str) else " after ".join(reversed(name)))
         marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
         values = name if isinstance(name, tuple) else (name,)
         yield pytest.param(*values, marks=marks, id="-".join(values))
