@@ -24,7 +24,7 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
-    const bool sees_key = rows.extent.kv_begin(query) < rows.extent.kv_end(query);
+    const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
     wrong |= sees_key && is_huge(rows.maximum[i / 2][i % 2]);
   }
