@@ -76,10 +76,11 @@ __device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, sca
         if (col < dv) o[j] = o[j] * factor + p * float(v[col]);
       }
     }
+    const float inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN of V stays NaN
 #pragma unroll
     for (int j = 0; j < count; ++j) {
       const int col = first_col + j * warp_size;
-      if (col < dv) out[col] = scalar(sum == 0 ? 0.0f : o[j] / sum);
+      if (col < dv) out[col] = scalar(o[j] * inverse);
     }
     if (first_col == 0) *lse = maximum * (scale2 / log2e) + log(sum);
   }
