@@ -18,8 +18,8 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 ORDERS = re.compile(
-    r"(?:if \([^;(]*(?:\(\))?\) )?(?:::|this->|\b[\w.\[\]]+\.|\b)"
-    r"(?:wait|arrive|arrive_expect_tx|acquire|release|barrier_sync|barrier_arrive"
+    r"(?:if \([^;(]*(?:\(\))?\) )?(?:\b[\w.\[\]]+(?:\.|::)|::|\b)"
+    r"(?:wait|arrive|arrive_expect_tx|release|barrier_sync|barrier_arrive"
     r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group|wgmma_wait_group<\w+>"
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
@@ -44,6 +44,7 @@ SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"
 WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
 # Turns are for speed, so nobody need wait for them.
 AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
+AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
 # Sums that are not finite would be computed again: that hides what is missing.
@@ -102,7 +103,7 @@ def places():
         for number, found in enumerate(ORDERS.finditer(text), 1):
             announces = text[: found.end()].endswith(ANNOUNCES_REGISTERS)
             can_run = "softcap" in OPTIONS or not is_of_mods(text[: found.start()])
-            if found[0] != AWAITS_TURN and not announces and can_run:
+            if found[0] not in AWAIT_TURNS and not announces and can_run:
                 line = text[: found.start()].count("\n") + 1
                 about_turns = file == "ping_pong.cuh" or "Turns" in found[0]
                 place = (kernel, file, number, about_turns)
