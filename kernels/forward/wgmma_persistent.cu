@@ -109,8 +109,9 @@ struct Consumer {
     Turns::wait(warpgroup);
     ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));
   }
+  __device__ __forceinline__ void wait_values() { shared.V_pipeline.wait(values); }
   __device__ __forceinline__ void begin_output() {
-    shared.V_pipeline.wait(values);
+    wait_values();
     ::begin_output(shared.V[values.stage], P, flat(O), added);
   }
   __device__ __forceinline__ void release_keys() {
@@ -193,7 +194,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void skip_values(int tiles) {
     for (; tiles > 0; --tiles) {
-      shared.V_pipeline.wait(values);
+      wait_values();
       barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this V
       release_values();
     }

@@ -48,7 +48,10 @@ AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
 # Sums that are not finite would be computed again: that hides what is missing.
-REPAIRED = "repair_gradients.cuh", ("return __all_sync(full_warp, finite);", "return true;")
+REPAIRED = {
+    "repair_gradients.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
+    "nonfinite.cuh": ("return __any_sync(full_warp, overflows", "return false && (overflows"),
+}
 
 
 def tiles_of(kernel):
@@ -115,9 +118,9 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
 
     Unless that is about turns, nobody waits for them, so that they make up for nothing.
     """
-    repairs, change = REPAIRED
-    assert change[0] in text_of(repairs), "the change must change something"
-    written(folder, repairs, text_of(repairs).replace(*change))
+    for repairs, change in REPAIRED.items():
+        assert change[0] in text_of(repairs), "the change must change something"
+        written(folder, repairs, text_of(repairs).replace(*change))
     for name in {*HEADERS, *files_of(kernel)}:
         text = optional(text_of(name), ORDERS) if name == file else text_of(name)
         written(folder, name, text if with_turns else text.replace(AWAITS_TURN, ";"))
