@@ -102,7 +102,7 @@ def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
         (tmp_path / path.name).write_text(path.read_text().replace(barrier[0], ";"))
     sizes = {"heads": 1, "M": 3, "N": 300, "d": 40, "dv": 70}
     plan = planned(replace(split, folder=tmp_path), Simulator(), sizes)
-    assert plan.launches[0].numbers["parts"] > 1
+    assert plan.launches[0].numbers["num_splits"] > 1
     with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
         for schedule in (None, 1, 2):
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
@@ -171,14 +171,14 @@ RESULTS = {
     "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
     "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
     "last key dropped": (
-        "kv_end(row, N, diagonal) : 0",
-        "kv_end(row, N - 1, diagonal) : 0",
+        "extent.end_in_tile(row, first_key, Bc) : 0",
+        "extent.end_in_tile(row, first_key, Bc) - (first_key + Bc >= N) : 0",
     ),
     "mask off by one": (
-        "kv_end(row, N, diagonal) : 0",
-        "kv_end(row, N, diagonal - 1) : 0",
+        "extent.end_in_tile(row, first_key, Bc) : 0",
+        "extent.end_in_tile(row - 1, first_key, Bc) : 0",
     ),
-    "scale forgotten": ("dots[i] * scale;", "dots[i];"),
+    "scale forgotten": ("= {scale, mods};", "= {real(1), mods};"),
     "old sums not rescaled": ("first + i] * factor;", "first + i];"),
 }
 
