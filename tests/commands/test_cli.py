@@ -184,15 +184,6 @@ def test_attention_without_columns_is_no_softmax():
     assert problem in " ".join(told.split())
 
 
-def test_run_as_markdown():
-    shown = cli("run", "fa2", *SIMULATOR, *SIZES, "--format", "md").stdout.splitlines()
-    head, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown)
-    row = dict(zip(head, cells, strict=True))
-    assert {"passed", "milliseconds", "tflops", "seed", "O error", "lse error"} <= set(row)
-    assert (row["passed"], row["seed"]) == ("True", "3")
-    assert float(row["O error"]) == pytest.approx(run("fa2")["O_error"], rel=1e-3)
-
-
 def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():
     drawn = cli("run", "fa2", *SIMULATOR)
     seed = re.search(r"seed=(\d+)", drawn.stdout)[1]
