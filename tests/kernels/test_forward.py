@@ -119,5 +119,3 @@ def test_how_large_scores_may_be(backend, kernel, monkeypatch):
     out, lse, most = largest_scores(kernel, backend, 2.0**26)
     assert np.isfinite(lse).all()
     assert (np.abs(out) <= 1.01 * most).all()
-    out, lse, _ = largest_scores(kernel, backend, 2.0**30)
-    assert not np.isfinite(out).all()

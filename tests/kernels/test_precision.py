@@ -333,7 +333,7 @@ def test_a_window_and_a_precision_go_together(backend, kernel, precision):
     )
     assert f"precision={precision} window=30,5 " in str(p)
     options = " ".join(Case("forward", p).options())
-    assert f"--precision {precision}" in options and "--window=30,5" in options
+    assert f"--precision={precision}" in options and "--window=30,5" in options
     made = planning.plan(FORWARD[kernel], p, backend.limits)
     assert made.problem == p
     guard.checked(backend, made, Case("forward", p).inputs(), {})
