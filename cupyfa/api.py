@@ -97,6 +97,7 @@ def attention(
     causal: Causal | bool | None = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     precision: Precision | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
@@ -121,6 +122,7 @@ def attention(
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
         keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
     scale: the factor of the scores, by default 1/sqrt(d).
+    softcap: scores become softcap · tanh(score / softcap), after the scale.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -146,7 +148,7 @@ def attention(
         raise _unknown("attention", unknown)
     given: Sequence[Any] = (q, k, v)
     targets = None if out is None else (out,)
-    asked = precision, causal, window, scale
+    asked = precision, causal, window, scale, softcap
     how = (options, kernel, backend, layout, return_lse, tiles, *asked)
     before = recent.get("forward")
     if before is not None and not check and before.is_of(given, how):

@@ -68,6 +68,7 @@ class OptionKeywords(TypedDict, total=False):
     causal: Causal | bool | None
     window: Window | None
     scale: float | None
+    softcap: float | None
 
 
 def _read_precision(value: Any) -> str | None:
@@ -158,6 +159,13 @@ def parse_number(name: str, text: str) -> float:
         raise ValueError(f"{name}={text!r} is not a number") from None
 
 
+def _read_softcap(value: Any) -> float | None:
+    number = read_number("softcap", value, "none")
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(f"softcap is {value}; give a finite number above 0, or None for none")
+    return number
+
+
 def _field(option: Option) -> Any:
     return field(default=option.default, metadata={"option": option})
 
@@ -170,7 +178,8 @@ class AttentionOptions:
     "top-left" (j <= i). ``window`` (left, right) lets query i, whose position among the keys is
     p = i + N - M (i under a "top-left" mask), see keys p - left <= j <= p + right; None is no
     limit. A causal mask is the limit on the right, so a window under it has none of its own.
-    Scores are multiplied with ``scale``, by default 1/sqrt(d). ``precision``, one of PRECISIONS, is
+    Scores are multiplied with ``scale``, by default 1/sqrt(d), and become softcap * tanh(score /
+    softcap) if ``softcap`` is given. ``precision``, one of PRECISIONS, is
     what float32 inputs may be rounded to, and "float8_e4m3" also what 16-bit inputs may be rounded
     to; None leaves it to the kernel.
     """
@@ -221,6 +230,17 @@ class AttentionOptions:
             parse=lambda text: parse_number("scale", text),
             metavar="FLOAT",
             tried=(0.0, -0.3, 2.0),
+        ),
+    )
+    softcap: float | None = _field(
+        Option(
+            help="Scores become softcap * tanh(score / softcap), after the scale.",
+            read=_read_softcap,
+            parse=lambda text: parse_number("softcap", text),
+            metavar="FLOAT",
+            tried=(0.5, 20.0),
+            features={"score": lambda value: value is not None},
+            in_mods=True,
         ),
     )
 

@@ -13,7 +13,7 @@ from cupyfa.ladder.softmax import WARP
 from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import Problem
 
-FEATURES = ("causal", "window", "gqa", "strides", "dv")
+FEATURES = ("causal", "window", "score", "gqa", "strides", "dv")
 THREADS = 256
 TILES = named(
     "Br Bc",

@@ -13,7 +13,7 @@ from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.options import FLOAT8
 from cupyfa.problem import MOST, Problem
 
-ALL_BUT_WINDOWS = ("causal", "gqa", "strides", "lse", "dv")
+ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")
 ROW_TILES = tuple(
     {"Br": Br, "Bc": Bc}

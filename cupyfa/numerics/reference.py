@@ -42,7 +42,10 @@ def modified_scores(scores: Array, options: AttentionOptions) -> tuple[Array, Ar
 
     Every path computes its scores here: all precisions, the forward pass and the gradients.
     """
-    return scores, 1.0
+    if options.softcap is None:
+        return scores, 1.0
+    bent = np.tanh(scores / options.softcap)
+    return options.softcap * bent, 1.0 - bent * bent
 
 
 def attention(

@@ -317,7 +317,8 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: _Arithmetic) -> tup
     A modification adds its own error here; its derivative must not exceed 1.
     """
     d = tile.q.shape[-1]
-    return np.sqrt(d + 3) * size, kernel.rounded_product(size, d)
+    of_cap = 4.0 * (tile.options.softcap or 0.0)  # tanh has an absolute error
+    return np.sqrt(d + 3) * size + of_cap, kernel.rounded_product(size, d)
 
 
 class _Work:
@@ -418,6 +419,8 @@ def _gradient_bounds(work: _BackwardWork, kernel: _Arithmetic) -> tuple[Array, A
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     ds = p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1)
     ds *= step.derivative
+    if work.tile.options.softcap:  # and so has its derivative
+        ds += 8 * eps * P * dP
 
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)

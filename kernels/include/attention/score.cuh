@@ -3,13 +3,13 @@
 // Every kernel, forward and backward, asks here; with no modification wanted, nothing is left of it
 // but the scale.
 //
-//   score = scale * q·k  ->  (modifications, none today)  ->  -infinity where the mask hides it
+//   score = scale * q·k  ->  softcap * tanh(score / softcap)  ->  -infinity where it is masked
 //
 // The struct Mods holds what modifications need; the host writes it above a kernel's text.
 
 #include <attention/extent.cuh>
 
-constexpr bool has_score_mod = false;
+constexpr bool has_score_mod = has_softcap;
 
 // A score and d score / d (scale * q·k).
 template <class T>
@@ -17,13 +17,28 @@ struct Scored {
   T score, slope;
 };
 
+// cap * tanh(score / cap), with an absolute error of a few units in the last place of cap in float.
+template <class T, class Mods>
+__device__ __forceinline__ Scored<T> capped(T score, const Mods& mods) {
+  const T cap = mods.softcap, x = score / cap;
+  T tanh_x;
+  if constexpr (sizeof(T) == 8)
+    tanh_x = tanh(x);
+  else
+    tanh_x = 1 - __fdividef(2, 1 + exp2f(x * (2 * log2e)));
+  return {cap * tanh_x, 1 - tanh_x * tanh_x};
+}
+
 template <class T>
 struct Scorer {
   T scale;
   Mods mods;
 
   // The modified score of a scaled product, in natural units.
-  __device__ __forceinline__ Scored<T> modified(T score) const { return {score, T(1)}; }
+  __device__ __forceinline__ Scored<T> modified(T score) const {
+    if constexpr (has_softcap) return capped(score, mods);
+    return {score, T(1)};
+  }
 
   // Kernels that compute scores one by one take them from here.
   __device__ __forceinline__ T operator()(T product) const {
