@@ -165,8 +165,12 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
+    if constexpr (has_score_mod) {  // a modification takes the products of Q and K themselves
+      for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
+    } else {
+      rows.scale2 = scales.of_scores(units.K);
+    }
     scorer.apply(S);
-    rows.scale2 = scales.of_scores(units.K);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
                      : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);

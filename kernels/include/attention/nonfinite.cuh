@@ -5,7 +5,7 @@
 //  - S * scale2 - maximum is rounded once. For the largest score it is not 0 but the rounding error
 //    of the maximum, which above 2^26 is more than 2, and 2 to the power of it may overflow.
 
-#include <attention/mask.cuh>
+#include <attention/score.cuh>
 #include <attention/row_state.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -96,59 +96,5 @@ __device__ void repair_rows(Tensor<const T> Q, Tensor<const T> K, Tensor<const T
     const int query = row / pack_gqa, own_head = head * pack_gqa + row % pack_gqa;
     repair_row<d, dv>(Q.row(batch, own_head, query), K, V, O.row(batch, own_head, query),
                       lse.row(batch, own_head, query), rows.extent, query, batch, kv_head, scorer);
-  }
-}
-
-// Until all kernels call needs_repair and repair_rows.
-// Whether one of the warp's sums is NaN.
-template <int m, int blocks>
-__device__ __forceinline__ bool has_nonfinite(const float (&O)[m][blocks][4]) {
-  bool nonfinite = false;
-#pragma unroll
-  for (int n = 0; n < blocks; ++n) {
-#pragma unroll
-    for (int i = 0; i < m; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) nonfinite |= O[i][n][e] != O[i][n][e];
-    }
-  }
-  return __any_sync(full_warp, nonfinite);
-}
-
-// Writes the warp's rows of O, from their maxima and sums, by the keys that each row sees alone.
-__device__ void recompute_rows(Tensor<const operand> Q, Tensor<const operand> K,
-                               Tensor<const operand> V, Tensor<scalar> O, const Rows<step>& rows,
-                               int batch, int head, int kv_head, int M, float scale) {
-  constexpr int o_count = cdiv(dv, warp_size);
-  const int lane = threadIdx.x % warp_size;
-  for (int i = 0; i < step; ++i) {
-    const int row = __shfl_sync(full_warp, rows.first, 0) + i, half = i / 8;
-    if (row >= M) return;
-    float sum = half ? rows.sum[0][1] : rows.sum[0][0];
-    sum += __shfl_xor_sync(full_warp, sum, 1);
-    sum += __shfl_xor_sync(full_warp, sum, 2);
-    sum = __shfl_sync(full_warp, sum, i % 8 * 4);
-    const float maximum =
-        __shfl_sync(full_warp, half ? rows.maximum[0][1] : rows.maximum[0][0], i % 8 * 4);
-    const operand *q = Q.row(batch, head, row), *k, *v;
-    float o[o_count] = {};
-    const int end = kv_end(row, rows.extent.N, rows.extent.causal_offset);
-    for (int key = kv_begin(row, rows.extent.N, rows.extent.window_offset); key < end; ++key) {
-      k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key);
-      float score = 0;
-      for (int j = lane; j < d; j += warp_size) score += float(q[j]) * float(k[j]);
-      const float weight = exp2f(warp_sum(score) * scale * log2e - maximum);
-#pragma unroll
-      for (int j = 0; j < o_count; ++j) {
-        const int col = lane + j * warp_size;
-        if (col < dv) o[j] += weight * float(v[col]);
-      }
-    }
-    const float inverse = sum == 0 ? 0.0f : 1 / sum;
-#pragma unroll
-    for (int j = 0; j < o_count; ++j) {
-      const int col = lane + j * warp_size;
-      if (col < dv) O.row(batch, head, row)[col] = scalar(o[j] * inverse);
-    }
   }
 }
