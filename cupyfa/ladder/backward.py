@@ -396,7 +396,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
 KERNELS = (
     Kernel(
         name="baseline_backward",
-        adds="five products by cuBLAS: S, P, dP and dS go through memory",
+        adds="five products by cuBLAS: S, P, dP and dS go through global memory",
         operation="backward",
         launches=(
             DELTA,
@@ -430,7 +430,7 @@ KERNELS = (
     ),
     scalar_kernel(
         "columns",
-        "P again from lse; a block keeps a tile of K and V, and adds to dQ with atomics",
+        "P recomputed from lse; a block owns a tile of K and V and adds to dQ with atomics",
         (
             DELTA,
             clear("dQ"),
@@ -447,7 +447,7 @@ KERNELS = (
     ),
     scalar_kernel(
         "rows",
-        "the mirror image: a block keeps a tile of Q, and adds to dK and dV",
+        "a block owns a tile of Q and adds to dK and dV with atomics",
         (
             DELTA,
             clear("dK"),
@@ -471,7 +471,7 @@ KERNELS = (
     ),
     scalar_kernel(
         "two_pass",
-        "both, each with what stays on chip: no atomics, 7 products for 5",
+        "a pass for dK and dV, then one for dQ: no atomics, 7 products instead of 5",
         (
             DELTA,
             columns_launch("two_pass_columns", "dK dV"),
@@ -487,7 +487,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_slices_backward",
-        "tensor cores for any d, in slices; P and dS of some heads at a time in memory",
+        "tensor cores for any head dimension; P and dS of some heads at a time in memory",
         (mma_delta(lambda p, c: 0), rounds.SCORES, rounds.COLUMNS, rounds.ROWS),
         tiles=rounds.TILES,
         candidates=rounds.CANDIDATES,
@@ -504,7 +504,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_columns",
-        "tensor cores (mma.sync); P and dS as 16-bit numbers; copies that go on (cp.async)",
+        "tensor cores (mma.sync), asynchronous copies; P and dS in 16 bits in shared memory",
         (
             mma_delta(sums_of_tile),
             mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
@@ -531,7 +531,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_two_pass",
-        "tensor cores without atomics: dK and dV, then dQ whose dS stays in registers",
+        "two passes on tensor cores, without atomics; dS of the second in registers",
         (
             mma_delta(lambda p, c: 0),
             mma_columns_launch("mma_two_pass_columns", "dK dV"),
@@ -563,7 +563,7 @@ KERNELS = (
     ),
     Kernel(
         name="wgmma_columns",
-        adds="columns with wgmma and TMA: warpgroups own 64 keys, P and dS stay in registers",
+        adds="Hopper: warpgroups own 64 keys; transposed scores keep P and dS in registers",
         after=("mma_columns",),
         operation="backward",
         launches=(
@@ -610,7 +610,7 @@ KERNELS = (
     ),
     Kernel(
         name="wgmma_two_pass",
-        adds="wgmma_columns and its mirror image: dQ in registers too, 7 products for 5",
+        adds="Hopper, two passes: dQ in registers too, no atomics, 7 products instead of 5",
         after=("wgmma_columns",),
         operation="backward",
         launches=(

@@ -573,17 +573,17 @@ KERNELS = (
     baseline(
         "baseline",
         "softmax_safe",
-        "cuBLAS, softmax, cuBLAS: S and P go through memory",
+        "cuBLAS, softmax, cuBLAS: S and P go through global memory",
     ),
     baseline(
         "baseline_online",
         "softmax_online",
-        "the same with the online softmax",
+        "the online softmax between the two products",
         after=("baseline",),
     ),
     seed_kernel(
         "minimal",
-        "S and P stay on chip; a thread owns a row; O, max and sum go through memory",
+        "S and P stay on chip; a thread owns a row; O, max and sum in global memory",
         threads=lambda p, c: c.Bc,
         shared=lambda p, c: p.bytes(reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
         tiles=named("Br Bc", *((size, size) for size in (32, 16, 8, 4, 2, 1))),
@@ -592,7 +592,7 @@ KERNELS = (
     ),
     seed_kernel(
         "v1",
-        "a block works on one row at a time: loads are coalesced, dot products summed by all",
+        "a block works on one row at a time: coalesced loads, dot products summed by all threads",
         threads=lambda p, c: 128,
         shared=lambda p, c: p.bytes(reals=128 // WARP * c.Bc, scalars=p.d + c.Bc * (p.d + p.dv)),
         tiles=named("Bc", (4,), (2,), (1,)),
@@ -610,7 +610,7 @@ KERNELS = (
     ),
     seed_kernel(
         "v3",
-        "tensor cores (WMMA); also cut along d, so shared memory does not depend on it",
+        "tensor cores (WMMA); tiles along d too, so shared memory does not depend on d",
         threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
         shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
         tiles=named(
@@ -629,7 +629,7 @@ KERNELS = (
     ),
     fa2_kernel(
         "fa2",
-        "Q outside, K and V inside: a row's output, max and sum never leave the block",
+        "loops swapped, a block owns rows of Q: their O, max and sum stay on chip",
         shared=lambda p, c: p.bytes(
             reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
         ),
@@ -643,7 +643,7 @@ KERNELS = (
     ),
     fa2_kernel(
         "fa2_coalesced",
-        "loads and stores row by row; padded rows; V takes K's place in shared memory",
+        "coalesced loads and stores; padded rows; K and V share a buffer",
         shared=lambda p, c: p.bytes(
             reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),
             scalars=c.Br * padded(p.d, p.itemsize) + c.Bc * padded(max(p.d, p.dv), p.itemsize),
@@ -659,7 +659,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_split_q",
-        "S, P and O in registers on tensor cores: a warp owns its rows from start to end",
+        "tensor cores (mma.sync): a warp owns its rows, with S, P and O in registers",
         {
             "float16": {64: 77.1},
             "bfloat16": {64: 77.1},
@@ -667,7 +667,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_swizzled",
-        "chunks of a row trade places in shared memory: no bank conflicts",
+        "swizzled tiles in shared memory: no bank conflicts",
         {
             "float16": {64: 184},
             "bfloat16": {64: 184},
@@ -676,7 +676,7 @@ KERNELS = (
     ),
     mma_kernel(
         "mma_async",
-        "copies overlap with products (cp.async), K and V have two buffers",
+        "asynchronous copies (cp.async) overlap with products; two buffers for K and V",
         {},
         shared=lambda p, c: mma_shared(p, c, buffers=2),
         after=("mma_swizzled",),
@@ -717,7 +717,7 @@ KERNELS = (
     rounded_first(
         Kernel(
             name="mma_slices",
-            adds="Q, K and V pass by in slices of d and of keys: any head dimension",
+            adds="any head dimension: Q and K in slices of d, V in slices of keys",
             launches=(
                 Launch(
                     "mma_slices",
@@ -764,7 +764,7 @@ KERNELS = (
     ),
     wgmma_kernel(
         "wgmma",
-        "Hopper's tensor cores, warpgroups for warps; one warp loads for all (TMA, sm_90a)",
+        "Hopper (sm_90a): warpgroups multiply from shared memory, one warp loads with TMA",
         {
             "float16": {64: 365, 128: 500, 256: 593},
             "bfloat16": {64: 367, 128: 510, 256: 594},
@@ -772,7 +772,7 @@ KERNELS = (
     ),
     wgmma_kernel(
         "wgmma_overlap",
-        "weights of a tile are computed while the next products go on",
+        "softmax of a tile overlaps with products; ping-pong of warpgroups",
         {
             "float16": {64: 397, 128: 616, 256: 723},
             "bfloat16": {64: 400, 128: 631, 256: 737},
@@ -781,7 +781,7 @@ KERNELS = (
     ),
     wgmma_kernel(
         "wgmma_persistent",
-        "blocks stay, and begin the next row tile before they end the last",
+        "persistent blocks, which begin a row tile before they end the last one",
         {
             "float16": {64: 437, 128: 631, 256: 738},
             "bfloat16": {64: 440, 128: 646, 256: 734},
@@ -794,7 +794,7 @@ KERNELS = (
     ),
     Kernel(
         name="wgmma_slices",
-        adds="wgmma and TMA for slices of Q, K and V: any head dimension; P in registers",
+        adds="any head dimension with wgmma and TMA; P in registers",
         launches=(
             Launch(
                 "wgmma_slices",
@@ -819,6 +819,6 @@ KERNELS = (
     ),
     fp8_kernel(
         "wgmma_fp8",
-        "e4m3, to which a launch before rounds Q, K and V: products twice as fast",
+        "e4m3 operands, rounded by a launch before: products twice as fast",
     ),
 )

@@ -22,7 +22,7 @@ def softmax_launch(name: str) -> Launch:
 KERNELS = (
     Kernel(
         name="softmax_safe",
-        adds="maximum, sum, divide: three passes over a row",
+        adds="maximum, sum, quotient: three passes over a row",
         operation="softmax",
         launches=(softmax_launch("softmax_safe"),),
         tflops={
@@ -35,7 +35,7 @@ KERNELS = (
     ),
     Kernel(
         name="softmax_online",
-        adds="a running maximum and sum: two passes over a row",
+        adds="online softmax, a running maximum and sum: two passes over a row",
         after=("softmax_safe",),
         operation="softmax",
         launches=(softmax_launch("softmax_online"),),
