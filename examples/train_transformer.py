@@ -1,9 +1,9 @@
-"""Trains a small transformer without torch: arrays of NumPy or CuPy, attention by cupyfa.
+"""Trains a small transformer without torch: NumPy or CuPy arrays, attention by cupyfa.
 
-Attention and its gradients are `cupyfa.attention_vjp`; everything else (embeddings, RMS norm,
+Attention and its gradients are `cupyfa.attention_vjp`. Everything else (embeddings, RMS norm,
 linear maps, GELU, cross-entropy, Adam) is a few lines of array code, with gradients by hand.
-A function here that ends in `_vjp` returns its value, and a function that takes a gradient of that
-value back to its arguments, as attention's does.
+A function whose name ends in `_vjp` returns its value and a pullback, which maps a gradient of the
+value to gradients of the arguments. `cupyfa.attention_vjp` does the same.
 
     python examples/train_transformer.py                     # learns to sort, in the simulator
     python examples/train_transformer.py --backend cuda --task text --plot loss.svg
@@ -30,7 +30,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes: tokens, their longest sequence, columns, heads, key heads and blocks."""
+    """Sizes: kinds of tokens, longest sequence, columns, heads, key heads and blocks."""
 
     vocabulary: int
     length: int
@@ -47,7 +47,7 @@ class Model:
 
 
 def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights. Those that write into the residual stream shrink with the blocks."""
+    """Random weights. Weights of layers that add to the residual stream shrink with `blocks`."""
     random = np.random.default_rng(seed)
     width, columns = model.width, (model.heads + 2 * model.kv_heads) * model.d
 
@@ -78,7 +78,7 @@ def loss_and_gradients(
 ) -> tuple[float, Arrays]:
     """The mean cross-entropy of the next tokens, and its gradients.
 
-    tokens and targets are whole numbers [batch, M]; a target of -1 does not count.
+    tokens and targets are integers [batch, M]; targets of -1 are ignored.
     """
     loss, pullback = loss_vjp(model, weights, tokens, targets)
     return loss, pullback()
@@ -87,7 +87,7 @@ def loss_and_gradients(
 def loss_vjp(
     model: Model, weights: Arrays, tokens: Any, targets: Any
 ) -> tuple[float, Callable[[], Arrays]]:
-    """The loss, and the function that makes the gradients of all weights."""
+    """The loss, and a function that returns the gradients of all weights."""
     x, embedding = embedding_vjp(weights["tokens"], weights["positions"], tokens)
     blocks = []
     for i in range(model.blocks):
@@ -138,7 +138,7 @@ def block_vjp(model: Model, weights: Arrays, i: int, x: Any) -> tuple[Any, Calla
 
 
 def attention_vjp(model: Model, x: Any, qkv: Any, out: Any) -> tuple[Any, Callable]:
-    """Causal self-attention: heads of x qkv attend, and what they find is mixed by out."""
+    """Causal self-attention: q, k and v are columns of x qkv; `out` mixes the heads."""
     batch, M, _ = x.shape
     y, project = linear_vjp(x, qkv)
     # [batch, M, heads, d] is layout "bshd": q, k and v are views of y, and nothing is transposed.
@@ -171,7 +171,7 @@ def linear_vjp(x: Any, w: Any) -> tuple[Any, Callable]:
 
 
 def rms_norm_vjp(x: Any, gain: Any) -> tuple[Any, Callable]:
-    """x over the root of the mean of its squares along the last axis, times gain."""
+    """x divided by the root mean square along the last axis, times gain."""
     root = ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5
     normed = x / root
 
@@ -184,7 +184,7 @@ def rms_norm_vjp(x: Any, gain: Any) -> tuple[Any, Callable]:
 
 
 def gelu_vjp(x: Any) -> tuple[Any, Callable]:
-    """GELU by the hyperbolic tangent: Hendrycks and Gimpel, 2016, arXiv:1606.08415."""
+    """GELU in its tanh approximation: Hendrycks and Gimpel, 2016, arXiv:1606.08415."""
     a = math.sqrt(2 / math.pi)
     t = module_of(x).tanh(a * (x + 0.044715 * x**3))
 
@@ -196,7 +196,7 @@ def gelu_vjp(x: Any) -> tuple[Any, Callable]:
 
 
 def embedding_vjp(tokens: Any, positions: Any, which: Any) -> tuple[Any, Callable]:
-    """The rows of the tokens that there are, plus the row of each position."""
+    """The embedding of each token plus that of its position."""
 
     def pullback(dx: Any) -> tuple[Any, Any]:
         xp = module_of(dx)
@@ -223,7 +223,7 @@ def cross_entropy_vjp(logits: Any, targets: Any) -> tuple[float, Callable]:
 
 
 class Adam:
-    """Kingma and Ba, 2014, arXiv:1412.6980: steps of the size of the learning rate."""
+    """Kingma and Ba, 2014, arXiv:1412.6980."""
 
     def __init__(self, weights: Arrays, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         self.betas, self.steps = betas, 0
@@ -231,7 +231,7 @@ class Adam:
         self.squares = {name: 0 * weight for name, weight in weights.items()}
 
     def step(self, weights: Arrays, grads: Arrays, rate: float) -> None:
-        """Changes the weights in place."""
+        """Updates the weights in place."""
         self.steps += 1
         beta, gamma = self.betas
         for name, grad in grads.items():
@@ -243,9 +243,9 @@ class Adam:
 
 
 def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Sequences of `count` random tokens of so many kinds, and after them the same ones in order.
+    """Endless batches of `count` random tokens out of `kinds`, followed by the same tokens sorted.
 
-    Only the second half is to be predicted: [batch, 2 count - 1] tokens and targets, without end.
+    Only the second half is predicted. Tokens and targets are [batch, 2 count - 1].
     """
     random = np.random.default_rng(seed)
     while True:
@@ -257,7 +257,7 @@ def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple
 
 
 def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Stretches of a text, each with the characters that follow, without end."""
+    """Endless batches of pieces of a text, each with the characters that follow."""
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - length, batch)
@@ -266,14 +266,14 @@ def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterato
 
 
 def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
-    """The least loss of a model that sees but the token before and, if of use, its place.
+    """The least loss of a model that sees only the token before and, if useful, its position.
 
-    It is the entropy of the targets given these, as these sequences have it.
+    This is the conditional entropy of the targets in these sequences.
     """
     rows, places = np.nonzero(targets >= 0)
     if tokens.shape[1] > 1:
         given = places * (tokens.max() + 1) + tokens[rows, places]
-    else:  # stretches of a text begin anywhere
+    else:  # pieces of a text begin anywhere
         given = tokens[rows, places]
     _, given = np.unique(given, return_inverse=True)
     counts = np.zeros((given.max() + 1, targets.max() + 1))
@@ -284,7 +284,7 @@ def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
 
 
 def module_of(array: Any) -> Any:
-    """NumPy, or CuPy for its arrays."""
+    """NumPy, or CuPy for CuPy arrays."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -302,7 +302,7 @@ def train(
     on_device: bool = False,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """The losses of so many steps; the learning rate rises, then falls along a cosine."""
+    """The loss of each step. The learning rate rises linearly, then falls along a cosine."""
     weights = parameters(model, seed=seed)
     if on_device:
         import cupy
@@ -322,7 +322,7 @@ def train(
 
 
 def characters() -> tuple[np.ndarray, int]:
-    """The text of the project's own pages as numbers, and how many kinds of them there are."""
+    """The text of the project's pages as integers, and the number of different characters."""
     root = Path(__file__).resolve().parent.parent
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
@@ -331,7 +331,7 @@ def characters() -> tuple[np.ndarray, int]:
 
 
 def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -> None:
-    """The curve of the losses, and what could be reached without learning so much."""
+    """Draws the losses, with levels that a simpler model could reach."""
     from matplotlib.figure import Figure
 
     ink, figure = "#7d8590", Figure(figsize=(8, 4))
@@ -355,7 +355,7 @@ def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -
     figure.savefig(path, transparent=True, bbox_inches="tight", metadata=metadata)
 
 
-# What is usual in the simulator, where a step takes a tenth of a second, and on a GPU.
+# Default sizes for the simulator, where a step takes a tenth of a second, and for a GPU.
 SIZES = {
     ("sort", "simulator"): dict(
         steps=300, batch=16, length=8, kinds=8, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2
@@ -379,16 +379,14 @@ def main() -> None:
     if backend == "auto":
         backend = "cuda" if has_gpu() else "simulator"
     elif backend == "cuda" and not has_gpu():
-        sys.exit("--backend cuda: there is no GPU to run on; leave it out, or ask `cupyfa doctor`")
+        sys.exit("--backend cuda: there is no GPU; omit the option, or run `cupyfa doctor`")
     if options.plot and not os.access(Path(options.plot).resolve().parent, os.W_OK):
-        sys.exit(f"--plot {options.plot}: its folder cannot be written to; name another")
+        sys.exit(f"--plot {options.plot}: its folder cannot be written to; choose another")
     size = SIZES[options.task, backend]
     size |= {name: value for name, value in vars(options).items() if value is not None}
     for many, few in (("width", "heads"), ("heads", "kv_heads")):
         if size[many] % size[few]:
-            sys.exit(
-                f"{many}={size[many]} is not a multiple of {few}={size[few]}; give one that is"
-            )
+            sys.exit(f"{many}={size[many]} is not a multiple of {few}={size[few]}; give a multiple")
     if options.task == "sort":
         vocabulary, length = size["kinds"], 2 * size["length"] - 1
         batches = sorting(size["batch"], size["length"], vocabulary, size["seed"])
@@ -436,25 +434,25 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small transformer with cupyfa's gradients.",
-        epilog="Sizes left out are small in the simulator and larger on a GPU.",
+        epilog="Default sizes are small in the simulator and larger on a GPU.",
     )
     parser.add_argument("--task", choices=("sort", "text"), default="sort",
-                        help="sort tokens, or read the project's pages")  # fmt: skip
+                        help="sort tokens, or learn the text of the project's pages")  # fmt: skip
     parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
     parser.add_argument("--attention", choices=("float16", "float32"), default="float32",
                         help="the dtype of q, k and v")  # fmt: skip
     for name, what in {
-        "steps": "of training",
+        "steps": "training steps",
         "batch": "sequences in a step",
-        "length": "tokens to sort, or characters of a stretch",
-        "kinds": "of tokens to sort",
+        "length": "tokens to sort, or characters of a piece of text",
+        "kinds": "kinds of tokens to sort",
         "width": "columns of the model",
-        "heads": "of queries",
-        "kv-heads": "of keys and values; divides heads",
-        "blocks": "of attention and MLP",
+        "heads": "query heads",
+        "kv-heads": "key heads; a divisor of heads",
+        "blocks": "blocks of attention and MLP",
     }.items():
         parser.add_argument(f"--{name}", type=count, help=what)
-    parser.add_argument("--rate", type=float, help="of learning")
+    parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE", type=picture,
                         help="draw the losses to an .svg or .png file")  # fmt: skip
@@ -463,13 +461,15 @@ def arguments() -> argparse.Namespace:
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def picture(text: str) -> str:
     if not text.endswith((".svg", ".png")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; let it end with .svg or .png")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a picture; use a name that ends with .svg or .png"
+        )
     return text
 
 
