@@ -230,6 +230,9 @@ class AttentionOptions:
             parse=lambda text: parse_number("scale", text),
             metavar="FLOAT",
             tried=(0.0, -0.3, 2.0),
+            constants=lambda options: {
+                "positive_scale": options.scale is None or options.scale > 0
+            },
         ),
     )
     softcap: float | None = _field(

@@ -928,7 +928,7 @@ def test_after_a_trap_every_call_says_that_the_device_is_lost(cuda, tmp_path):
 @pytest.mark.gpu
 def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{FAR}\n  {BODY}"))
-    few = ("--grid", "edges", "--samples", "8", "--backend", "cuda", "--jobs", "1")
+    few = ("--grid", "edges", "--samples", "40", "--backend", "cuda", "--jobs", "1")
     done = process(["check", f"{script}:mine", "fa2", *few], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -963,6 +963,7 @@ def test_more_memory_than_the_device_has(cuda):
 
     wide = cupy.broadcast_to(cupy.zeros((), np.float32), (100, MOST, 256))
     few = cupy.zeros((1, 4, 256), np.float32)
+    gc.collect()
     used = cupy.get_default_memory_pool().used_bytes()
     with pytest.raises(cupyfa.DeviceError) as raised:
         cupyfa.attention(wide, few, few, kernel="minimal")

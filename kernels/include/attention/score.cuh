@@ -50,21 +50,26 @@ struct Scorer {
 
   // Kernels on tensor cores take exponents of two, exp2(x * scale2 - maximum), and fold the scale
   // into scale2: x is the product, with the sign of the scale so that maxima stay maxima, or the
-  // modified score if there is a modification.
+  // modified score if there is a modification. A positive scale, the usual one, is known to the
+  // compiler: a branch in the loop costs 1 to 5 % of the time.
   __device__ __forceinline__ T scale2() const {
-    return T(log2e) * (has_score_mod ? T(1) : scale == 0 ? T(1) : fabs(scale));
+    return T(log2e) * (has_score_mod    ? T(1)
+                       : positive_scale ? scale
+                       : scale == 0     ? T(1)
+                                        : fabs(scale));
   }
   __device__ __forceinline__ T applied(T product) const {
     if constexpr (has_score_mod) return modified(product * scale).score;
-    return product * T((scale > 0) - (scale < 0));
+    return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
   template <int m, int n>
   __device__ __forceinline__ void apply(T (&products)[m][n][4]) const {
-    if (!has_score_mod && scale > 0) return;
+    if constexpr (has_score_mod || !positive_scale) {
 #pragma unroll
-    for (int i = 0; i < m * n * 4; ++i) {
-      T& x = products[i / (4 * n)][i / 4 % n][i % 4];
-      x = applied(x);
+      for (int i = 0; i < m * n * 4; ++i) {
+        T& x = products[i / (4 * n)][i / 4 % n][i % 4];
+        x = applied(x);
+      }
     }
   }
 };
