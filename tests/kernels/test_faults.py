@@ -87,7 +87,7 @@ def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
 def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
     barrier = f"__syncthreads();  // {WHERE_NO_KEYS_ARE}"
     without = broken(tmp_path, "mma_split_kv", barrier, ";")
-    plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40})
+    plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40, "causal": True})
     with pytest.raises(SimulatorFault, match="race"):
         for schedule in (None, 1, 2):
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})

@@ -289,10 +289,13 @@ def test_bench_has_a_column_for_it():
 def test_options_and_files_keep_the_precision(tmp_path):
     case = Case("forward", problem("tf32", **SMALL), seed=3)
     words = case.options()
-    assert words[words.index("--precision") + 1] == "tf32"
+    assert "--precision=tf32" in words
     outcome = failures.Outcome("mma_tf32", failures.WRONG_RESULT, arrays=case.inputs())
-    failure = failures.Failure(case, outcome, failures.command(case, outcome, {}))
-    path = failures.write(tmp_path, failure, reruns=0, made_with={"device": "", "cupyfa": ""})
+    path = failures.write(
+        tmp_path,
+        failures.Stored(case, outcome, made_with={"device": "", "cupyfa": ""}),
+        failures.command(case, outcome, {}),
+    )
     assert failures.read(path).case == case
     done = cli("replay", path, *SIMULATOR)
     assert "precision=tf32" in done.stdout and "PASS" in done.stdout

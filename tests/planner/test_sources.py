@@ -35,6 +35,8 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr int dv = 8;",
         "constexpr bool causal = true;",
         "constexpr bool windowed = false;",
+        "constexpr bool positive_scale = true;",
+        "constexpr bool has_softcap = false;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",
         "struct Mods {};",
@@ -45,11 +47,11 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
 
 def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
     problems = [Problem.of_sizes(M=10, d=d, dv=24, dtype="float16", causal=d > 8) for d in (8, 40)]
-    split_kv = LADDER["forward"]["mma_split_kv"]
-    parts, merges = zip(*(planning.plan(split_kv, p, HOPPER).launches for p in problems))
-    assert parts[0].constants["causal"] != parts[1].constants["causal"]
-    assert len({sources.text(launch) for launch in parts}) == 2
-    assert len({sources.text(launch) for launch in merges}) == 1
+    kernel = LADDER["backward"]["columns"]
+    delta, _, columns, _ = zip(*(planning.plan(kernel, p, HOPPER).launches for p in problems))
+    assert columns[0].constants["causal"] != columns[1].constants["causal"]
+    assert len({sources.text(launch) for launch in columns}) == 2
+    assert len({sources.text(launch) for launch in delta}) == 1
 
 
 @pytest.mark.parametrize(

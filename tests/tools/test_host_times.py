@@ -28,7 +28,7 @@ def test_each_group_has_times():
     found = groups("simulator", *SIZES, *few)
     assert {name: len(rows) for name, rows in found.items()} == {
         "round-trip": 4,
-        "calls": 4,
+        "calls": 10,
         "first": 2,
         "import": 2,
     }
