@@ -86,15 +86,30 @@ __device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, sca
   }
 }
 
+// The same as a call, for kernels whose loops need the registers that an inlined one takes. (In a
+// kernel with wgmma a call would serialize the products.)
+template <int d, int dv, class T, class Scores>
+__device__ __noinline__ void call_repair_row(const T* q, Tensor<const T> K, Tensor<const T> V,
+                                             scalar* out, real* lse, const Extent& extent,
+                                             int query, int batch, int kv_head,
+                                             const Scores& scorer) {
+  repair_row<d, dv>(q, K, V, out, lse, extent, query, batch, kv_head, scorer);
+}
+
 // The same for all rows of a warp.
-template <int d, int dv, int Wr, int pack_gqa, class T, class Scores>
+template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Scores>
 __device__ void repair_rows(Tensor<const T> Q, Tensor<const T> K, Tensor<const T> V,
                             Tensor<scalar> O, Tensor<real> lse, const Rows<Wr, pack_gqa>& rows,
                             int batch, int head, int kv_head, const Scores& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);
   for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
     const int query = row / pack_gqa, own_head = head * pack_gqa + row % pack_gqa;
-    repair_row<d, dv>(Q.row(batch, own_head, query), K, V, O.row(batch, own_head, query),
-                      lse.row(batch, own_head, query), rows.extent, query, batch, kv_head, scorer);
+    const T* q = Q.row(batch, own_head, query);
+    scalar* out = O.row(batch, own_head, query);
+    real* row_lse = lse.row(batch, own_head, query);
+    if constexpr (by_call)
+      call_repair_row<d, dv>(q, K, V, out, row_lse, rows.extent, query, batch, kv_head, scorer);
+    else
+      repair_row<d, dv>(q, K, V, out, row_lse, rows.extent, query, batch, kv_head, scorer);
   }
 }
