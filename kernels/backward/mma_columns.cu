@@ -178,11 +178,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   if (all_finite(sums_K))
     store_gradient<d>(dK, sums_K, scale, keys, batch, kv_head, first_key, extent.N, own_lane());
   else
-    repair.keys<false, KeyPart::cols>(dK, group, first_key + keys.row,
-                                      first_key + keys.row + KeyPart::rows, keys.col);
+    call_rarely([=] {
+      repair.keys<false, KeyPart::cols>(dK, group, first_key + keys.row,
+                                        first_key + keys.row + KeyPart::rows, keys.col);
+    });
   if (all_finite(sums_V))
     store_gradient<dv>(dV, sums_V, 1, values, batch, kv_head, first_key, extent.N, own_lane());
   else
-    repair.keys<true, ValuePart::cols>(dV, group, first_key + values.row,
-                                       first_key + values.row + ValuePart::rows, values.col);
+    call_rarely([=] {
+      repair.keys<true, ValuePart::cols>(dV, group, first_key + values.row,
+                                         first_key + values.row + ValuePart::rows, values.col);
+    });
 }

@@ -141,6 +141,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     const Repair<d, dv, operand, StatsInMemory> repair = {
         extent, Q, K, V, dO, {lse, delta, batch}, scorer, batch, head / group};
     const int first = first_row + own.row;
-    repair.rows<depth>(dQ, head, first, first + Wr, 0);
+    call_rarely([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
   }
 }

@@ -163,8 +163,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     return;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head * pack_gqa / group,
-                       scorer);
+    repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
+                             same.head * pack_gqa / group, scorer);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);

@@ -203,7 +203,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
     buffer = stages - 1 - buffer;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, kv_head, scorer);
+    repair_rows<d, dv, true>(Q, K, V, O, lse, rows, batch, head, kv_head, scorer);
     return;
   }
   finish_rows(sums, rows, lse, batch, head, lane);
