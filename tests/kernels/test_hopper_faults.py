@@ -17,10 +17,12 @@ from cupyfa.planner import source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
+# A wgmma_wait_group without registers says that operands were read, which no run shows.
 ORDERS = re.compile(
     r"(?:if \([^;(]*(?:\(\))?\) )?(?:\b[\w.\[\]]+(?:\.|::)|::|\b)"
     r"(?:wait|arrive|arrive_expect_tx|release|barrier_sync|barrier_arrive"
-    r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group|wgmma_wait_group<\w+>(?=\(\w)"  # one without registers says what was read, which no run shows
+    r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group"
+    r"|wgmma_wait_group<\w+>(?=\(\w)"
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
