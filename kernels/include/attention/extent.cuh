@@ -44,6 +44,7 @@ struct Extent {
   // (The last row decides at the left end of a window, the first one at the right end.)
   __device__ __forceinline__ bool is_masked(int first_row, int rows, int first_key,
                                             int keys) const {
+    if constexpr (!windowed) return first_key + keys > kv_end(first_row);
     return first_key + keys > kv_end(first_row) ||
            first_key < kv_begin(min(first_row + rows, M) - 1);
   }
