@@ -1,5 +1,7 @@
 """What only a GPU can show: size, memory, streams, several processes."""
 
+import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -25,8 +27,21 @@ def test_more_heads_than_a_grid_axis_holds(cuda, kernel, axis):
     guard.checked(cuda, plan, inputs_of(plan), {})
 
 
+@pytest.fixture
+def much_memory(tmp_path_factory):
+    """Tests of many gigabytes run one at a time, of all processes, and give their memory back."""
+    import cupy
+
+    with open(tmp_path_factory.getbasetemp().parent / "much_memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        cupyfa.free_buffers()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 @KERNELS
-def test_offsets_beyond_two_to_the_31(cuda, kernel):
+def test_offsets_beyond_two_to_the_31(cuda, much_memory, kernel):
     import cupy
 
     heads, N, d = 33, 2**20, 64
