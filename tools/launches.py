@@ -27,6 +27,7 @@ LONG = tuple(
     {"heads": 2, "kv_heads": 1, "M": 530, "N": 550, "d": d, "causal": True}
     for d in (64, 128, 192, 256, 320)
 )
+CAPPED = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "d": 64, "causal": True, "softcap": 5.0}
 
 
 def main(names):
@@ -37,7 +38,7 @@ def main(names):
     for kernel, dtype in claimed(chosen, DTYPES):
         for sizes in RAGGED:
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
-        others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *LONG)]
+        others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *LONG, CAPPED)]
         for problem in dict.fromkeys(others):  # those of a softmax know no d
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
