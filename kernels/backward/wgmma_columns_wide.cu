@@ -12,6 +12,7 @@
 //   threads, shared_bytes
 #include <backward/parts/last_block.cuh>
 #include <ptx/named_barrier.cuh>
+#include <ptx/stmatrix.cuh>
 #include <tile/shared.cuh>
 #include <backward/parts/shared_keys.cuh>
 

@@ -11,9 +11,11 @@
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
+#include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/row_state.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
+#include <attention/store_rows.cuh>
 #include <forward/parts/mma_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>

@@ -8,9 +8,11 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
 //   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
+#include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/row_state.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
+#include <attention/store_rows.cuh>
 #include <ptx/mma.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>

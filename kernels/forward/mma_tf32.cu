@@ -9,8 +9,9 @@
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
+#include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/row_state.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>

@@ -9,7 +9,7 @@
 //   block (threads): Br rows, a thread rounds two neighbours at a time
 //   the host sets: scalar, operand, Br, d, dv, threads, shared_bytes
 #include <tile/math.cuh>
-#include <ptx/mma.cuh>
+#include <ptx/pack.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 

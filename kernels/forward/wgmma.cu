@@ -11,6 +11,7 @@
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <attention/register_budget.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <ptx/setmaxnreg.cuh>

@@ -14,7 +14,9 @@
 //   shared_bytes
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
+#include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/e4m3.cuh>

@@ -13,6 +13,7 @@
 //   windowed, threads, shared_bytes
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
+#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>

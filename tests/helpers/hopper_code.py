@@ -15,6 +15,7 @@ HEAD = """
 #include <tile/shared.cuh>
 #include <ptx/tma.cuh>
 #include <ptx/setmaxnreg.cuh>
+#include <ptx/stmatrix.cuh>
 #include <ptx/wgmma.cuh>
 """
 FILL = """

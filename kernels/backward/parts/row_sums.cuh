@@ -4,7 +4,7 @@
 
 #include <backward/parts/repair_gradients.cuh>
 #include <tile/math.cuh>
-#include <ptx/mma.cuh>
+#include <ptx/pack.cuh>
 #include <ptx/tma.cuh>
 
 constexpr int consumers = 2;        // warpgroups that own 64 keys each, or share them

@@ -1,9 +1,10 @@
 #pragma once
 // How a warp of a warpgroup ends a row tile: it divides O by the sums, and writes it and lse.
 
+#include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/row_state.cuh>
 #include <attention/score.cuh>
+#include <ptx/pack.cuh>
 #include <tile/store.cuh>
 
 // Writes the warp's 16 rows of O from a column on, 16 bytes at a time if rows are aligned to that.

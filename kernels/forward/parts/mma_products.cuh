@@ -2,7 +2,7 @@
 // The products of a warp's rows with 16-bit tiles in shared memory, and the store of O. Sizes are
 // those of the arguments: m and n count fragments of 16 rows and 8 columns.
 
-#include <attention/row_state.cuh>
+#include <attention/row_softmax.cuh>
 #include <ptx/mma.cuh>
 #include <tile/async_copy.cuh>
 

@@ -8,31 +8,7 @@
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
 // So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
-#include <cuda_fp16.h>
-constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
-
-template <class T>
-constexpr bool is_half = false;
-template <>
-constexpr bool is_half<__half> = true;
-
-// Two floats rounded to T, the first in the lower bits.  cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
-template <class T>
-__device__ __forceinline__ unsigned pack(float low, float high) {
-  unsigned pair;
-  if constexpr (is_half<T>) {
-    if constexpr (__CUDA_ARCH__ >= 800) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    } else {
-      asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %2; cvt.rn.f16.f32 h, %1; mov.b32 %0, {l, h};}"
-          : "=r"(pair)
-          : "f"(high), "f"(low));
-    }
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
-  return pair;
-}
+#include <ptx/pack.cuh>
 
 // A place in shared memory, with which one can compute.
 using Spot = unsigned;
@@ -65,44 +41,35 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], const void* row
   ldmatrix_trans(r, spot_of(row));
 }
 
-// The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where
-// row l % 8 of matrix l / 8 shall lie, and brings elements [l / 4] of columns 2 * (l % 4) and the
-// next, as they were before.  stmatrix.sync.aligned.m8n8.x4.trans.shared.b16, from sm_90 on
-__device__ __forceinline__ void store_matrices_transposed(void* row, const unsigned (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                   unsigned(__cvta_generic_to_shared(row))),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+// The half of a product that sm_75 has: 8 columns of A, of float16.
+// mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32
+__device__ __forceinline__ void multiply_add_half(float (&d)[4], unsigned a0, unsigned a1,
+                                                  unsigned b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
-// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75
+// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                              unsigned b1) {
-  if constexpr (!is_half<T>) {
+  if constexpr (__CUDA_ARCH__ < 800) {
+    multiply_add_half(d, a[0], a[1], b0);
+    multiply_add_half(d, a[2], a[3], b1);
+  } else if constexpr (is_half<T>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    if constexpr (__CUDA_ARCH__ >= 800) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-          "{%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-      asm volatile(
-          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-          "{%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(b0));
-      asm volatile(
-          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-          "{%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[2]), "r"(a[3]), "r"(b1));
-    }
   }
 }

@@ -16,7 +16,7 @@
 // PTX: wgmma.mma_async, for sm_90a alone.
 #include <ptx/mbarrier.cuh>
 #include <ptx/e4m3.cuh>
-#include <ptx/mma.cuh>
+#include <ptx/pack.cuh>
 
 constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
 

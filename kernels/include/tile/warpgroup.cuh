@@ -8,6 +8,11 @@
 
 constexpr int warpgroup_rows = 64;
 
+// A warp's S or O (row_state.cuh) as one array, as products take it.
+template <int blocks>
+__device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
+    [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
+
 // Begins S = A B^T for 64 rows of A, from `first_row` on, and all rows of B.
 template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,

@@ -8,26 +8,9 @@
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
 // So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
-
-template <class T>
-constexpr bool is_half = false;
-template <>
-constexpr bool is_half<__half> = true;
+#include <ptx/pack.cuh>
 
 namespace simulator {
-
-template <class T>
-inline unsigned short narrow(float value) {
-  if constexpr (is_half<T>) {
-    return half_bits(value);
-  } else {
-    return bfloat16_bits(value);
-  }
-}
 
 template <class T>
 inline float widen(unsigned bits) {
@@ -37,10 +20,6 @@ inline float widen(unsigned bits) {
     return bfloat16_value(static_cast<unsigned short>(bits));
   }
 }
-
-struct Registers {
-  unsigned r[4];
-};
 
 inline void check_whole_warp(const char* text, Here here) {
   if (simulator_lanes() != 0xffffffffu) fault(text, here);
@@ -66,19 +45,6 @@ __attribute__((no_sanitize("thread"), noinline)) inline void read_columns(unsign
     const unsigned short* element = static_cast<const unsigned short*>(row) + lane() / 4;
     check_read(element, sizeof *element, here);
     r[i / 2] = i % 2 == 0 ? *element : r[i / 2] | static_cast<unsigned>(*element) << 16;
-  }
-}
-
-// Of the matrices whose rows these are, each lane writes the pairs that it would read.
-__attribute__((no_sanitize("thread"), noinline)) inline void write_columns(void* const* rows,
-                                                                           const Registers* all,
-                                                                           Here here) {
-  for (int i = 0; i < 4; ++i) {
-    int row = lane() / 4, column = 2 * (lane() % 4);
-    unsigned low = all[4 * column + row / 2].r[i], high = all[4 * column + 4 + row / 2].r[i];
-    unsigned* pair = static_cast<unsigned*>(rows[8 * i + row]) + lane() % 4;
-    check_write(pair, sizeof *pair, here);
-    *pair = (low >> row % 2 * 16 & 0xffff) | (high >> row % 2 * 16) << 16;
   }
 }
 
@@ -140,12 +106,6 @@ __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
 
 }  // namespace simulator
 
-// Two floats rounded to T, the first in the lower bits.
-template <class T>
-inline unsigned pack(float low, float high) {
-  return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;
-}
-
 // A place in shared memory, with which one can compute.
 using Spot = unsigned long;
 inline Spot spot_of(const void* shared) {
@@ -169,19 +129,6 @@ inline void ldmatrix_trans(unsigned (&r)[4], const void* row, simulator::Here he
 }
 inline void ldmatrix_trans(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
   ldmatrix_trans(r, reinterpret_cast<const void*>(row), here);
-}
-
-// The reverse: four 8x8 matrices to shared memory, each transposed. Lane l gives the address where
-// row l % 8 of matrix l / 8 shall lie, and brings elements [l / 4] of columns 2 * (l % 4) and the
-// next, as they were before.
-inline void store_matrices_transposed(void* row, const unsigned (&r)[4],
-                                      simulator::Here here = {}) {
-  const char* name = "store_matrices_transposed";
-  simulator::Registers mine = {{r[0], r[1], r[2], r[3]}};
-  void* rows[32];
-  auto all_rows = simulator::gather_rows(row, name, here);
-  for (int i = 0; i < 32; ++i) rows[i] = const_cast<void*>(all_rows[i]);
-  simulator::write_columns(rows, simulator::warp_gather(mine, name, here), here);
 }
 
 // D += A B, operands of type T.

@@ -22,7 +22,7 @@
 // - Of the registers written without wgmma_fence, only those written after a wait are noticed.
 #include <ptx/mbarrier.cuh>
 #include <ptx/e4m3.cuh>
-#include <ptx/mma.cuh>
+#include <ptx/pack.cuh>
 
 constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
 

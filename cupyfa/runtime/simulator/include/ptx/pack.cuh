@@ -1,0 +1,30 @@
+#pragma once
+// The 16-bit operands of tensor-core products: a register holds two of them.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
+
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+
+namespace simulator {
+
+template <class T>
+inline unsigned short narrow(float value) {
+  if constexpr (is_half<T>) {
+    return half_bits(value);
+  } else {
+    return bfloat16_bits(value);
+  }
+}
+
+}  // namespace simulator
+
+// Two floats rounded to T, the first in the lower bits.
+template <class T>
+inline unsigned pack(float low, float high) {
+  return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;
+}

@@ -1,0 +1,117 @@
+#pragma once
+// The online softmax of a warp's rows. A lane holds a quarter of two rows in each 16, so two
+// shuffles reach all of a row.
+
+#include <attention/row_state.cuh>
+#include <tile/warp.cuh>
+
+// The maxima of a tile's scores in each row, for all lanes; masked scores become -infinity. Each
+// step of a maximum waits for the one before: where a warp owns 16 rows only, even and odd keys of
+// a row have a maximum each.
+template <bool masked, int m, int n, int pack_gqa>
+__device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
+                                            const Rows<m * step, pack_gqa>& rows, int first_key,
+                                            int lane, float (&maximum)[m][2]) {
+  constexpr int parts = m == 1 ? 2 : 1;
+  float part[m][2][parts];
+#pragma unroll
+  for (int j = 0; j < n; ++j) {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = first_key + j * 8 + 2 * (lane % 4) + e % 2;
+        if (masked && !rows.sees(i, e / 2, key)) S[i][j][e] = -infinity;
+        float& x = part[i][e / 2][e % parts];
+        x = j * 8 + e % 2 < parts ? S[i][j][e] : fmax(x, S[i][j][e]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+    float& x = maximum[i / 2][i % 2];
+    x = part[i / 2][i % 2][0];
+    if constexpr (parts == 2) x = fmax(opaque(x), opaque(part[i / 2][i % 2][1]));
+    x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
+    x = fmax(x, __shfl_xor_sync(full_warp, x, 2));
+  }
+}
+
+// Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale what was
+// summed before; returns whether one of the warp's factors is not 1. A maximum that is exceeded by
+// no more than `slack` may stay: P is then up to 2^slack, and so is its sum. Of `whole` maxima,
+// rounded up, all factors are powers of two, which round nothing.
+template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
+__device__ __forceinline__ bool raise_maxima(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
+                                             int first_key, int lane, float (&factor)[m][2]) {
+  float maximum[m][2];
+  find_maxima<masked>(S, rows, first_key, lane, maximum);
+  bool risen = false;
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+    const float before = rows.maximum[i / 2][i % 2];
+    float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
+    if (slack > 0 && now <= before + slack) now = before;
+    if (whole) now = ceil(now);
+    factor[i / 2][i % 2] = exp2f(before - now);
+    risen |= now != before;
+    rows.maximum[i / 2][i % 2] = now;
+  }
+  return __any_sync(full_warp, risen);
+}
+
+template <int m, int n>
+__device__ __forceinline__ void scale_rows(float (&O)[m][n][4], const float (&factor)[m][2]) {
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) O[i][j][e] *= factor[i][e / 2];
+    }
+  }
+}
+
+// Raises the maxima to those of a tile of scores. Where that changes a row of the warp, rescales O
+// and the sums.
+template <bool masked, int m, int keys, int cols, int pack_gqa>
+__device__ __forceinline__ void rescale(float (&S)[m][keys][4], float (&O)[m][cols][4],
+                                        Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
+  float factor[m][2];
+  if (!raise_maxima<masked>(S, rows, first_key, lane, factor)) return;
+  rows.scale(factor);
+  scale_rows(O, factor);
+}
+
+// S becomes P = 2^(S * scale2 - maximum) for the 8 keys in column j of the fragments.
+template <int m, int n, int pack_gqa>
+__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
+                                             const Rows<m * step, pack_gqa>& rows,
+                                             float (&sum)[m][2]) {
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      S[i][j][e] = exp2f(S[i][j][e] * rows.scale2 - rows.maximum[i][e / 2]);
+      sum[i][e / 2] += S[i][j][e];
+    }
+  }
+}
+
+// The same for all keys of the tile. A tile is summed up by itself before it joins the sums: with
+// millions of keys, less is rounded away.
+template <int m, int n, int pack_gqa>
+__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows) {
+  float sum[m][2] = {};
+#pragma unroll
+  for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
+  rows.add(sum);
+}
+
+// One tile's step of the online softmax: S becomes P; O and the sums are rescaled.
+template <bool masked, int m, int keys, int cols, int pack_gqa>
+__device__ __forceinline__ void softmax(float (&S)[m][keys][4], float (&O)[m][cols][4],
+                                        Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
+  rescale<masked>(S, O, rows, first_key, lane);
+  exponentiate(S, rows);
+}

@@ -1,0 +1,21 @@
+#pragma once
+// The 16-bit operands of tensor-core products: a register holds two of them.
+#include <cuda_fp16.h>
+constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
+
+template <class T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+
+// Two floats rounded to T, the first in the lower bits.  cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
+template <class T>
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  if constexpr (is_half<T>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
