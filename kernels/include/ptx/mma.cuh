@@ -41,24 +41,20 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], const void* row
   ldmatrix_trans(r, spot_of(row));
 }
 
-// The half of a product that sm_75 has: 8 columns of A, of float16.
-// mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32
-__device__ __forceinline__ void multiply_add_half(float (&d)[4], unsigned a0, unsigned a1,
-                                                  unsigned b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(b));
-}
-
-// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32
+// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                              unsigned b1) {
   if constexpr (__CUDA_ARCH__ < 800) {
-    multiply_add_half(d, a[0], a[1], b0);
-    multiply_add_half(d, a[2], a[3], b1);
+    const auto add_half = [&](unsigned a0, unsigned a1, unsigned b) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+          "{%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a0), "r"(a1), "r"(b));
+    };
+    add_half(a[0], a[1], b0);
+    add_half(a[2], a[3], b1);
   } else if constexpr (is_half<T>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
