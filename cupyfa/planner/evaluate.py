@@ -1,11 +1,8 @@
-"""What the formulas of a record make of a problem and constants: launches, scratch, outputs.
-
-Pure integers: nothing here needs a GPU or a compiler.
-"""
+"""Evaluates the formulas of a record: launches, scratch and outputs, as plain integers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES, DType
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner.plan import Allocations, Argument, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.planner.plan import Argument, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -29,37 +26,11 @@ _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
 
 def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
-    """The plan with just these constants.
+    """The plan with exactly these constants.
 
-    Raises ValueError for constants that break a rule and formulas that give nonsense, Unsupported
-    for launches that are too large for the device.
+    Raises ValueError for constants that break a rule and formulas with invalid results,
+    Unsupported for launches that are too large for the device.
     """
-    _check_rules(kernel, problem, constants)
-    steps = evaluated(kernel, "when", kernel.steps, problem)
-    return Plan(
-        kernel=kernel,
-        problem=problem,
-        constants=constants,
-        steps=tuple(
-            step
-            if isinstance(step, Matmul)
-            else _planned(kernel, step, problem, limits, constants, turn)
-            for step, turn in _in_turn(kernel, problem, limits, steps, constants)
-        ),
-        scratch=_scratch(kernel, problem, limits, steps, constants),
-        outputs=_allocations(_outputs(kernel), problem),
-    )
-
-
-def source_path(kernel: Kernel, launch: Launch) -> Path:
-    """A launch's file: in the folder of a kernel from outside, else relative to kernels/."""
-    file = Path(launch.file or f"{launch.entry}.cu")
-    if kernel.folder is not None:
-        return Path(kernel.folder).resolve() / file
-    return file if launch.file else kernel.operation / file
-
-
-def _check_rules(kernel: Kernel, problem: Problem, constants: Mapping[str, int]) -> None:
     c = SimpleNamespace(**constants, d=problem.d, dv=problem.dv)
     for rule, holds in kernel.rules.items():
         if not evaluated(kernel, f"rule {rule!r}", holds, c):
@@ -67,152 +38,251 @@ def _check_rules(kernel: Kernel, problem: Problem, constants: Mapping[str, int])
                 f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
                 "choose others, or leave them to the plan"
             )
+    return _Planner(kernel, problem, limits, constants).plan()
 
 
-def _in_turn(
-    kernel: Kernel,
-    problem: Problem,
-    limits: Limits,
-    steps: Sequence[Launch | Matmul],
-    constants: Mapping[str, int],
-) -> list[tuple[Launch | Matmul, int]]:
-    """All steps with the round that each is in, which are repeated where the kernel has rounds."""
-    repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
-    if not repeated:
-        return [(step, 0) for step in steps]
-    c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
-    rounds = _whole(kernel, "rounds", kernel.rounds, problem, c, least=1)
-    if rounds > _MOST_ROUNDS:
-        reason = f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most"
-        raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
-    first = steps.index(repeated[0])
-    others = [step for step in steps if step not in repeated]
-    return [
-        *((step, 0) for step in others[:first]),
-        *((step, turn) for turn in range(rounds) for step in repeated),
-        *((step, 0) for step in others[first:]),
-    ]
+def source_path(kernel: Kernel, launch: Launch) -> Path:
+    """The file of a launch: in the folder of a user's kernel, else relative to kernels/."""
+    file = Path(launch.file or f"{launch.entry}.cu")
+    if kernel.folder is not None:
+        return Path(kernel.folder).resolve() / file
+    return file if launch.file else kernel.operation / file
 
 
-def _arrays_of(steps: Sequence[Launch | Matmul]) -> set[str]:
-    """The names, of arrays and numbers, that steps take."""
-    taken = (f"{x.a} {x.b} {x.out}" if isinstance(x, Matmul) else x.args for x in steps)
-    return {name.partition(".")[0] for name in " ".join(taken).split()}
+def evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: Any) -> Any:
+    """The value of a record's formula. Raises ValueError if it raises anything."""
+    try:
+        return formula(*values)
+    except Exception as error:
+        raise ValueError(
+            f"{kernel.name}: the record's {what} fails with {type(error).__name__}: {error}; "
+            f"it was called with {', '.join(map(str, values))}"
+        ) from error
 
 
-def _operand(kernel: Kernel, problem: Problem) -> DType:
-    """The dtype of what is multiplied; tf32 is kept in float32."""
-    return DTYPES.get(rounding_of(kernel, problem) or "", problem.dtype)
+class _Planner:
+    """The formulas of a record, for one problem, device and set of constants."""
 
+    def __init__(
+        self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
+    ) -> None:
+        self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
+        self.c = SimpleNamespace(**constants)
+        self.operation = OPERATIONS[kernel.operation]
+        # tf32 is stored as float32.
+        self.operand = DTYPES.get(rounding_of(kernel, problem) or "", problem.dtype)
+        self.kinds = {
+            "scalar": problem.dtype.numpy,
+            "real": problem.dtype.sums,
+            "operand": self.operand.numpy,
+            "byte": np.dtype(np.uint8),
+        }
+        # An operation's lse is left out if the kernel does not compute it.
+        has_lse = "lse" in kernel.features
+        outputs = self.operation.outputs.items()
+        self.outputs = {
+            name: (problem.shape(axes), self.kinds[kind])
+            for name, (axes, kind) in outputs
+            if name != "lse" or has_lse
+        }
 
-def _planned(
-    kernel: Kernel,
-    launch: Launch,
-    problem: Problem,
-    limits: Limits,
-    constants: Mapping[str, int],
-    turn: int = 0,
-) -> PlannedLaunch:
-    c = SimpleNamespace(**constants)
-    of_grid = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors, round=turn)
-    blocks = evaluated(kernel, f"grid of {launch.entry}", launch.grid, problem, of_grid)
-    counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
-    threads = evaluated(kernel, f"threads of {launch.entry}", launch.threads, problem, c)
-    shared_bytes = evaluated(kernel, f"shared of {launch.entry}", launch.shared, problem, c)
-    _check_formulas(kernel, launch, problem, counts, threads, shared_bytes)
-    x, y, z, *_ = (*counts, 1, 1)
-    what = f"{kernel.name} with {_listed({**constants, 'd': problem.d, 'dv': problem.dv})}"
-    _check_limits(what, limits, (x, y, z), threads, shared_bytes)
-    return PlannedLaunch(
-        launch=launch,
-        path=source_path(kernel, launch),
-        dtype=problem.dtype,
-        operand=_operand(kernel, problem),
-        constants={
-            **constants,
-            **{
-                name: _constant(kernel, f"{name} of {launch.entry}", formula, problem, c)
-                for name, formula in launch.constants.items()
+    def plan(self) -> Plan:
+        steps = self.evaluated("when", self.kernel.steps, self.problem)
+        return Plan(
+            kernel=self.kernel,
+            problem=self.problem,
+            constants=self.constants,
+            steps=tuple(
+                step if isinstance(step, Matmul) else self.launch(step, turn)
+                for step, turn in self.in_rounds(steps)
+            ),
+            scratch=dict(self.scratch(steps)),
+            outputs=self.outputs,
+        )
+
+    def evaluated(self, what: str, formula: Callable[..., Any], *values: Any) -> Any:
+        return evaluated(self.kernel, what, formula, *values)
+
+    def on_device(self, **more: int) -> SimpleNamespace:
+        """The constants for formulas that may depend on the device."""
+        more["multiprocessors"] = self.limits.multiprocessors
+        return SimpleNamespace(**self.constants, **more)
+
+    def in_rounds(self, steps: Sequence[Launch | Matmul]) -> list[tuple[Launch | Matmul, int]]:
+        """All steps in order, each with its round; launches ``in_rounds`` are repeated."""
+        repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
+        if not repeated:
+            return [(step, 0) for step in steps]
+        rounds = self.whole("rounds", self.kernel.rounds, self.on_device(), least=1)
+        if rounds > _MOST_ROUNDS:
+            raise self.unsupported(f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most")
+        first = steps.index(repeated[0])
+        others = [(step, 0) for step in steps if step not in repeated]
+        turns = [(step, turn) for turn in range(rounds) for step in repeated]
+        return [*others[:first], *turns, *others[first:]]
+
+    def launch(self, launch: Launch, turn: int) -> PlannedLaunch:
+        """A launch with every number decided, in one of the kernel's rounds."""
+        kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
+        of_grid = self.on_device(round=turn)
+        blocks = self.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
+        counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
+        threads = self.evaluated(f"threads of {entry}", launch.threads, p, c)
+        shared_bytes = self.evaluated(f"shared of {entry}", launch.shared, p, c)
+        self.check_formulas(launch, counts, threads, shared_bytes)
+        x, y, z, *_ = (*counts, 1, 1)
+        self.check_limits((x, y, z), threads, shared_bytes)
+        own = {
+            name: self.constant(f"{name} of {entry}", formula)
+            for name, formula in launch.constants.items()
+        }
+        return PlannedLaunch(
+            launch=launch,
+            path=source_path(kernel, launch),
+            dtype=p.dtype,
+            operand=self.operand,
+            constants={
+                **self.constants,
+                **own,
+                "d": p.d,
+                "dv": p.dv,
+                **p.options.constants,
+                "threads": threads,
+                "shared_bytes": shared_bytes,
             },
-            "d": problem.d,
-            "dv": problem.dv,
-            **problem.options.constants,
-            "threads": threads,
-            "shared_bytes": shared_bytes,
-        },
-        grid=(x, y, z),
-        threads=threads,
-        shared_bytes=shared_bytes,
-        boxes=_boxes(kernel, launch, problem, c),
-        mods=tuple(problem.options.mods),
-        arguments=_arguments(kernel, launch, problem, of_grid),
-        target=kernel.target,
-    )
-
-
-def _check_limits(
-    what: str, limits: Limits, grid: tuple[int, int, int], threads: int, shared_bytes: int
-) -> None:
-    """Whether a device grants a launch so much."""
-    if threads > limits.threads:
-        raise Unsupported(
-            f"{what} needs {threads:,} threads a block; {limits.device} allows {limits.threads:,}",
-            "too many threads a block",
-        )
-    if any(size > most for size, most in zip(grid, _LARGEST_GRID)):
-        x, y, z = grid
-        raise Unsupported(
-            f"{what} needs a grid of {x:,} x {y:,} x {z:,} blocks; "
-            "CUDA allows 2,147,483,647 x 65,535 x 65,535",
-            "too many blocks",
-        )
-    if shared_bytes > limits.shared_bytes:
-        raise Unsupported(
-            f"{what} needs {shared_bytes:,} bytes of shared memory a block; "
-            f"{limits.device} has {limits.shared_bytes:,}",
-            "too little shared memory",
+            grid=(x, y, z),
+            threads=threads,
+            shared_bytes=shared_bytes,
+            boxes={
+                name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
+                for name, rows in launch.boxes.items()
+            },
+            mods=tuple(p.options.mods),
+            arguments=self.arguments(launch, of_grid),
+            target=kernel.target,
         )
 
+    def arguments(self, launch: Launch, c: SimpleNamespace) -> tuple[Argument, ...]:
+        """The arguments of a launch, in order; those that are not arrays with their values.
 
-def _boxes(
-    kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
-) -> Mapping[str, int]:
-    """The rows of a launch's boxes."""
-    return {
-        name: _whole(
-            kernel, f"rows of a box of {name}", formula, problem, c, least=1, most=MOST_BOX_ROWS
-        )
-        for name, formula in launch.boxes.items()
-    }
-
-
-def _arguments(
-    kernel: Kernel, launch: Launch, problem: Problem, c: SimpleNamespace
-) -> tuple[Argument, ...]:
-    """The arguments of a launch, in order; those that are no arrays with their values.
-
-    An optional input that this problem has not is passed as zeros, so that a kernel has the same
-    parameters for every problem.
-    """
-    operation = OPERATIONS[kernel.operation]
-    arrays = [*operation.inputs, *_outputs(kernel), *kernel.scratch]
-    values = _values(problem) | {
-        name: np.int32(_whole(kernel, name, formula, problem, c, least=-(2**31), most=2**31 - 1))
-        for name, formula in launch.numbers.items()
-    }
-    for name, form in launch.arrays:
-        if name not in arrays and (form or name not in values):
-            raise ValueError(
-                f"{launch.entry}: argument {name!r} is unknown; arrays are "
-                f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
+        An optional input that this problem lacks is passed as zeros, so that a kernel has the same
+        parameters for every problem.
+        """
+        inputs = self.operation.inputs
+        arrays = [*inputs, *self.outputs, *self.kernel.scratch]
+        values = _values(self.problem) | {
+            name: np.int32(self.whole(name, formula, c, least=-(2**31), most=2**31 - 1))
+            for name, formula in launch.numbers.items()
+        }
+        absent = inputs.keys() - self.operation.inputs_of(self.problem)
+        made = []
+        for name, form in launch.arrays:
+            if name not in arrays and (form or name not in values):
+                raise ValueError(
+                    f"{launch.entry}: argument {name!r} is unknown; arrays are "
+                    f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
+                )
+            value = None if name in arrays else values[name]
+            made.append(
+                Argument(name, form, np.zeros((), _BYTES[form]) if name in absent else value)
             )
-    absent = operation.inputs.keys() - operation.inputs_of(problem)
-    return tuple(
-        Argument(name, form, np.zeros((), _BYTES[form]))
-        if name in absent
-        else Argument(name, form, None if name in arrays else values[name])
-        for name, form in launch.arrays
-    )
+        return tuple(made)
+
+    def scratch(
+        self, steps: Sequence[Launch | Matmul]
+    ) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
+        """The scratch that the steps name, with shape and dtype."""
+        taken = (f"{x.a} {x.b} {x.out}" if isinstance(x, Matmul) else x.args for x in steps)
+        named = {name.partition(".")[0] for name in " ".join(taken).split()}
+        for name, (axes, kind) in self.kernel.scratch.items():
+            if name not in named:
+                continue
+            if isinstance(axes, str):
+                shape = self.problem.shape(axes)
+            else:
+                shape = (self.whole(f"scratch {name}", axes, self.on_device(), least=0),)
+            if prod(shape) >= MOST_ELEMENTS:
+                raise self.unsupported(
+                    f"its scratch would have {prod(shape):,} elements, and an array has fewer than "
+                    "2**59"
+                )
+            yield name, (shape, self.kinds[kind])
+
+    def unsupported(self, reason: str) -> Unsupported:
+        return Unsupported(f"{self.kernel.name} cannot do {self.problem}: {reason}", reason)
+
+    def whole(
+        self,
+        what: str,
+        formula: Callable[..., Any],
+        c: SimpleNamespace,
+        *,
+        least: int,
+        most: float = float("inf"),
+    ) -> int:
+        """A whole number that a record's formula gives. Raises ValueError for anything else."""
+        number = self.evaluated(what, formula, self.problem, c)
+        if not (isinstance(number, int | np.integer) and least <= number <= most):
+            to = f" to {most}" if isfinite(most) else ""
+            raise ValueError(
+                f"{self.kernel.name}: the record's formula for {what} gives {number!r} for "
+                f"{self.problem}; it must give a whole number from {least}{to}"
+            )
+        return int(number)
+
+    def constant(self, what: str, formula: Constant) -> int | float:
+        """A constant above a kernel's text: a bool, an int, or a float in single precision."""
+        value = self.evaluated(what, formula, self.problem, self.c)
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:
+            return int(value)
+        if isinstance(value, float | np.floating):
+            with np.errstate(over="ignore"):
+                single = float(np.float32(value))
+            if isfinite(single):
+                return single
+        raise ValueError(
+            f"{self.kernel.name}: the record's constant {what} is {value!r} for {self.problem}; "
+            "give a bool, a whole number of 32 bits or a finite float"
+        )
+
+    def check_formulas(
+        self, launch: Launch, grid: tuple[int, ...], threads: int, shared_bytes: int
+    ) -> None:
+        """Raises ValueError for sizes that no launch can have."""
+        numbers = (*grid, threads, shared_bytes)
+        whole = all(isinstance(number, int | np.integer) and number >= 0 for number in numbers)
+        empty = 0 in self.problem.shape("batch heads M")
+        if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
+            raise ValueError(
+                f"{self.kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "
+                f"threads={threads!r}, shared={shared_bytes!r} for {self.problem}; they must give "
+                "whole numbers, one to three for the grid, and at least one block and thread"
+            )
+
+    def check_limits(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
+        """Raises Unsupported for a launch that is too large for the device."""
+        limits, (x, y, z) = self.limits, grid
+        constants = {**self.constants, "d": self.problem.d, "dv": self.problem.dv}
+        needs = f"{self.kernel.name} with {_listed(constants)} needs"
+        if threads > limits.threads:
+            raise Unsupported(
+                f"{needs} {threads:,} threads a block; {limits.device} allows {limits.threads:,}",
+                "too many threads a block",
+            )
+        if any(size > most for size, most in zip(grid, _LARGEST_GRID)):
+            raise Unsupported(
+                f"{needs} a grid of {x:,} x {y:,} x {z:,} blocks; "
+                "CUDA allows 2,147,483,647 x 65,535 x 65,535",
+                "too many blocks",
+            )
+        if shared_bytes > limits.shared_bytes:
+            raise Unsupported(
+                f"{needs} {shared_bytes:,} bytes of shared memory a block; "
+                f"{limits.device} has {limits.shared_bytes:,}",
+                "too little shared memory",
+            )
 
 
 def _values(p: Problem) -> dict[str, Any]:
@@ -224,133 +294,13 @@ def _values(p: Problem) -> dict[str, Any]:
         "diagonal": p.causal_offset,  # the names that records had for these before
         "lower": p.window_offset,
     }
-    sizes, mods = np.array((p.M, p.N, *ends.values()), SIZES), p.options.mods
+    mods = p.options.mods
     layout = np.dtype([(name, p.dtype.sums) for name in mods])
     return {
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
-        "sizes": sizes,
+        "sizes": np.array((p.M, p.N, *ends.values()), SIZES),
         "mods": np.array(tuple(mods.values()), layout) if mods else _NO_MODS,
-    }
-
-
-def _outputs(kernel: Kernel) -> Mapping[str, tuple[str, str]]:
-    """The operation's outputs, without lse if the kernel does not compute it."""
-    outputs = OPERATIONS[kernel.operation].outputs
-    return {x: outputs[x] for x in outputs if x != "lse" or "lse" in kernel.features}
-
-
-def _scratch(
-    kernel: Kernel,
-    problem: Problem,
-    limits: Limits,
-    steps: Sequence[Launch | Matmul],
-    constants: Mapping[str, int],
-) -> Allocations:
-    """The scratch that the steps name: of its axes, or of as many elements as a formula says."""
-    c, arrays = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors), {}
-    dtypes, named = _dtypes(problem, _operand(kernel, problem)), _arrays_of(steps)
-    for name, (axes, kind) in kernel.scratch.items():
-        if name not in named:
-            continue
-        if isinstance(axes, str):
-            shape = problem.shape(axes)
-        else:
-            shape = (_whole(kernel, f"scratch {name}", axes, problem, c, least=0),)
-        if prod(shape) >= MOST_ELEMENTS:
-            size = f"{prod(shape):,} elements"
-            reason = f"its scratch would have {size}, and an array has fewer than 2**59"
-            raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
-        arrays[name] = (shape, dtypes[kind])
-    return arrays
-
-
-def evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: Any) -> Any:
-    """What a record's formula gives. Raises ValueError if it raises anything."""
-    try:
-        return formula(*values)
-    except Exception as error:
-        raise ValueError(
-            f"{kernel.name}: the record's {what} fails with {type(error).__name__}: {error}; "
-            f"it was called with {', '.join(map(str, values))}"
-        ) from error
-
-
-def _whole(
-    kernel: Kernel,
-    what: str,
-    formula: Callable[..., Any],
-    problem: Problem,
-    c: SimpleNamespace,
-    *,
-    least: int,
-    most: int | None = None,
-) -> int:
-    """A whole number that a record's formula gives. Raises ValueError for anything else."""
-    number = evaluated(kernel, what, formula, problem, c)
-    whole = isinstance(number, int | np.integer)
-    if not whole or number < least or (most is not None and number > most):
-        raise ValueError(
-            f"{kernel.name}: the record's formula for {what} gives {number!r} for {problem}; it "
-            f"must give a whole number from {least}{'' if most is None else f' to {most}'}"
-        )
-    return int(number)
-
-
-def _constant(
-    kernel: Kernel, what: str, formula: Constant, problem: Problem, c: SimpleNamespace
-) -> int | float:
-    """A constant for a launch's text: a bool, a whole number, or a float in single precision."""
-    value = evaluated(kernel, what, formula, problem, c)
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:
-        return int(value)
-    if isinstance(value, float | np.floating):
-        with np.errstate(over="ignore"):
-            single = float(np.float32(value))
-        if isfinite(single):
-            return single
-    raise ValueError(
-        f"{kernel.name}: the record's constant {what} is {value!r} for {problem}; give a bool, a "
-        "whole number of 32 bits or a finite float"
-    )
-
-
-def _check_formulas(
-    kernel: Kernel,
-    launch: Launch,
-    problem: Problem,
-    grid: tuple[int, ...],
-    threads: int,
-    shared_bytes: int,
-) -> None:
-    """Whether a record's formulas give numbers that a launch can have."""
-    numbers = (*grid, threads, shared_bytes)
-    whole = all(isinstance(number, int | np.integer) and number >= 0 for number in numbers)
-    empty = 0 in problem.shape("batch heads M")
-    if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
-        raise ValueError(
-            f"{kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "
-            f"threads={threads!r}, shared={shared_bytes!r} for {problem}; they must give whole "
-            "numbers, one to three for the grid, and at least one block and thread"
-        )
-
-
-def _allocations(arrays: Mapping[str, tuple[str, str]], problem: Problem) -> Allocations:
-    dtypes = _dtypes(problem)
-    return {name: (problem.shape(axes), dtypes[kind]) for name, (axes, kind) in arrays.items()}
-
-
-def _dtypes(problem: Problem, operand: DType | None = None) -> dict[str, np.dtype]:
-    """What kinds of arrays are made of."""
-    scalar = problem.dtype.numpy
-    operand_dtype = operand.numpy if operand else scalar
-    return {
-        "scalar": scalar,
-        "real": problem.dtype.sums,
-        "operand": operand_dtype,
-        "byte": np.dtype(np.uint8),
     }
 
 

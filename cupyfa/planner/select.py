@@ -1,4 +1,4 @@
-"""Record + problem + device limits → the kernel and its constants, or why there are none.
+"""Chooses the kernel and its constants for a problem and a device, or says why there are none.
 
 Nothing here needs a GPU or a compiler.
 """
@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from math import exp, fsum, log, sqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +41,22 @@ def select(
     With ``deterministic`` its results are the same bits in every run; Unsupported is raised for a
     kernel whose results are not.
     """
+    ladder = LADDER[operation]
     if deterministic:
-        return _deterministic(kernel, operation, problem, limits)
+        ladder = {name: x for name, x in ladder.items() if not x.unordered}
+    if isinstance(kernel, str) and kernel == "auto":
+        return _fastest(list(ladder.values()), problem, limits)
+    record = _given(kernel, operation)
+    if deterministic and record.unordered:
+        raise Unsupported(
+            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
+            f"differ from run to run; deterministic kernels: {', '.join(ladder) or 'none'}",
+            "it is not deterministic",
+        )
+    return record
+
+
+def _given(kernel: str | Kernel, operation: str) -> Kernel:
     if isinstance(kernel, Kernel):
         if kernel.operation != operation:
             raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
@@ -51,33 +65,13 @@ def select(
         raise TypeError(
             f"kernel is {described(kernel)}; give a kernel's name, a Kernel of your own or 'auto'"
         )
-    if kernel == "auto":
-        return _fastest(operation, problem, limits)
-    if kernel not in LADDER[operation]:
+    known = LADDER[operation]
+    if kernel not in known:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
-        unknown = f"is unknown{nearest(kernel, LADDER[operation])}"
-        raise ValueError(
-            f"kernel {kernel!r} {f'computes {other}' if other else unknown}; "
-            f"the {operation} kernels are "
-            f"{', '.join(LADDER[operation])}, or 'auto'"
-        )
-    return LADDER[operation][kernel]
-
-
-def _deterministic(
-    kernel: str | Kernel, operation: str, problem: Problem, limits: Limits
-) -> Kernel:
-    ordered = {name: x for name, x in LADDER[operation].items() if not x.unordered}
-    if isinstance(kernel, str) and kernel == "auto":
-        return _fastest(operation, problem, limits, ordered)
-    record = select(kernel, operation, problem, limits)
-    if record.unordered:
-        raise Unsupported(
-            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
-            f"differ from run to run; deterministic kernels: {', '.join(ordered) or 'none'}",
-            "it is not deterministic",
-        )
-    return record
+        wrong = f"computes {other}" if other else f"is unknown{nearest(kernel, known)}"
+        names = f"the {operation} kernels are {', '.join(known)}, or 'auto'"
+        raise ValueError(f"kernel {kernel!r} {wrong}; {names}")
+    return known[kernel]
 
 
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
@@ -107,26 +101,22 @@ def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
-    """The plans to measure: first the record's own choice, then all others that fit, the most
-    similar first.
+    """The plans to measure: the record's own choice, then all others that fit, most similar first.
 
     Raises Unsupported if the kernel cannot do the problem.
     """
     own = plan(kernel, problem, replace(limits, tuned=()))
-    combined = [dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values())]
-    plans = []
-    for constants in (
-        combined
-        if kernel.candidates
-        else map(dict, kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors))
-    ):
+    tiles = kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors)
+    combined = (dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values()))
+    others = []
+    for constants in combined if kernel.candidates else map(dict, tiles):
         with suppress(Unsupported, ValueError):
-            plans.append(plan_of(kernel, own.problem, limits, constants))
+            if constants != own.constants:
+                others.append(plan_of(kernel, own.problem, limits, constants))
 
     def difference(other: Plan) -> float:
         return sum(abs(log(other.constants[x] / own.constants[x])) for x in own.constants)
 
-    others = [x for x in plans if x.constants != own.constants]
     return [own, *sorted(others, key=difference)]
 
 
@@ -141,26 +131,24 @@ def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
 
 
 def folder_of(kernel: Kernel) -> str | None:
-    """The folder of a kernel from outside, None for one of the ladder."""
+    """The folder of a user's kernel; None for a kernel of the ladder."""
     return None if kernel.folder is None else str(Path(kernel.folder).resolve())
 
 
-def _fastest(
-    operation: str, problem: Problem, limits: Limits, ladder: Mapping[str, Kernel] | None = None
-) -> Kernel:
+def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel:
     """The kernel that "auto" stands for.
 
-    That is one made for such problems; else the one measured fastest; else, if no measured kernel
-    can do the problem, the best of the others. The facts of the records decide; only kernels that
-    they leave are planned, at most two for almost every problem.
+    First choice: a kernel made for such problems. Second: the kernel measured fastest. Third, if no
+    measured kernel can do the problem: the best of the others. Kernels that the facts of their
+    records exclude are not planned; for almost every problem at most two are.
     """
     problem = _accurate(problem)
-    kernels = list((LADDER[operation] if ladder is None else ladder).values())
     general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
-    special = (k for k in reversed(kernels) if _is_made_for(k, problem, limits))
-    chosen = next(special, None)
-    chosen = chosen or _fastest_measured(general, problem, limits)
-    chosen = chosen or _best_unmeasured(general, problem, limits)
+    chosen = (
+        next((k for k in reversed(kernels) if _is_made_for(k, problem, limits)), None)
+        or _fastest_measured(general, problem, limits)
+        or _best_unmeasured(general, problem, limits)
+    )
     if chosen is None:
         raise _no_measured_kernel(general, problem, limits)
     return chosen
@@ -168,48 +156,52 @@ def _fastest(
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """Whether the kernel was made for such problems, can do this one here, and was measured."""
-    if kernel.made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
+    made_for = kernel.made_for
+    if made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
         return False
     if _lack(kernel, problem, limits):
         return False
 
-    def asked(p: Problem, constants: Mapping[str, int]) -> bool:
+    def suits(p: Problem, constants: Mapping[str, int]) -> bool:
         c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
-        assert kernel.made_for is not None
-        return bool(evaluated(kernel, "made_for", kernel.made_for, p, c))
+        return bool(evaluated(kernel, "made_for", made_for, p, c))
 
     p = kernel.resolved(_with_columns(kernel, problem))
-    if not asked(p, next(_constants_to_try(kernel, p, limits))):
-        return False  # smaller tiles, which a plan may need, make more blocks still
+    tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
+    if not suits(p, next(chain(_tuned_for(kernel, p, limits), tiles))):
+        return False  # a plan may need smaller tiles, which make even more blocks
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
         return False
-    return asked(its.problem, its.constants)
+    return suits(its.problem, its.constants)
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """The kernel that was measured fastest of those that can do the problem on the device.
+    """The fastest measured kernel that can do the problem on the device.
 
     Speeds measured on this device come first. Those measured on an H100 are scaled by the ratio
-    of the two devices, where kernels were measured on both. Of equally fast kernels it is the
-    ladder's last.
+    of the two devices, where kernels were measured on both. Of equally fast kernels the ladder's
+    last is taken.
     """
-    measured = [k for k in general if problem.arithmetic in k.tflops]
-    recorded = {kernel.name: kernel.tflops[problem.arithmetic] for kernel in measured}
-    here = {name: _measured_here(name, problem, limits) for name in recorded}
-    both = [x / _nearest(recorded[name], d) for name in here for d, x in here[name].items()]
+    recorded = {k.name: k.tflops.get(problem.arithmetic) for k in general}
+    measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
+    here = {name: _measured_here(name, problem, limits) for name in measured}
+    both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
     scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
-    scaled = {name: {d: scale * x for d, x in recorded[name].items()} for name in recorded}
-    speeds = {name: _nearest(scaled[name] | here[name], problem.d) for name in recorded}
-    left = [k for k in measured if not _lack(k, problem, limits)]
+    speeds = {
+        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
+        for name, found in measured.items()
+    }
+    left = [k for k in general if k.name in measured and not _lack(k, problem, limits)]
     while left:
         top = max(left, key=lambda k: speeds[k.name])
-        alike = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]]
-        tried = [top, alike[-1]] if alike[-1] is not top else [top]
-        refused = [k for k in tried if not can(k, problem, limits)]
+        last = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]][-1]
+        refused = [
+            k for k in {top.name: top, last.name: last}.values() if not can(k, problem, limits)
+        ]
         if not refused:
-            return alike[-1]
+            return last
         left = [k for k in left if k not in refused]
     return None
 
@@ -217,14 +209,20 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
     """A kernel for a problem that no measured kernel can do.
 
-    For a precision it is the one measured fastest for inputs of that dtype, or else the ladder's
-    last. For a dtype in which nothing was measured it is the last with the same results in every
+    For a precision: the kernel measured fastest for inputs of that dtype, or else the ladder's
+    last. For a dtype in which nothing was measured: the last kernel with the same results in every
     run.
     """
+
+    def speed(kernel: Kernel) -> float:
+        """TFLOP/s for inputs that need no rounding to the precision; 0 if not measured."""
+        speeds = kernel.tflops.get(problem.precision or "")
+        return _nearest(speeds, problem.d) if speeds else 0.0
+
     rounded = problem.arithmetic != problem.dtype.name
     last_first = [k for k in reversed(general) if not _lack(k, problem, limits)]
     if rounded and any(k.tflops for k in general):
-        last_first.sort(key=lambda k: -_speed_of_operands(k, problem))
+        last_first.sort(key=speed, reverse=True)
     elif any(problem.arithmetic in k.tflops for k in general):
         return None
     else:
@@ -243,24 +241,15 @@ def _no_measured_kernel(general: Sequence[Kernel], problem: Problem, limits: Lim
     )
 
 
-def _speed_of_operands(kernel: Kernel, problem: Problem) -> float:
-    """TFLOP/s for inputs that need no rounding to the problem's precision; 0 if not measured."""
-    speeds = kernel.tflops.get(problem.precision or "")
-    return _nearest(speeds, problem.d) if speeds else 0.0
-
-
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """TFLOP/s of a kernel of the ladder, measured on this device, by d: those with dv = d, and
-    that of this d and dv.
-    """
+    """TFLOP/s of a ladder's kernel measured on this device, by d, with dv = d or the problem's."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
-    exact = {t.d: t.tflops for t in mine if _is_for(t, problem)}
-    return here | exact
+    return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}
 
 
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
-    """The speed at the head dimension that is nearest by its ratio.
+    """The speed at the head dimension with the nearest ratio to d.
 
     Below the least one measured, products cost less and the softmax costs as much: the speed lies
     between that speed and one proportional to d; their geometric mean is taken.
@@ -274,12 +263,11 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     if given and can(kernel, problem, limits):
         return f"leave {', '.join(given)} to the plan"
     problem = _accurate(problem)
-    others = [
-        k
+    able = [
+        k.name
         for k in LADDER[kernel.operation].values()
-        if k is not kernel and k.suits(problem.precision)
+        if k is not kernel and k.suits(problem.precision) and can(k, problem, limits)
     ]
-    able = [k.name for k in others if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
 
 
@@ -298,8 +286,9 @@ def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """The plan with the constants tuned for the problem, or with the first of the kernel's tiles
-    that fits. If none fits, raises what the last one was refused for.
+    """The plan with the constants tuned for the problem, or with the first tile that fits.
+
+    If no tile fits, raises the error of the last one.
     """
     if reason := _lack(kernel, problem, limits):
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
@@ -321,7 +310,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     raise refused
 
 
-def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[dict[str, int]]:
+def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[Mapping[str, int]]:
     for tuned in limits.tuned:
         if tuned.kernel == kernel.name and _is_for(tuned, problem):
             constants = dict(tuned.constants)
@@ -333,14 +322,6 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
     return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
 
 
-def _constants_to_try(
-    kernel: Kernel, problem: Problem, limits: Limits
-) -> Iterator[Mapping[str, int]]:
-    """The constants tuned for the problem, then the kernel's tiles."""
-    yield from _tuned_for(kernel, problem, limits)
-    yield from kernel.tiles_for(problem, limits.arch, limits.multiprocessors)
-
-
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     """Why the kernel cannot do a problem on a device with any constants; None if it may."""
     problem = _with_columns(kernel, problem)
@@ -350,7 +331,6 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         *(["dv"] if problem.d != problem.dv else []),
     ]
     lacking = [name for name in needed if name not in kernel.features]
-    matmuls = any(isinstance(step, Matmul) for step in kernel.launches)
     own = problem.dtype.name
     arch = kernel.arch_for(own)
     can_do = kernel.precisions_of(own)
@@ -367,11 +347,11 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"it needs sm_{arch} for {own}, {here} is sm_{limits.arch}"
     if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
         return f"its head dimensions end at {kernel.largest_d}"
-    return limits.no_matmul if matmuls else None
+    return limits.no_matmul if any(isinstance(x, Matmul) for x in kernel.launches) else None
 
 
 def _check_arrays(kernel: Kernel) -> None:
-    """Refuses records whose arrays are neither those of its operation nor its own scratch."""
+    """Refuses records whose arrays are neither those of the operation nor declared scratch."""
     if kernel.operation not in OPERATIONS:
         known = ", ".join(OPERATIONS)
         raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
