@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.ladder import rounds
+from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv
-from cupyfa.ladder.softmax import WARP
 from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import Problem
 

@@ -2,28 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, cdiv, padded
-from cupyfa.ladder.softmax import WARP, softmax_launch
-from cupyfa.ladder.tiles import TileChoice, named
+from cupyfa.ladder.common import HALF, WARP, even_width, row_tiles, rung, warps_of_scores
+from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
+from cupyfa.ladder.softmax import softmax_launch
+from cupyfa.ladder.tiles import TileChoice, cdiv, named, round_up
 from cupyfa.options import FLOAT8
 from cupyfa.problem import MOST, Problem
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")
-ROW_TILES = tuple(
-    {"Br": Br, "Bc": Bc}
-    for Br in (128, 64, 32, 16, 8, 4, 2, 1)
-    for Bc in (32, 16, 8, 4, 2, 1)
-    if Bc <= Br <= 16 * Bc
+
+# Kernels without tensor cores, and the seeds
+
+
+def baseline(name: str, softmax: str, adds: str, after: Sequence[str] = ()) -> Kernel:
+    """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
+    return Kernel(
+        name=name,
+        adds=adds,
+        after=after,
+        launches=(
+            Matmul("S", "Q", "K.T", scaled=True),
+            softmax_launch(softmax),
+            Matmul("O", "P", "V"),
+            Launch(
+                "repair_rows",
+                args="P V O sizes heads group",
+                grid=lambda p, c: p.M * p.heads * p.batch,
+                threads=lambda p, c: 128,
+                when=lambda p: p.is_masked,
+            ),
+        ),
+        features=EVERYTHING,
+        scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
+    )
+
+
+def seed_kernel(
+    name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
+) -> Kernel:
+    """One block for each head; sums, maxima and O go through memory."""
+    launch = Launch(
+        name,
+        args="Q K V O lse O_sum row_max row_sum sizes heads group scale mods",
+        grid=lambda p, c: p.heads * p.batch,
+        threads=threads,
+        shared=shared,
+    )
+    sums = {
+        "O_sum": ("batch heads M dv", "real"),
+        "row_max": ("batch heads M", "real"),
+        "row_sum": ("batch heads M", "real"),
+    }
+    return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
+
+
+BASELINES = (
+    baseline(
+        "baseline", "softmax_safe", "cuBLAS, softmax, cuBLAS: S and P go through global memory"
+    ),
+    baseline(
+        "baseline_online",
+        "softmax_online",
+        "the online softmax between the two products",
+        after=("baseline",),
+    ),
 )
-MERGE_WARPS = 4
-ROW_CANDIDATES = {"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)}
-WHOLE_GROUPS = {"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0}
+SEEDS = (
+    seed_kernel(
+        "minimal",
+        "S and P stay on chip; a thread owns a row; O, max and sum in global memory",
+        threads=lambda p, c: c.Bc,
+        shared=lambda p, c: p.bytes(reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
+        tiles=named("Br Bc", *((size, size) for size in (32, 16, 8, 4, 2, 1))),
+        candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
+        rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
+    ),
+    seed_kernel(
+        "v1",
+        "a block works on one row at a time: coalesced loads, dot products summed by all threads",
+        threads=lambda p, c: 128,
+        shared=lambda p, c: p.bytes(reals=128 // WARP * c.Bc, scalars=p.d + c.Bc * (p.d + p.dv)),
+        tiles=named("Bc", (4,), (2,), (1,)),
+        candidates={"Bc": (1, 2, 4, 8, 16, 32)},
+        after=("minimal",),
+    ),
+    seed_kernel(
+        "v2",
+        "one warp per row: shuffles instead of barriers",
+        threads=lambda p, c: WARP * c.Br,
+        shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
+        tiles=named("Br Bc", (4, 2), (2, 2), (2, 1), (1, 1)),
+        candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
+        after=("v1",),
+    ),
+    seed_kernel(
+        "v3",
+        "tensor cores (WMMA); tiles along d too, so shared memory does not depend on d",
+        threads=warps_of_scores,
+        shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
+        tiles=named(
+            "Br Bc Wr Wc",
+            *((64, 32, 32, 16), (32, 32, 16, 16), (64, 16, 16, 16)),
+            *((16, 32, 16, 16), (32, 16, 16, 16)),
+        ),
+        candidates={"Br": (32, 64, 128), "Bc": (32, 64), "Wr": (16, 32, 64), "Wc": (16, 32)},
+        rules={
+            "Wr and Wc are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == 0,
+            "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
+        },
+        dtypes=("float16", "bfloat16", "float32"),
+        rounding="float16",
+        tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
+    ),
+)
+
+FA2 = Kernel(
+    "fa2",
+    "loops swapped, a block owns rows of Q: their O, max and sum stay on chip",
+    (
+        Launch(
+            "fa2",
+            args="Q K V O lse sizes heads batch group scale mods",
+            grid=row_tiles,
+            threads=lambda p, c: c.Br,
+            shared=lambda p, c: p.bytes(
+                reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
+            ),
+        ),
+    ),
+    tiles=tuple(
+        {"Br": Br, "Bc": Bc}
+        for Br in (128, 64, 32, 16, 8, 4, 2, 1)
+        for Bc in (32, 16, 8, 4, 2, 1)
+        if Bc <= Br <= 16 * Bc
+    ),
+    candidates={"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)},
+    rules={"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
+    features=EVERYTHING,
+    tflops={
+        "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},
+        "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
+        "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
+        "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
+    },
+    after=("minimal",),
+)
+FA2_COALESCED = rung(
+    FA2,
+    "fa2_coalesced",
+    "coalesced loads and stores; padded rows; K and V share a buffer",
+    launch={
+        "shared": lambda p, c: p.bytes(
+            reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),
+            scalars=c.Br * padded(p.d, p.itemsize) + c.Bc * padded(max(p.d, p.dv), p.itemsize),
+            align=16,
+        )
+    },
+    tflops={
+        "float16": {64: 15.4, 128: 10.4, 256: 10.3, 1024: 1.64},
+        "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},
+        "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
+        "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
+    },
+)
+
+# mma.sync: one block for Br rows, of which each warp owns Wr
 
 HALVES = [(Br, Bc, 16) for Br in (64, 32, 16) for Bc in (32, 16)]  # Br, Bc, Wr
 MMA_TILES = TileChoice(
@@ -60,10 +209,7 @@ MMA_PIPELINED_TILES = TileChoice(
 SPLIT_KV = "Br Bc Wr stages blocks_per_sm"
 SPLIT_KV_TILES = TileChoice(
     named(SPLIT_KV, *((*tile, 2, 2) for tile in HALVES)),
-    up_to={
-        64: named(SPLIT_KV, (128, 64, 32, 2, 2)),
-        128: named(SPLIT_KV, (64, 64, 16, 2, 2)),
-    },
+    up_to={64: named(SPLIT_KV, (128, 64, 32, 2, 2)), 128: named(SPLIT_KV, (64, 64, 16, 2, 2))},
     # Where ptxas lacks registers for the others.
     on={arch: {256: named(SPLIT_KV, (64, 16, 16, 2, 2))} for arch in ("100", "120")},
     # The second ones are for 64 KB of shared memory.
@@ -76,13 +222,6 @@ SPLIT_KV_TILES = TileChoice(
         for Br in (16, 32, 64)
     },
 )
-SPLIT_KV_CANDIDATES = {
-    "Br": (16, 32, 64, 128),
-    "Bc": (16, 32, 64),
-    "Wr": (16, 32),
-    "stages": (2, 3, 4),
-    "blocks_per_sm": (1, 2, 3, 4),
-}
 TF32_TILES = TileChoice(
     MMA_PIPELINED_TILES.usual,
     up_to={
@@ -91,44 +230,35 @@ TF32_TILES = TileChoice(
     },
     on={arch: {128: named(STAGED, (128, 32, 16, 1))} for arch in ("100", "120")},
 )
-MMA_CANDIDATES = {
-    "Br": (32, 64, 96, 128, 192, 256),
-    "Bc": (32, 48, 64, 80, 96, 112, 128),
-    "Wr": (16, 32),
-}
-MMA_PIPELINED_CANDIDATES = MMA_CANDIDATES | {"stages": (1, 2)}
-MMA_RULES = {
-    "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
-    "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
-}
+MERGE_WARPS = 4
 
 
-def packed(p: Problem, c: SimpleNamespace) -> int:
+def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
+    """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    return 2 * (c.Br * depth + buffers * c.Bc * (depth + width))
+
+
+def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same with `stages` tiles of K and V; O takes the place of Q at the end."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
+
+
+def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
     """How many query heads of a group share row tiles: all, if the rows of one would fill less than
     half a tile and the rows of all fit into an int; else one.
     """
     return p.group if c.Br >= 2 * p.M and p.M * p.group <= MOST else 1
 
 
-def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
-    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
-    return 2 * (c.Br * depth + buffers * c.Bc * (depth + width))
-
-
-def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same with `stages` tiles of K and V; O takes the place of Q at the end."""
-    depth, width = (cdiv(x, 16) * 16 for x in (p.d, p.dv))
-    return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
-
-
-def row_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of row tiles of all heads."""
-    heads = packed(p, c)
+def packed_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of Br rows of all heads, some of which share tiles."""
+    heads = pack_gqa(p, c)
     return cdiv(p.M * heads, c.Br) * (p.heads // heads) * p.batch
 
 
-def seen_keys(p: Problem, c: SimpleNamespace) -> int:
+def visible_keys(p: Problem, c: SimpleNamespace) -> int:
     """The most keys that the rows of a tile see."""
     if p.left is None or p.right is None:
         return p.N
@@ -139,21 +269,13 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
     """How many splits the keys of a row tile have, each of at least one tile: the fewest that leave
     at most a tenth of the device idle, whose multiprocessors run `blocks_per_sm` blocks at a time.
     """
-    tiles, at_a_time = max(row_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
-    most = max(cdiv(seen_keys(p, c), c.Bc), 1)
+    tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
+    most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     for splits in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
         waves = cdiv(tiles * splits, at_a_time)
         if 10 * tiles * splits >= 9 * waves * at_a_time:
             return splits
     return most
-
-
-def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
-    quarter of the device; in both cases only with at least 1024 keys.
-    """
-    few = p.M * p.group <= 64 or 4 * row_tiles(p, c) <= c.multiprocessors
-    return few and seen_keys(p, c) >= 1024
 
 
 def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
@@ -162,21 +284,206 @@ def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
     return p.batch * p.heads * p.M * splits if splits > 1 else 0
 
 
-def tf32_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same tiles in float32."""
-    return 2 * mma_pipelined_shared(p, c)
-
-
-def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
-    warpgroup, of K and of V.
+def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
+    quarter of the device; in both cases only with at least 1024 keys.
     """
-    depth, width = (cdiv(x, 64) * 64 for x in (p.d, p.dv))
-    Q_stages = getattr(c, "Q_stages", 1)
-    tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
-    barriers = 16 * (Q_stages * c.Br // 64 + 2 * c.stages)
-    return cdiv(tiles + barriers, 1024) * 1024
+    few = p.M * p.group <= 64 or 4 * packed_tiles(p, c) <= c.multiprocessors
+    return few and visible_keys(p, c) >= 1024
 
+
+def rounded_first(kernel: Kernel) -> Kernel:
+    """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
+    launches = [x for x in kernel.launches if isinstance(x, Launch)]
+    rounding = Launch(
+        "round_operands",
+        args="Q K V Q16 K16 V16 M N heads kv_heads batch",
+        grid=lambda p, c: (cdiv(p.M, c.Br) * p.heads + cdiv(p.N, c.Br) * p.kv_heads) * p.batch,
+        threads=lambda p, c: 256,
+    )
+    rounded = (replace(x, args=x.args.replace("Q K V", "Q16 K16 V16")) for x in launches)
+    return replace(
+        kernel,
+        launches=(
+            *(replace(x, when=lambda p: p.precision is None) for x in launches),
+            *(replace(x, when=lambda p: p.precision == "float16") for x in (rounding, *rounded)),
+        ),
+        scratch={
+            **kernel.scratch,
+            "Q16": ("batch heads M d8", "operand"),
+            "K16": ("batch kv_heads N d8", "operand"),
+            "V16": ("batch kv_heads N dv8", "operand"),
+        },
+        precisions=("float16",),
+    )
+
+
+MMA_SPLIT_Q = Kernel(
+    "mma_split_q",
+    "tensor cores (mma.sync): a warp owns its rows, with S, P and O in registers",
+    (
+        Launch(
+            "mma_split_q",
+            args="Q K V O lse sizes heads group scale mods",
+            grid=row_tiles,
+            threads=lambda p, c: WARP * c.Br // c.Wr,
+            shared=mma_shared,
+            constants={"pack_gqa": lambda p, c: 1},
+        ),
+    ),
+    tiles=MMA_TILES,
+    candidates={
+        "Br": (32, 64, 96, 128, 192, 256),
+        "Bc": (32, 48, 64, 80, 96, 112, 128),
+        "Wr": (16, 32),
+    },
+    rules={
+        "Wr and Bc are multiples of 16": lambda c: c.Wr % 16 == c.Bc % 16 == 0,
+        "Br is a multiple of Wr": lambda c: c.Br % c.Wr == 0,
+    },
+    dtypes=HALF,
+    dtype_arch={"bfloat16": "80"},
+    largest_d=256,
+    features=EVERYTHING,
+    tflops={"float16": {64: 77.1}, "bfloat16": {64: 77.1}},
+)
+MMA_SWIZZLED = rung(
+    MMA_SPLIT_Q,
+    "mma_swizzled",
+    "swizzled tiles in shared memory: no bank conflicts",
+    tflops={"float16": {64: 184}, "bfloat16": {64: 184}},
+)
+MMA_ASYNC = rung(
+    MMA_SWIZZLED,
+    "mma_async",
+    "asynchronous copies (cp.async) overlap with products; two buffers for K and V",
+    launch={"shared": lambda p, c: mma_shared(p, c, buffers=2)},
+)
+MMA_PIPELINED = rung(
+    MMA_ASYNC,
+    "mma_pipelined",
+    "one buffer or two, exponentials between products, packed GQA: the fastest mma.sync rung",
+    launch={
+        "grid": packed_tiles,
+        "shared": mma_pipelined_shared,
+        "constants": {"pack_gqa": pack_gqa},
+    },
+    tiles=MMA_PIPELINED_TILES,
+    candidates={**MMA_ASYNC.candidates, "stages": (1, 2)},
+    tflops={
+        "float16": {64: 301, 128: 355, 256: 315},
+        "bfloat16": {64: 304, 128: 352, 256: 316},
+    },
+)
+SPLITS = "O_splits.data max_splits.data sum_splits.data"
+MMA_SPLIT_KV = rung(
+    MMA_PIPELINED,
+    "mma_split_kv",
+    "split-KV: blocks share the keys of a row tile, a second launch merges their results",
+    launch={
+        "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+        "grid": lambda p, c: packed_tiles(p, c) * num_splits(p, c),
+        "numbers": {"num_splits": num_splits},
+    },
+    then=(
+        Launch(
+            "merge_splits",
+            args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
+            grid=lambda p, c: p.M * p.heads * p.batch if num_splits(p, c) > 1 else 1,
+            threads=lambda p, c: MERGE_WARPS * WARP,
+            shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
+            numbers={"num_splits": num_splits},
+        ),
+    ),
+    scratch={
+        "O_splits": (lambda p, c: rows_in_splits(p, c) * round_up(p.dv, 16), "real"),
+        "max_splits": (rows_in_splits, "real"),
+        "sum_splits": (rows_in_splits, "real"),
+    },
+    tiles=SPLIT_KV_TILES,
+    candidates={
+        "Br": (16, 32, 64, 128),
+        "Bc": (16, 32, 64),
+        "Wr": (16, 32),
+        "stages": (2, 3, 4),
+        "blocks_per_sm": (1, 2, 3, 4),
+    },
+    rules={**MMA_PIPELINED.rules, "stages is 2 or more": lambda c: c.stages >= 2},
+    tflops={"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
+    made_for=few_rows_for_many_keys,
+)
+MMA_TF32 = rung(
+    MMA_PIPELINED,
+    "mma_tf32",
+    "float32 on tensor cores: operands rounded to tf32 as they are loaded",
+    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32 bits
+    tiles=TF32_TILES,
+    dtypes=("float32",),
+    dtype_arch={},
+    arch="80",
+    rounding="tf32",
+    tflops={"float32 as tf32": {64: 114, 128: 133, 256: 95}},
+    after=(),
+)
+
+
+def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
+    """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
+    slices = c.stages * (c.Br + c.Bc) * c.Bd
+    return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
+
+
+def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
+    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
+    width = even_width(p.dv, c.Bc, c.Bc // c.Wc * 16)
+    return row_tiles(p, c) * c.Br * round_up(p.dv, width) if c.span < p.N else 0
+
+
+MMA_SLICES = Kernel(
+    "mma_slices",
+    "any head dimension: Q and K in slices of d, V in slices of keys",
+    (
+        Launch(
+            "mma_slices",
+            args="Q K V O lse O_sum.data sizes heads group scale mods",
+            grid=row_tiles,
+            threads=warps_of_scores,
+            shared=sliced_shared,
+            constants={"pack_gqa": lambda p, c: 1},
+        ),
+    ),
+    tiles=named(
+        "Br Bc Wr Wc Bd span stages",
+        (128, 256, 64, 64, 32, 512, 4),
+        (128, 256, 64, 64, 32, 256, 4),
+        (128, 128, 64, 32, 16, 256, 4),
+        (64, 128, 32, 32, 32, 256, 2),
+        (32, 64, 16, 32, 16, 64, 2),
+    ),
+    candidates={
+        "Br": (64, 128, 256),
+        "Bc": (128, 256),
+        "Wr": (32, 64),
+        "Wc": (32, 64),
+        "Bd": (16, 32, 64),
+        "span": (128, 256, 512),
+        "stages": (2, 3, 4),
+    },
+    rules={
+        "Wr, Wc and Bd are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == c.Bd % 16 == 0,
+        "Br is a multiple of Wr, Bc of Wc and span of Bc": lambda c: (
+            c.Br % c.Wr == c.Bc % c.Wc == c.span % c.Bc == 0
+        ),
+        "stages is 2 or more": lambda c: c.stages >= 2,
+    },
+    dtypes=HALF,
+    dtype_arch={"bfloat16": "80"},
+    features=EVERYTHING,
+    scratch={"O_sum": (sliced_sums, "real")},
+    tflops={"float16": {64: 151}, "bfloat16": {320: 211, 512: 252, 1024: 261}},
+)
+
+# Hopper: warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA
 
 RING = "Br Bc stages"
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
@@ -188,17 +495,6 @@ WGMMA_TILES = TileChoice(
         192: named(RING, (128, 96, 2)),
     },
 )
-WGMMA_CANDIDATES = {
-    "Br": (64, 128, 192),
-    "Bc": (48, 64, 80, 96, 112, 128, 160, 176),
-    "stages": (2, 3, 4),
-}
-WGMMA_RULES = {
-    "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
-    "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
-}
-
-
 TWO_RINGS = "Br Bc stages Q_stages"
 WGMMA_PERSISTENT_TILES = TileChoice(
     named(TWO_RINGS, *((*block, 1) for block in BLOCKS)),
@@ -214,239 +510,6 @@ WGMMA_PERSISTENT_TILES = TileChoice(
         256: named(TWO_RINGS, (64, 64, 2, 1)),
     },
 )
-SLICED_TILES = named(
-    "Br Bc Wr Wc Bd span stages",
-    (128, 256, 64, 64, 32, 512, 4),
-    (128, 256, 64, 64, 32, 256, 4),
-    (128, 128, 64, 32, 16, 256, 4),
-    (64, 128, 32, 32, 32, 256, 2),
-    (32, 64, 16, 32, 16, 64, 2),
-)
-SLICED_CANDIDATES = {
-    "Br": (64, 128, 256),
-    "Bc": (128, 256),
-    "Wr": (32, 64),
-    "Wc": (32, 64),
-    "Bd": (16, 32, 64),
-    "span": (128, 256, 512),
-    "stages": (2, 3, 4),
-}
-
-
-def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
-    slices = c.stages * (c.Br + c.Bc) * c.Bd
-    return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
-
-
-def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
-    tiles, col_warps = cdiv(p.dv, c.Bc), c.Bc // c.Wc
-    width = cdiv(p.dv, tiles * col_warps * 16) * 16 * col_warps
-    rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
-    return rows * cdiv(p.dv, width) * width if c.span < p.N else 0
-
-
-WGMMA_SLICED_TILES = named(
-    "Br Bc span stages",
-    (128, 256, 512, 3),
-    (128, 256, 256, 4),
-    (128, 128, 128, 4),
-    (128, 64, 64, 2),
-)
-
-
-def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
-    slices = 2 * c.stages * (c.Br + c.Bc) * 64
-    parked = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
-    return cdiv(slices + parked + 16 * c.stages, 1024) * 1024
-
-
-def wgmma_sliced_width(p: Problem) -> int:
-    """The columns of a tile of O, at most 256; all tiles are equally wide."""
-    return cdiv(p.dv, cdiv(p.dv, 256) * 16) * 16
-
-
-def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The keys of a slice of V."""
-    boxes = cdiv(wgmma_sliced_width(p), 64)
-    return next(x for x in (128, 64, 32, 16) if c.Bc % x == 0 and x * boxes <= c.Br + c.Bc)
-
-
-def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
-    rows = p.batch * p.heads * cdiv(p.M, c.Br) * c.Br
-    return rows * cdiv(p.dv, 256) * wgmma_sliced_width(p) if c.span < p.N else 0
-
-
-def baseline(name: str, softmax: str, adds: str, after: Sequence[str] = ()) -> Kernel:
-    """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
-    return Kernel(
-        name=name,
-        adds=adds,
-        after=after,
-        launches=(
-            Matmul("S", "Q", "K.T", scaled=True),
-            softmax_launch(softmax),
-            Matmul("O", "P", "V"),
-            Launch(
-                "repair_rows",
-                args="P V O sizes heads group",
-                grid=lambda p, c: p.M * p.heads * p.batch,
-                threads=lambda p, c: 128,
-                when=lambda p: p.is_masked,
-            ),
-        ),
-        features=EVERYTHING,
-        scratch={
-            "S": ("batch heads M N", "scalar"),
-            "P": ("batch heads M N", "scalar"),
-        },
-    )
-
-
-def seed_kernel(
-    name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
-) -> Kernel:
-    """One block for each head; sums, maxima and O go through memory."""
-    launch = Launch(
-        name,
-        args="Q K V O lse O_sum row_max row_sum sizes heads group scale mods",
-        grid=lambda p, c: p.heads * p.batch,
-        threads=threads,
-        shared=shared,
-    )
-    sums = {
-        "O_sum": ("batch heads M dv", "real"),
-        "row_max": ("batch heads M", "real"),
-        "row_sum": ("batch heads M", "real"),
-    }
-    return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
-
-
-def fa2_kernel(name: str, adds: str, *, shared: Formula, **fields: Any) -> Kernel:
-    """One block for Br rows, with a thread for each."""
-    launch = Launch(
-        name,
-        args="Q K V O lse sizes heads batch group scale mods",
-        grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-        threads=lambda p, c: c.Br,
-        shared=shared,
-    )
-    return Kernel(
-        name,
-        adds,
-        (launch,),
-        tiles=ROW_TILES,
-        candidates=ROW_CANDIDATES,
-        rules=WHOLE_GROUPS,
-        features=EVERYTHING,
-        **fields,
-    )
-
-
-def mma_kernel(
-    name: str,
-    adds: str,
-    tflops: Mapping[str, Mapping[int, float]],
-    *,
-    shared: Formula = mma_shared,
-    pack: Formula = lambda p, c: 1,
-    splits: Formula | None = None,
-    rounds_float32: bool = False,
-    **fields: Any,
-) -> Kernel:
-    """One block for Br rows, of which each warp owns Wr; mma.sync on 16-bit numbers. With `splits`
-    that is one block for each split of the keys, and another launch merges their results.
-    """
-
-    def blocks(p: Problem, c: SimpleNamespace) -> int:
-        tiles = cdiv(p.M * pack(p, c), c.Br) * (p.heads // pack(p, c)) * p.batch
-        return tiles * (splits(p, c) if splits else 1)
-
-    scratch = " O_splits.data max_splits.data sum_splits.data num_splits" if splits else ""
-    kernel = Kernel(
-        name=name,
-        adds=adds,
-        launches=(
-            Launch(
-                name,
-                args=f"Q K V O lse{scratch} sizes heads group scale mods",
-                grid=blocks,
-                threads=lambda p, c: WARP * c.Br // c.Wr,
-                shared=shared,
-                constants={"pack_gqa": pack},
-                numbers={"num_splits": splits} if splits else {},
-            ),
-            *((merge_launch(splits),) if splits else ()),
-        ),
-        largest_d=256,
-        features=EVERYTHING,
-        tflops=tflops,
-        **{
-            "rules": MMA_RULES,
-            "tiles": MMA_TILES,
-            "candidates": MMA_CANDIDATES,
-            "dtypes": ("float16", "bfloat16"),
-            "dtype_arch": {"bfloat16": "80"},
-            **fields,
-        },
-    )
-    return rounded_first(kernel) if rounds_float32 else kernel
-
-
-def merge_launch(splits: Formula) -> Launch:
-    """Adds up the results of all splits of the keys; with one split there is nothing to do."""
-    return Launch(
-        "merge_splits",
-        args="O_splits.data max_splits.data sum_splits.data O lse num_splits Q K V sizes heads "
-        "group scale mods",
-        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
-        threads=lambda p, c: MERGE_WARPS * WARP,
-        shared=lambda p, c: 4 * MERGE_WARPS * (cdiv(p.dv, 16) * 16 + 1),
-        numbers={"num_splits": splits},
-    )
-
-
-def wgmma_kernel(
-    name: str,
-    adds: str,
-    tflops: Mapping[str, Mapping[int, float]],
-    *,
-    args: str = "",
-    grid: Formula = lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-    **fields: Any,
-) -> Kernel:
-    """Warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA; for sm_90a."""
-    return Kernel(
-        name=name,
-        adds=adds,
-        launches=(
-            Launch(
-                name,
-                args=f"Q.map K.map V.map Q K V O lse sizes heads group scale{args} mods",
-                boxes={"Q": lambda p, c: 64, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
-                grid=grid,
-                threads=lambda p, c: 128 + 2 * c.Br,
-                shared=wgmma_shared,
-                constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
-            ),
-        ),
-        rules=WGMMA_RULES,
-        dtypes=("float16", "bfloat16"),
-        features=EVERYTHING,
-        arch="90a",
-        largest_d=256,
-        tflops=tflops,
-        **{
-            "tiles": WGMMA_TILES,
-            "candidates": WGMMA_CANDIDATES,
-            **fields,
-        },
-    )
-
-
 FP8_TILES = TileChoice(
     named(RING, *((Br, Bc, 2) for Br in (128, 64) for Bc in (128, 64, 32))),
     up_to={
@@ -457,11 +520,123 @@ FP8_TILES = TileChoice(
 )
 
 
+def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
+    warpgroup, of K and of V.
+    """
+    depth, width = round_up(p.d, 64), round_up(p.dv, 64)
+    Q_stages = getattr(c, "Q_stages", 1)
+    tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
+    return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages), 1024)
+
+
+WGMMA_LAUNCH = Launch(
+    "wgmma",
+    args="Q.map K.map V.map Q K V O lse sizes heads group scale mods",
+    boxes={"Q": lambda p, c: 64, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
+    grid=row_tiles,
+    threads=lambda p, c: 128 + 2 * c.Br,
+    shared=wgmma_shared,
+    constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
+)
+WGMMA = Kernel(
+    "wgmma",
+    "Hopper (sm_90a): warpgroups multiply from shared memory, one warp loads with TMA",
+    (WGMMA_LAUNCH,),
+    tiles=WGMMA_TILES,
+    candidates={
+        "Br": (64, 128, 192),
+        "Bc": (48, 64, 80, 96, 112, 128, 160, 176),
+        "stages": (2, 3, 4),
+    },
+    rules={
+        "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
+        "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
+    },
+    dtypes=HALF,
+    features=EVERYTHING,
+    arch="90a",
+    largest_d=256,
+    tflops={
+        "float16": {64: 365, 128: 500, 256: 593},
+        "bfloat16": {64: 367, 128: 510, 256: 594},
+    },
+)
+WGMMA_OVERLAP = rung(
+    WGMMA,
+    "wgmma_overlap",
+    "softmax of a tile overlaps with products; ping-pong of warpgroups",
+    tflops={
+        "float16": {64: 397, 128: 616, 256: 723},
+        "bfloat16": {64: 400, 128: 631, 256: 737},
+    },
+)
+WGMMA_PERSISTENT = rung(
+    WGMMA_OVERLAP,
+    "wgmma_persistent",
+    "persistent blocks, which begin a row tile before they end the last one",
+    launch={
+        "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
+        "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
+    },
+    tiles=WGMMA_PERSISTENT_TILES,
+    candidates={**WGMMA.candidates, "Q_stages": (1, 2)},
+    tflops={
+        "float16": {64: 437, 128: 631, 256: 738},
+        "bfloat16": {64: 440, 128: 646, 256: 734},
+    },
+)
+
+
+def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
+    slices = 2 * c.stages * (c.Br + c.Bc) * 64
+    parked = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
+    return round_up(slices + parked + 16 * c.stages, 1024)
+
+
+def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
+    """The keys of a slice of V."""
+    boxes = cdiv(even_width(p.dv, 256, 16), 64)
+    return next(x for x in (128, 64, 32, 16) if c.Bc % x == 0 and x * boxes <= c.Br + c.Bc)
+
+
+def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
+    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
+    columns = cdiv(p.dv, 256) * even_width(p.dv, 256, 16)
+    return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
+
+
+WGMMA_SLICES = Kernel(
+    "wgmma_slices",
+    "any head dimension with wgmma and TMA; P in registers",
+    (
+        replace(
+            WGMMA_LAUNCH,
+            entry="wgmma_slices",
+            args="Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
+            boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
+            shared=wgmma_sliced_shared,
+        ),
+    ),
+    tiles=named(
+        "Br Bc span stages",
+        *((128, 256, 512, 3), (128, 256, 256, 4), (128, 128, 128, 4), (128, 64, 64, 2)),
+    ),
+    rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
+    dtypes=HALF,
+    features=EVERYTHING,
+    scratch={"O_sum": (wgmma_sliced_sums, "real")},
+    arch="90a",
+    tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
+)
+
+
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 128 bytes a row, V transposed, and barriers of pipelines."""
-    keys, depth = cdiv(c.Bc, 128) * 128, cdiv(p.d, 128) * 128
-    tiles = c.Br * depth + c.stages * (c.Bc * depth + cdiv(p.dv, 16) * 16 * keys)
-    return cdiv(tiles + 16 * (c.Br // 64 + 2 * c.stages), 1024) * 1024
+    keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
+    tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
+    return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages), 1024)
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
@@ -470,355 +645,58 @@ def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
     return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 1024
 
 
-def fp8_kernel(name: str, adds: str) -> Kernel:
-    """wgmma on e4m3, to which a launch before rounds Q, K and V; for sm_90a."""
+def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of Bc keys of all heads."""
+    return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
 
-    def tiles_of_Q(p: Problem, c: SimpleNamespace) -> int:
-        return cdiv(p.M, c.Br) * p.heads * p.batch
 
-    def tiles_of_K(p: Problem, c: SimpleNamespace) -> int:
-        return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
-
-    return Kernel(
-        name=name,
-        adds=adds,
-        launches=(
-            Launch(
-                "quantise",
-                args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads "
-                "batch",
-                grid=lambda p, c: tiles_of_Q(p, c) + 2 * tiles_of_K(p, c),
-                threads=quantise_threads,
-                shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
-            ),
-            Launch(
-                name,
-                args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse "
-                "sizes heads group scale mods",
-                boxes={
-                    "Q8": lambda p, c: 64,
-                    "K8": lambda p, c: c.Bc,
-                    "V8": lambda p, c: cdiv(p.dv, 16) * 16,
-                },
-                grid=tiles_of_Q,
-                threads=lambda p, c: 128 + 2 * c.Br,
-                shared=fp8_shared,
-                constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
-            ),
+WGMMA_FP8 = Kernel(
+    "wgmma_fp8",
+    "e4m3 operands, rounded by a launch before: products twice as fast",
+    (
+        Launch(
+            "quantise",
+            args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads batch",
+            grid=lambda p, c: row_tiles(p, c) + 2 * tiles_of_keys(p, c),
+            threads=quantise_threads,
+            shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
         ),
-        tiles=FP8_TILES,
-        candidates={
-            "Br": (64, 128, 192),
-            "Bc": (64, 96, 128, 160, 192, 224),
-            "stages": (2, 3, 4),
-        },
-        rules={
-            "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
-            "Bc is a multiple of 32": lambda c: c.Bc % 32 == 0,
-        },
-        dtypes=("float16", "bfloat16", "float32"),
-        features=EVERYTHING,
-        scratch={
-            "Q8": ("batch heads M d16", "byte"),
-            "K8": ("batch kv_heads N d16", "byte"),
-            "V8": ("batch kv_heads dv N32", "byte"),
-            "Q_scale": (tiles_of_Q, "real"),
-            "K_scale": (tiles_of_K, "real"),
-            "V_scale": (tiles_of_K, "real"),
-        },
-        arch="90a",
-        largest_d=256,
-        rounding=FLOAT8,
-    )
-
-
-def _rounds_to_float16(p: Problem) -> bool:
-    return p.precision == "float16"
-
-
-def rounded_first(kernel: Kernel) -> Kernel:
-    """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
-    launches = [x for x in kernel.launches if isinstance(x, Launch)]
-    exact = [replace(x, when=lambda p: p.precision is None) for x in launches]
-    rounded = [
-        replace(x, args=x.args.replace("Q K V", "Q16 K16 V16"), when=_rounds_to_float16)
-        for x in launches
-    ]
-    return replace(
-        kernel,
-        launches=(
-            *exact,
-            Launch(
-                "round_operands",
-                args="Q K V Q16 K16 V16 M N heads kv_heads batch",
-                grid=lambda p, c: (
-                    (cdiv(p.M, c.Br) * p.heads + cdiv(p.N, c.Br) * p.kv_heads) * p.batch
-                ),
-                threads=lambda p, c: 256,
-                when=_rounds_to_float16,
-            ),
-            *rounded,
+        replace(
+            WGMMA_LAUNCH,
+            entry="wgmma_fp8",
+            args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse "
+            "sizes heads group scale mods",
+            boxes={
+                "Q8": lambda p, c: 64,
+                "K8": lambda p, c: c.Bc,
+                "V8": lambda p, c: round_up(p.dv, 16),
+            },
+            shared=fp8_shared,
         ),
-        scratch={
-            **kernel.scratch,
-            "Q16": ("batch heads M d8", "operand"),
-            "K16": ("batch kv_heads N d8", "operand"),
-            "V16": ("batch kv_heads N dv8", "operand"),
-        },
-        precisions=("float16",),
-    )
-
+    ),
+    tiles=FP8_TILES,
+    candidates={"Br": (64, 128, 192), "Bc": (64, 96, 128, 160, 192, 224), "stages": (2, 3, 4)},
+    rules={
+        "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
+        "Bc is a multiple of 32": lambda c: c.Bc % 32 == 0,
+    },
+    dtypes=("float16", "bfloat16", "float32"),
+    features=EVERYTHING,
+    scratch={
+        "Q8": ("batch heads M d16", "byte"),
+        "K8": ("batch kv_heads N d16", "byte"),
+        "V8": ("batch kv_heads dv N32", "byte"),
+        "Q_scale": (row_tiles, "real"),
+        "K_scale": (tiles_of_keys, "real"),
+        "V_scale": (tiles_of_keys, "real"),
+    },
+    arch="90a",
+    largest_d=256,
+    rounding=FLOAT8,
+)
 
 KERNELS = (
-    baseline(
-        "baseline",
-        "softmax_safe",
-        "cuBLAS, softmax, cuBLAS: S and P go through global memory",
-    ),
-    baseline(
-        "baseline_online",
-        "softmax_online",
-        "the online softmax between the two products",
-        after=("baseline",),
-    ),
-    seed_kernel(
-        "minimal",
-        "S and P stay on chip; a thread owns a row; O, max and sum in global memory",
-        threads=lambda p, c: c.Bc,
-        shared=lambda p, c: p.bytes(reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
-        tiles=named("Br Bc", *((size, size) for size in (32, 16, 8, 4, 2, 1))),
-        candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
-        rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
-    ),
-    seed_kernel(
-        "v1",
-        "a block works on one row at a time: coalesced loads, dot products summed by all threads",
-        threads=lambda p, c: 128,
-        shared=lambda p, c: p.bytes(reals=128 // WARP * c.Bc, scalars=p.d + c.Bc * (p.d + p.dv)),
-        tiles=named("Bc", (4,), (2,), (1,)),
-        candidates={"Bc": (1, 2, 4, 8, 16, 32)},
-        after=("minimal",),
-    ),
-    seed_kernel(
-        "v2",
-        "one warp per row: shuffles instead of barriers",
-        threads=lambda p, c: WARP * c.Br,
-        shared=lambda p, c: p.bytes(scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
-        tiles=named("Br Bc", (4, 2), (2, 2), (2, 1), (1, 1)),
-        candidates={"Br": (1, 2, 4, 8, 16, 32), "Bc": (1, 2, 4, 8, 16, 32)},
-        after=("v1",),
-    ),
-    seed_kernel(
-        "v3",
-        "tensor cores (WMMA); tiles along d too, so shared memory does not depend on d",
-        threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-        shared=lambda p, c: 8 * c.Br * (c.Bc + 2) + 4 * c.Bc * (c.Br + c.Bc),
-        tiles=named(
-            "Br Bc Wr Wc",
-            *((64, 32, 32, 16), (32, 32, 16, 16), (64, 16, 16, 16)),
-            *((16, 32, 16, 16), (32, 16, 16, 16)),
-        ),
-        candidates={"Br": (32, 64, 128), "Bc": (32, 64), "Wr": (16, 32, 64), "Wc": (16, 32)},
-        rules={
-            "Wr and Wc are multiples of 16": lambda c: c.Wr % 16 == c.Wc % 16 == 0,
-            "Br is a multiple of Wr and Bc of Wc": lambda c: c.Br % c.Wr == c.Bc % c.Wc == 0,
-        },
-        dtypes=("float16", "bfloat16", "float32"),
-        rounding="float16",
-        tflops={"float16": {64: 1.77, 128: 2.27, 256: 2.52, 1024: 2.63}},
-    ),
-    fa2_kernel(
-        "fa2",
-        "loops swapped, a block owns rows of Q: their O, max and sum stay on chip",
-        shared=lambda p, c: p.bytes(
-            reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
-        ),
-        tflops={
-            "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},
-            "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
-            "float32": {64: 8.93, 128: 6.41, 256: 3.83, 1024: 0.627},
-            "float64": {64: 4.82, 128: 2.33, 256: 1.07, 1024: 0.166},
-        },
-        after=("minimal",),
-    ),
-    fa2_kernel(
-        "fa2_coalesced",
-        "coalesced loads and stores; padded rows; K and V share a buffer",
-        shared=lambda p, c: p.bytes(
-            reals=c.Br * (padded(p.dv, p.dtype.sums.itemsize) + c.Bc + 1),
-            scalars=c.Br * padded(p.d, p.itemsize) + c.Bc * padded(max(p.d, p.dv), p.itemsize),
-            align=16,
-        ),
-        tflops={
-            "float16": {64: 15.4, 128: 10.4, 256: 10.3, 1024: 1.64},
-            "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},
-            "float32": {64: 19.8, 128: 14.3, 256: 6.61, 1024: 0.862},
-            "float64": {64: 9.06, 128: 4.98, 256: 2.12, 1024: 0.216},
-        },
-        after=("fa2",),
-    ),
-    mma_kernel(
-        "mma_split_q",
-        "tensor cores (mma.sync): a warp owns its rows, with S, P and O in registers",
-        {
-            "float16": {64: 77.1},
-            "bfloat16": {64: 77.1},
-        },
-    ),
-    mma_kernel(
-        "mma_swizzled",
-        "swizzled tiles in shared memory: no bank conflicts",
-        {
-            "float16": {64: 184},
-            "bfloat16": {64: 184},
-        },
-        after=("mma_split_q",),
-    ),
-    mma_kernel(
-        "mma_async",
-        "asynchronous copies (cp.async) overlap with products; two buffers for K and V",
-        {},
-        shared=lambda p, c: mma_shared(p, c, buffers=2),
-        after=("mma_swizzled",),
-    ),
-    mma_kernel(
-        "mma_pipelined",
-        "one buffer or two, exponentials between products, packed GQA: the fastest mma.sync rung",
-        {
-            "float16": {64: 301, 128: 355, 256: 315},
-            "bfloat16": {64: 304, 128: 352, 256: 316},
-        },
-        shared=mma_pipelined_shared,
-        pack=packed,
-        tiles=MMA_PIPELINED_TILES,
-        candidates=MMA_PIPELINED_CANDIDATES,
-        rounds_float32=True,
-        after=("mma_async",),
-    ),
-    mma_kernel(
-        "mma_split_kv",
-        "split-KV: blocks share the keys of a row tile, a second launch merges their results",
-        {"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
-        shared=mma_pipelined_shared,
-        pack=packed,
-        splits=num_splits,
-        scratch={
-            "O_splits": (lambda p, c: rows_in_splits(p, c) * cdiv(p.dv, 16) * 16, "real"),
-            "max_splits": (rows_in_splits, "real"),
-            "sum_splits": (rows_in_splits, "real"),
-        },
-        tiles=SPLIT_KV_TILES,
-        candidates=SPLIT_KV_CANDIDATES,
-        rules={**MMA_RULES, "stages is 2 or more": lambda c: c.stages >= 2},
-        made_for=few_rows_for_many_keys,
-        rounds_float32=True,
-        after=("mma_pipelined",),
-    ),
-    rounded_first(
-        Kernel(
-            name="mma_slices",
-            adds="any head dimension: Q and K in slices of d, V in slices of keys",
-            launches=(
-                Launch(
-                    "mma_slices",
-                    args="Q K V O lse O_sum.data sizes heads group scale mods",
-                    grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-                    threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
-                    shared=sliced_shared,
-                    constants={"pack_gqa": lambda p, c: 1},
-                ),
-            ),
-            tiles=SLICED_TILES,
-            candidates=SLICED_CANDIDATES,
-            rules={
-                "Wr, Wc and Bd are multiples of 16": lambda c: (
-                    c.Wr % 16 == c.Wc % 16 == c.Bd % 16 == 0
-                ),
-                "Br is a multiple of Wr, Bc of Wc and span of Bc": lambda c: (
-                    c.Br % c.Wr == c.Bc % c.Wc == c.span % c.Bc == 0
-                ),
-                "stages is 2 or more": lambda c: c.stages >= 2,
-            },
-            dtypes=("float16", "bfloat16"),
-            dtype_arch={"bfloat16": "80"},
-            features=EVERYTHING,
-            scratch={"O_sum": (sliced_sums, "real")},
-            tflops={
-                "float16": {64: 151},
-                "bfloat16": {320: 211, 512: 252, 1024: 261},
-            },
-        )
-    ),
-    mma_kernel(
-        "mma_tf32",
-        "float32 on tensor cores: operands rounded to tf32 as they are loaded",
-        {"float32 as tf32": {64: 114, 128: 133, 256: 95}},
-        shared=tf32_shared,
-        pack=packed,
-        tiles=TF32_TILES,
-        candidates=MMA_PIPELINED_CANDIDATES,
-        dtypes=("float32",),
-        dtype_arch={},
-        arch="80",
-        rounding="tf32",
-    ),
-    wgmma_kernel(
-        "wgmma",
-        "Hopper (sm_90a): warpgroups multiply from shared memory, one warp loads with TMA",
-        {
-            "float16": {64: 365, 128: 500, 256: 593},
-            "bfloat16": {64: 367, 128: 510, 256: 594},
-        },
-    ),
-    wgmma_kernel(
-        "wgmma_overlap",
-        "softmax of a tile overlaps with products; ping-pong of warpgroups",
-        {
-            "float16": {64: 397, 128: 616, 256: 723},
-            "bfloat16": {64: 400, 128: 631, 256: 737},
-        },
-        after=("wgmma",),
-    ),
-    wgmma_kernel(
-        "wgmma_persistent",
-        "persistent blocks, which begin a row tile before they end the last one",
-        {
-            "float16": {64: 437, 128: 631, 256: 738},
-            "bfloat16": {64: 440, 128: 646, 256: 734},
-        },
-        args=" batch",
-        grid=lambda p, c: min(c.multiprocessors, cdiv(p.M, c.Br) * p.heads * p.batch),
-        tiles=WGMMA_PERSISTENT_TILES,
-        candidates=WGMMA_CANDIDATES | {"Q_stages": (1, 2)},
-        after=("wgmma_overlap",),
-    ),
-    Kernel(
-        name="wgmma_slices",
-        adds="any head dimension with wgmma and TMA; P in registers",
-        launches=(
-            Launch(
-                "wgmma_slices",
-                args="Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
-                boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
-                grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
-                threads=lambda p, c: 128 + 2 * c.Br,
-                shared=wgmma_sliced_shared,
-                constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
-            ),
-        ),
-        tiles=WGMMA_SLICED_TILES,
-        rules=WGMMA_RULES | {"span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
-        dtypes=("float16", "bfloat16"),
-        features=EVERYTHING,
-        scratch={"O_sum": (wgmma_sliced_sums, "real")},
-        arch="90a",
-        tflops={
-            "float16": {1024: 405},
-            "bfloat16": {320: 445, 512: 410, 1024: 408},
-        },
-    ),
-    fp8_kernel(
-        "wgmma_fp8",
-        "e4m3 operands, rounded by a launch before: products twice as fast",
-    ),
+    *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
+    *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
+    *(MMA_TF32, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_SLICES, WGMMA_FP8),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import Formula, Launch, cdiv
-from cupyfa.ladder.softmax import WARP
 from cupyfa.ladder.tiles import TileChoice, named
 from cupyfa.problem import Problem
 

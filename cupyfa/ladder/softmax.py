@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import Kernel, Launch
-
-WARP = 32
 
 
 def softmax_launch(name: str) -> Launch:

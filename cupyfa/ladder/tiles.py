@@ -32,6 +32,11 @@ def cdiv(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def round_up(count: int, size: int) -> int:
+    """The least multiple of ``size`` that is not below ``count``."""
+    return cdiv(count, size) * size
+
+
 def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
     """Tiles of these sizes, as ``named("Br Bc", (64, 32), (32, 32))``."""
     return tuple(dict(zip(names.split(), each, strict=True)) for each in sizes)

@@ -1,0 +1,57 @@
+"""What records of several families share: formulas, and the step from one rung to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from cupyfa.ladder.kernel import Kernel, Launch
+from cupyfa.ladder.tiles import cdiv
+from cupyfa.problem import Problem
+
+WARP = 32
+HALF = ("float16", "bfloat16")
+
+
+def row_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of Br rows of all heads."""
+    return cdiv(p.M, c.Br) * p.heads * p.batch
+
+
+def key_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of Bc keys of all heads; at least one for each head, even if N is 0."""
+    return max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch
+
+
+def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:
+    """The threads of warps that have Wr x Wc scores of a tile each."""
+    return WARP * c.Br * c.Bc // (c.Wr * c.Wc)
+
+
+def even_width(columns: int, most: int, step: int) -> int:
+    """The width of equally wide tiles of some columns: about `most`, and a multiple of `step`."""
+    return cdiv(columns, cdiv(columns, most) * step) * step
+
+
+def rung(
+    before: Kernel,
+    name: str,
+    adds: str,
+    *,
+    launch: Mapping[str, Any] | None = None,
+    then: Sequence[Launch] = (),
+    **fields: Any,
+) -> Kernel:
+    """The rung after ``before``: the same record with other files and some other fields.
+
+    ``launch`` are the other fields of its launch, ``then`` are launches that follow it.
+    """
+    launches = (
+        replace(x, entry=x.entry.replace(before.name, name), **(launch or {}))
+        for x in before.launches
+        if isinstance(x, Launch)
+    )
+    usual = {"after": (before.name,), "tflops": {}, "launches": (*launches, *then)}
+    return replace(before, name=name, adds=adds, **(usual | fields))
