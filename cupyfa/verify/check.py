@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +24,12 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify import failures as kinds
 from cupyfa.verify import grids
 from cupyfa.verify.case import Case, arranged
-from cupyfa.verify.failures import (
-    DEVICE_LOST,
-    DIED,
-    DIFFERS,
-    NO_ANSWER,
-    NO_MEMORY,
-    RIGHT,
-    UNSUPPORTED,
-    Failure,
-    Outcome,
-    Stored,
-    command,
-    read,
-    write,
-)
+from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.verify.shrink import shrunk
-from cupyfa.verify.tasks import Task, has_name, name_of, perform
+from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, perform
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
 
 if TYPE_CHECKING:
@@ -52,8 +41,6 @@ _LONGEST = 1_000_000  # seconds, of a timeout
 _TO_BEGIN = 60.0  # seconds to start and compile, for the command that repeats a failure
 _PATIENCE = 3  # times that a kernel may hang or crash before it is given up
 _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
-
-KernelOrName = str | Kernel
 
 
 @dataclass(frozen=True)
@@ -103,15 +90,14 @@ class Checked:
         return sum(tally.right for tally in self.tallies)
 
     def __str__(self) -> str:
-        ran = [tally for tally in self.tallies if tally.worst is not None]
-        worst = max(ran, key=lambda tally: tally.worst or 0.0, default=None)
+        worst = max(self.tallies, key=lambda tally: tally.worst or 0.0)
         not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in not_run.most_common())
         parts = (
             f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
             f"case{'s' * (self.cases != 1)} of {self.grid}, "
             f"{', '.join(tally.kernel for tally in self.tallies)} on {self.device}",
-            f"at worst {worst.worst:.2g} x the bound ({worst.kernel})" if worst else "",
+            f"at worst {worst.worst:.2g} x the bound ({worst.kernel})" if worst.worst else "",
             f"{not_run.total():,} not supported ({reasons})" if not_run else "",
             f"{self.seconds:.3g} s",
         )
@@ -150,10 +136,10 @@ def check(
     for ``grids.cases``. options: of attention, in place of the grid's own; with a precision, inputs
     are float32 unless dtypes are given. reruns: how often each kernel runs again and must give the
     same bits. jobs: the number of worker processes, which use the visible GPUs in turn if these are
-    alike; 0 runs in this process, which records need. timeout: seconds until a worker process whose
-    kernel does not end is ended. failures: a folder, created if necessary, for the files of the
-    first EXAMINED failures of each kernel, for ``replay``. Failures on ``fuzz`` are shrunk first.
-    The command that repeats a failure has SCRIPT.py in place of the script of a record.
+    alike; 0 runs in this process. timeout: seconds after which a running kernel is ended; it needs
+    worker processes. failures: a folder, created if necessary, for the files of the first EXAMINED
+    failures of each kernel, for ``replay``. Failures on ``fuzz`` are shrunk first. The command that
+    repeats a failure has SCRIPT.py in place of the script of a record.
 
     Raises ValueError for wrong arguments, DeviceError without such a backend, and Interrupted with
     the results so far on Ctrl-C or if a signal handler exits.
@@ -187,18 +173,16 @@ def check(
         device = engine.limits.device
         return Checked(grid, device, len(tasks), sheet.tallies(), tuple(found), seconds)
 
-    found: list[Failure] = []
     try:
-        _run(workers, list(enumerate(tasks)), sheet)
+        _run(workers, dict(enumerate(tasks)), sheet)
         folder = Path(failures) if failures is not None else None
-        found = _examined(workers, sheet, engine, folder, shrink=grid == "fuzz")
+        return so_far(_examined(workers, sheet, engine, folder, shrink=grid == "fuzz"))
     except (KeyboardInterrupt, SystemExit) as ended:
         found = [_failure(engine, task, outcome) for task, outcome in sheet.failed()]
         raise Interrupted(so_far(found)) from ended
     finally:
         for worker in workers:
             worker.stop()
-    return so_far(found)
 
 
 @dataclass(frozen=True)
@@ -244,17 +228,15 @@ def replay(
     task = Task(case, (chosen,), constants, stored.reruns)
     inputs = arranged(stored.inputs, case.layout)
     (now,) = (x for x in perform(engine, task, inputs) if isinstance(x, Outcome))
-    if now.kind == UNSUPPORTED:
+    if now.kind == kinds.UNSUPPORTED:
         raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
-    if now.kind == NO_MEMORY:
+    if now.kind == kinds.NO_MEMORY:
         raise OutOfMemory(now.message)
     return Replayed(stored, now, engine.limits.device)
 
 
 def _with_options(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
     """The cases with the given options, without repetition; a softmax has no options."""
-    if not given:
-        return list(cases)
     changed = (
         x if x.problem.is_softmax else replace(x, problem=x.problem.with_options(**given))
         for x in cases
@@ -269,89 +251,89 @@ def _by_operation(
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
-    if jobs and not all(isinstance(kernel, str) for kernel in chosen):
-        raise ValueError(f"jobs is {jobs}, but records run in this process: give names, or jobs=0")
+    named = cache(record_named)  # a script makes another record each time
+    records: dict[str, Kernel] = {}
+    by_operation: dict[str, dict[str, KernelOrName]] = defaultdict(dict)
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
             raise TypeError(f"a kernel is {kernel!r}; give names, or records")
-    by_operation: dict[str, dict[str, KernelOrName]] = {}
-    named, records = {x: record_named(x) for x in chosen if isinstance(x, str)}, dict[str, Kernel]()
-    for kernel in chosen:
-        record, name = named[kernel] if isinstance(kernel, str) else kernel, name_of(kernel)
+        name, record = name_of(kernel), named(kernel) if isinstance(kernel, str) else kernel
         if records.setdefault(name, record) is not record:
             raise ValueError(f"two kernels are named {name!r}; give one of them another name")
-        by_operation.setdefault(record.operation, {})[name] = kernel
+        by_operation[record.operation][name] = kernel
+    if jobs:
+        try:
+            pickle.dumps(chosen)
+        except pickle.PicklingError as error:
+            raise ValueError(f"jobs is {jobs}: {error}; or give jobs=0") from None
     return {operation: tuple(mine.values()) for operation, mine in by_operation.items()}
 
 
 class _Sheet:
-    """The outcomes so far, each with its task and the task's index."""
+    """The outcomes so far, by kernel and by the number of the task."""
 
     def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
+        self._tasks, self._progress = tasks, progress
         names = [name_of(kernel) for task in tasks for kernel in task.kernels]
-        self._total, self._names = len(names), list(dict.fromkeys(names))
-        self._progress = progress
-        self._done: list[tuple[int, Task, Outcome]] = []
-        self._failed = 0
+        self._total, self._count = len(names), Counter[bool]()
+        self._done: dict[str, dict[int, Outcome]] = {name: {} for name in names}
 
-    def add(self, index: int, task: Task, outcome: Outcome) -> None:
-        """Adds the outcome of one kernel."""
-        self._done.append((index, task, outcome))
-        self._failed += outcome.failed
-        self._progress(len(self._done), self._total, f"{self._failed} failed")
+    def add(self, i: int, outcome: Outcome) -> None:
+        """Adds the outcome of one kernel on task i."""
+        self._done[outcome.kernel][i] = outcome
+        self._count[outcome.failed] += 1
+        self._progress(self._count.total(), self._total, f"{self._count[True]} failed")
 
     def failed(self) -> list[tuple[Task, Outcome]]:
         """The failures, kernel by kernel in the order of the cases."""
-        failed = [x for x in self._done if x[2].failed]
-        failed.sort(key=lambda x: (self._names.index(x[2].kernel), x[0]))
-        return [(task, outcome) for _, task, outcome in failed]
+        return [
+            (self._tasks[i], outcomes[i])
+            for outcomes in self._done.values()
+            for i in sorted(outcomes)
+            if outcomes[i].failed
+        ]
 
     def tallies(self) -> tuple[Tally, ...]:
-        by_name: dict[str, list[Outcome]] = {name: [] for name in self._names}
-        for _, _, outcome in self._done:
-            by_name[outcome.kernel].append(outcome)
-        return tuple(_tally(name, outcomes) for name, outcomes in by_name.items())
+        """The counts of every kernel."""
+        return tuple(_tally(name, list(x.values())) for name, x in self._done.items())
 
 
 def _tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
-    reasons = {NO_MEMORY: "not enough memory"}
-    not_run = Counter(
-        reasons.get(x.kind, x.message) for x in outcomes if x.kind in (UNSUPPORTED, NO_MEMORY)
-    )
-    right = [x for x in outcomes if x.kind == RIGHT]
+    reasons = {kinds.NO_MEMORY: "not enough memory"}
+    not_run = Counter(reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN)
+    right = [x for x in outcomes if x.kind == kinds.RIGHT]
     worst = max((x.worst.ratio for x in right if x.worst), default=None)
     return Tally(name, len(outcomes) - not_run.total(), len(right), worst, not_run)
 
 
-def _run(workers: Sequence[Worker], tasks: Sequence[tuple[int, Task]], sheet: _Sheet) -> None:
-    """Runs tasks with their indices. What other workers may have caused is run again, alone.
+def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
+    """Runs numbered tasks. What other workers may have caused is run again, alone.
 
     A kernel that hung or died _PATIENCE times is given up.
     """
     alone = len(workers) == 1
     lost = Counter[str]()  # outcomes without a result, by kernel
-    later: list[tuple[int, Task]] = []
-    tasks = list(tasks)
+    later: dict[int, Task] = {}
+    order = list(tasks)
     if not alone:
-        random.Random(0).shuffle(tasks)  # so that GPU and CPU are both busy all the time
+        random.Random(0).shuffle(order)  # so that GPU and CPU are both busy all the time
 
-    def job(worker: Worker, item: tuple[int, Task]) -> list[Outcome]:
-        task = item[1]
-        kernels = tuple(x for x in task.kernels if lost[name_of(x)] < _PATIENCE)
-        return worker.run(replace(task, kernels=kernels)) if kernels else []
+    def job(worker: Worker, i: int) -> list[Outcome]:
+        kernels = tuple(x for x in tasks[i].kernels if lost[name_of(x)] < _PATIENCE)
+        return worker.run(replace(tasks[i], kernels=kernels)) if kernels else []
 
-    for (index, task), outcomes in in_parallel(workers, job, tasks):
-        left = {name_of(kernel): kernel for kernel in task.kernels}
+    for i, outcomes in in_parallel(workers, job, order):
+        left = {name_of(kernel): kernel for kernel in tasks[i].kernels}
         for outcome in outcomes:
-            lost[outcome.kernel] += outcome.kind in (NO_ANSWER, DIED, DEVICE_LOST)
-            if alone or outcome.kind not in (NO_ANSWER, DIED, NO_MEMORY):
-                sheet.add(index, task, outcome)
+            lost[outcome.kernel] += outcome.kind in kinds.LOST
+            if alone or outcome.kind not in (kinds.NO_ANSWER, kinds.DIED, kinds.NO_MEMORY):
+                sheet.add(i, outcome)
                 del left[outcome.kernel]
         if not alone and left:
-            later.append((index, replace(task, kernels=tuple(left.values()))))
+            later[i] = replace(tasks[i], kernels=tuple(left.values()))
         for name in left if alone else ():
             given_up = f"given up when it had hung or died {_PATIENCE} times"
-            sheet.add(index, task, Outcome(name, UNSUPPORTED, given_up))
+            sheet.add(i, Outcome(name, kinds.UNSUPPORTED, given_up))
     if later:
         for worker in workers:
             worker.rest()
@@ -363,48 +345,50 @@ def _examined(
 ) -> list[Failure]:
     """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
     failed = sheet.failed()
-    first = _first_of_each_kind(failed) if shrink or folder else []
+    found = [_failure(engine, *one) for one in failed]
 
-    def job(worker: Worker, item: tuple[int, tuple[Task, Outcome]]) -> Failure:
-        return _closer(worker, engine, *item[1], shrink=shrink)
+    def job(worker: Worker, i: int) -> Failure:
+        return _closer(worker, engine, *failed[i], shrink=shrink)
 
-    closer = {item[0]: failure for item, failure in in_parallel(workers, job, first)}
-    made_with = environment.describe(engine) if folder and closer else {}
-    for i, failure in closer.items() if folder else ():
-        assert folder
-        task, outcome = failed[i]
-        stored = Stored(
-            failure.case,
-            failure.outcome,
-            reruns=task.reruns,
-            schedule=getattr(engine, "schedule", None),
-            has_name=has_name(_kernel_of(task, outcome)),
-            made_with=made_with,
-        )
+    closer = dict(in_parallel(workers, job, _first(failed) if shrink or folder else []))
+    for i, failure in closer.items():
+        found[i] = failure
+    if folder and closer:
         try:
-            closer[i] = replace(failure, file=write(folder, stored, failure.command))
+            _write(folder, engine, failed, found, closer)
         except OSError as error:  # the results of the check are worth more than its files
             warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
-            break
-    found = [closer.get(i) or _failure(engine, *one) for i, one in enumerate(failed)]
     return list({failure.command: failure for failure in found}.values())
 
 
-def _first_of_each_kind(
+def _write(
+    folder: Path,
+    engine: Backend,
     failed: Sequence[tuple[Task, Outcome]],
-) -> list[tuple[int, tuple[Task, Outcome]]]:
-    """The indices and failures to examine: EXAMINED of each kernel, of all its kinds in turn."""
+    found: list[Failure],
+    chosen: Iterable[int],
+) -> None:
+    """Writes the chosen ones of the failures to files. Raises OSError."""
+    made_with, schedule = environment.describe(engine), getattr(engine, "schedule", None)
+    for i in chosen:
+        (task, outcome), failure = failed[i], found[i]
+        is_named = has_name(_kernel_of(task, outcome))
+        stored = Stored(failure.case, failure.outcome, task.reruns, schedule, is_named, made_with)
+        found[i] = replace(failure, file=write(folder, stored, failure.command))
+
+
+def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
+    """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn."""
     of_kind, of_kernel = Counter[tuple[str, str]](), Counter[str]()
     ranked = []
     for i, (_, outcome) in enumerate(failed):
-        ranked.append((of_kind[outcome.kernel, outcome.kind], i))
+        ranked.append((of_kind[outcome.kernel, outcome.kind], i, outcome.kernel))
         of_kind[outcome.kernel, outcome.kind] += 1
     first = []
-    for _, i in sorted(ranked):
-        kernel = failed[i][1].kernel
+    for _, i, kernel in sorted(ranked):
         of_kernel[kernel] += 1
         if of_kernel[kernel] <= EXAMINED:
-            first.append((i, failed[i]))
+            first.append(i)
     return first
 
 
@@ -436,10 +420,9 @@ def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
     options = {
         "backend": engine.name,
         "schedule": getattr(engine, "schedule", None),
-        "reruns": task.reruns if outcome.kind == DIFFERS else None,
+        "reruns": task.reruns if outcome.kind == kinds.DIFFERS else None,
     }
-    named = replace(outcome, kernel=script + outcome.kernel)
-    again = command(task.case, named, options)
-    if outcome.kind == NO_ANSWER:  # the command would not end
+    again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
+    if outcome.kind == kinds.NO_ANSWER:  # the command would not end
         again = f"timeout -k 5 {task.timeout + _TO_BEGIN:g} {again}"
     return Failure(task.case, outcome, again)

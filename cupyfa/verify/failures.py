@@ -34,8 +34,9 @@ COMPILE_ERROR = "compile error"
 ERROR = "error"
 NO_ANSWER = "no answer"
 DIED = "the process died"
+NOT_RUN = (UNSUPPORTED, NO_MEMORY)
+LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
 
-LARGEST_FILE = 250 * 2**20  # bytes of a file's arrays besides the results
 _FORMAT = "cupyfa failure 2"
 
 Arrays = Mapping[str, np.ndarray]
@@ -59,7 +60,7 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Whether the kernel is wrong."""
-        return self.kind not in (RIGHT, UNSUPPORTED, NO_MEMORY)
+        return self.kind not in (RIGHT, *NOT_RUN)
 
     @property
     def worst(self) -> Verdict | None:

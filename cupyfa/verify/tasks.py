@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupyfa.errors import (
-    CompilerNotFound,
-    DeviceError,
-    DeviceLost,
-    OutOfMemory,
-    SimulatorFault,
-    Unsupported,
-    WrongResult,
-)
+from cupyfa import errors
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
@@ -24,26 +17,13 @@ from cupyfa.planner.plan import Plan
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
-from cupyfa.verify import sampling
+from cupyfa.verify import failures, sampling
 from cupyfa.verify.case import FINITE, Case
-from cupyfa.verify.failures import (
-    COMPILE_ERROR,
-    DEVICE_ERROR,
-    DEVICE_LOST,
-    DIFFERS,
-    ERROR,
-    FAULT,
-    LARGEST_FILE,
-    NO_MEMORY,
-    RIGHT,
-    UNSUPPORTED,
-    WRONG_RESULT,
-    WROTE_OUTSIDE,
-    Arrays,
-    Outcome,
-)
+from cupyfa.verify.failures import Arrays, Outcome
 from cupyfa.verify.sampling import Sample
 
+KernelOrName = str | Kernel
+LARGEST_FILE = 250 * 2**20  # bytes of a failure's arrays besides the results
 # Multiply-adds, scores and rows of a case that any kernel finishes in the simulator in a minute.
 _SIMULATED = (2**29, 2**20, 2**16)
 
@@ -58,7 +38,7 @@ class Task:
     """
 
     case: Case
-    kernels: tuple[str | Kernel, ...]
+    kernels: tuple[KernelOrName, ...]
     constants: Mapping[str, int] = field(default_factory=dict)
     reruns: int = 0
     timeout: float = 60.0
@@ -73,41 +53,42 @@ class Doing:
     runs: bool
 
 
-def name_of(kernel: str | Kernel) -> str:
+def name_of(kernel: KernelOrName) -> str:
     """A kernel's name, as it was given."""
     return kernel if isinstance(kernel, str) else kernel.name
 
 
-def has_name(kernel: str | Kernel) -> bool:
+def has_name(kernel: KernelOrName) -> bool:
     """Whether the kernel can be found by its name; a record from a script cannot."""
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
-def perform(
-    engine: Backend, task: Task, inputs: dict[str, np.ndarray] | None = None
-) -> Iterator[Doing | Outcome]:
+def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Doing | Outcome]:
     """Runs a task and yields each next step and the outcome of each kernel.
 
     inputs: in place of the case's own. The outcome DEVICE_LOST is the last one. Raises
     CompilerNotFound if there is no compiler for the simulator.
     """
     plans: dict[str, Plan] = {}
-    for name, kernel in {name_of(x): x for x in task.kernels}.items():
+    for kernel in task.kernels:
+        name = name_of(kernel)
         try:
             plans[name] = _planned(engine, kernel, task)
         except Unsupported as refused:
-            yield Outcome(name, UNSUPPORTED, refused.reason)
+            yield Outcome(name, failures.UNSUPPORTED, refused.reason)
         except ValueError as error:  # a mistake in the record
-            yield Outcome(name, ERROR, str(error))
+            yield Outcome(name, failures.ERROR, str(error))
+    if not plans:
+        return
     try:
-        inputs = task.case.inputs(engine) if plans and inputs is None else inputs or {}
-        expected = _expected(plans, inputs, task.case)
+        inputs = task.case.inputs(engine) if inputs is None else inputs
+        expected = _expected(list(plans.values()), inputs, task.case)
     except MemoryError as error:
-        yield from (Outcome(name, NO_MEMORY, str(error)) for name in plans)
+        yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
     for name, plan in plans.items():
         right = expected[plan.rounding]
-        begun = Outcome(name, RIGHT, constants=plan.constants)
+        begun = Outcome(name, failures.RIGHT, constants=plan.constants)
         yield Doing(begun, runs=False)
         try:
             with engine.working_on(None):
@@ -117,17 +98,17 @@ def perform(
                     begun = replace(begun, arrays=_kept(inputs, right))
                 yield Doing(begun, runs=True)
                 yield _outcome(engine, plan, inputs, right, begun, task)
-        except CompilerNotFound:
+        except errors.CompilerNotFound:
             raise
         except Exception as error:
             kind = _kind(engine, error)
             yield replace(begun, kind=kind, message=str(error))
-            if kind == DEVICE_LOST:
+            if kind == failures.DEVICE_LOST:
                 return
     engine.trim()
 
 
-def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
+def _planned(engine: Backend, kernel: KernelOrName, task: Task) -> Plan:
     """The plan. Raises Unsupported if kernel or backend cannot run the case."""
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
@@ -141,18 +122,15 @@ def _planned(engine: Backend, kernel: str | Kernel, task: Task) -> Plan:
     return plan
 
 
-def _expected(plans: Mapping[str, Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
-    """What is right for each rounding of the plans, computed once for all of them.
+def _expected(plans: Sequence[Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
+    """The expected results for each rounding of the plans.
 
-    Large gradients are sampled: their reference takes far longer than that of the forward pass.
+    Large gradients are sampled: their reference takes far longer than the forward one.
     """
-    if not plans:
-        return {}
-    plan = next(iter(plans.values()))
-    gradients = plan.kernel.operation == "backward"
-    chosen = sampling.excerpts(plan.problem, case.seed, "backward") if gradients else [None]
-    roundings = tuple(dict.fromkeys(plan.rounding for plan in plans.values()))
-    return sampling.samples(plan, readable_inputs(plan, inputs), roundings, chosen)
+    whole = case.operation != "backward"
+    chosen = [None] if whole else sampling.excerpts(case.problem, case.seed, case.operation)
+    roundings = tuple(dict.fromkeys(plan.rounding for plan in plans))
+    return sampling.samples(plans[0], readable_inputs(plans[0], inputs), roundings, chosen)
 
 
 def _outcome(
@@ -166,35 +144,29 @@ def _outcome(
     verdicts = tuple(sampling.judge(results, expected, finite=finite))
     done = replace(begun, verdicts=verdicts, arrays=kept)
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
-        return replace(done, kind=WRONG_RESULT, message="; ".join(wrong))
+        return replace(done, kind=failures.WRONG_RESULT, message="; ".join(wrong))
     if different := difference(engine, plan, readable, results, task.reruns):
-        return replace(done, kind=DIFFERS, message=different)
+        return replace(done, kind=failures.DIFFERS, message=different)
     return done
 
 
 def difference(
-    engine: Backend,
-    plan: Plan,
-    inputs: Mapping[str, np.ndarray],
-    results: Mapping[str, np.ndarray],
-    reruns: int,
+    engine: Backend, plan: Plan, inputs: Arrays, results: Arrays, reruns: int
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
-    inputs: as ``readable_inputs`` returns them. Outputs that the record calls unordered are left
-    out: only the reference judges them. The simulator runs its threads in another order each time.
+    inputs: as ``readable_inputs`` returns them. Unordered outputs are left out: only the reference
+    judges them. The simulator runs its threads in another order each time.
     """
     for again in range(1, reruns + 1):
         others = run_guarded(engine.reordered(again), plan, inputs, {})
-        for name, result in results.items():
-            if name in plan.kernel.unordered:
-                continue
-            bits = f"u{result.itemsize}"
-            if (different := result.view(bits) != others[name].view(bits)).any():
-                first = ", ".join(str(i) for i in np.argwhere(different)[0])
+        for name in results.keys() - set(plan.kernel.unordered):
+            first, other = (x[name].view(f"u{x[name].itemsize}") for x in (results, others))
+            if len(different := np.argwhere(first != other)):
                 return (
                     f"{name} of run {again + 1} differs from the first run's in "
-                    f"{different.sum():,} of {different.size:,} elements, first at [{first}]"
+                    f"{len(different):,} of {first.size:,} elements, first at "
+                    f"[{', '.join(map(str, different[0]))}]"
                 )
     return None
 
@@ -202,15 +174,15 @@ def difference(
 def _kind(engine: Backend, error: Exception) -> str:
     """The kind of outcome that an error is."""
     kinds = {
-        WrongResult: WROTE_OUTSIDE,
-        SimulatorFault: FAULT,
-        OutOfMemory: NO_MEMORY,
-        MemoryError: NO_MEMORY,
-        DeviceLost: DEVICE_LOST,
-        DeviceError: DEVICE_ERROR,
-        **dict.fromkeys(engine.compile_errors, COMPILE_ERROR),
+        errors.WrongResult: failures.WROTE_OUTSIDE,
+        errors.SimulatorFault: failures.FAULT,
+        errors.OutOfMemory: failures.NO_MEMORY,
+        MemoryError: failures.NO_MEMORY,
+        errors.DeviceLost: failures.DEVICE_LOST,
+        errors.DeviceError: failures.DEVICE_ERROR,
+        **dict.fromkeys(engine.compile_errors, failures.COMPILE_ERROR),
     }
-    return next((kinds[x] for x in kinds if isinstance(error, x)), ERROR)
+    return next((kinds[x] for x in kinds if isinstance(error, x)), failures.ERROR)
 
 
 def _kept(inputs: Arrays, expected: Sample) -> Arrays:
@@ -218,8 +190,7 @@ def _kept(inputs: Arrays, expected: Sample) -> Arrays:
 
     Expected values and bounds are among them unless only a sample is known.
     """
-    whole = expected.expected[0] if expected.excerpts == [None] else {}
-    values = {f"expected_{name}": pair.value for name, pair in whole.items()}
-    bounds = {f"bound_{name}": pair.bound for name, pair in whole.items()}
-    arrays = {**inputs, **values, **bounds}
+    arrays = dict(inputs)
+    for name, pair in expected.expected[0].items() if expected.excerpts == [None] else ():
+        arrays |= {f"expected_{name}": pair.value, f"bound_{name}": pair.bound}
     return arrays if sum(x.nbytes for x in arrays.values()) <= LARGEST_FILE else {}

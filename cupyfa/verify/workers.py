@@ -28,7 +28,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.failures import DEVICE_LOST, DIED, NO_ANSWER, UNSUPPORTED, Outcome
-from cupyfa.verify.tasks import Doing, Task, name_of, perform
+from cupyfa.verify.tasks import Doing, KernelOrName, Task, name_of, perform
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -60,7 +60,8 @@ class Here:
         steps = () if self._is_lost else perform(self._engine, task)
         done = [step for step in steps if isinstance(step, Outcome)]
         self._is_lost |= any(outcome.kind == DEVICE_LOST for outcome in done)
-        return done + [Outcome(x, UNSUPPORTED, "the device was lost") for x in _left(task, done)]
+        lost = "the device was lost"
+        return done + [Outcome(name_of(x), UNSUPPORTED, lost) for x in _left(task, done)]
 
     def rest(self) -> None:
         """Does nothing: no resources are held between tasks."""
@@ -69,7 +70,7 @@ class Here:
 
 
 class Process:
-    """Runs tasks, whose kernels are given by name, in a process of its own.
+    """Runs tasks in a process of its own, where records are found by their names.
 
     The process has a backend like the given one, with one thread. Several GPUs are assigned to
     processes in turn, by their number.
@@ -124,7 +125,7 @@ class Process:
         self._check_stopped()
         if doing:
             return [*done, replace(doing.outcome, kind=kind, message=message)]
-        return done + [Outcome(name, kind, message) for name in _left(task, done)]
+        return done + [Outcome(name_of(x), kind, message) for x in _left(task, done)]
 
     def _started(self) -> _Started:
         if self._process is None:
@@ -156,10 +157,10 @@ def _one_of(devices: int, number: int) -> dict[str, str]:
     return {name: visible[number % min(devices, len(visible))].strip()}
 
 
-def _left(task: Task, done: Sequence[Outcome]) -> tuple[str, ...]:
-    """The names of the kernels of a task without an outcome."""
+def _left(task: Task, done: Sequence[Outcome]) -> tuple[KernelOrName, ...]:
+    """The kernels of a task without an outcome."""
     have = {outcome.kernel for outcome in done}
-    return tuple(name for name in map(name_of, task.kernels) if name not in have)
+    return tuple(kernel for kernel in task.kernels if name_of(kernel) not in have)
 
 
 class _Started:

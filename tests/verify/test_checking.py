@@ -274,6 +274,18 @@ def test_processes_find_what_this_one_finds(tmp_path):
     assert here.tallies == there.tallies
 
 
+def test_records_are_checked_in_processes_too(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    records = [record_named(kernel), record_named("softmax_online")]
+    done = check(records, jobs=2)
+    failure = the_failure(done)
+    assert failure.outcome.kind == WRONG_RESULT and failure.case.problem.N == 3
+    assert [tally.runs for tally in done.tallies] == [12, 12]
+    made_here = replace(records[0], name="other")
+    with pytest.raises(ValueError, match="jobs is 2: kernel 'other' was made in this process"):
+        check([made_here], jobs=2)
+
+
 def test_without_fuzz_a_failure_is_told_on_the_case_it_was_found_on(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     done = check(record_named(kernel), grid="fa3", samples=40)
