@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from cupyfa.ladder.common import WARP
-from cupyfa.ladder.kernel import Formula, Launch, cdiv
-from cupyfa.ladder.tiles import TileChoice, named
+from cupyfa.ladder.common import even_width, warps_of_scores
+from cupyfa.ladder.kernel import Formula, Launch
+from cupyfa.ladder.tiles import TileChoice, cdiv, named, round_up
 from cupyfa.problem import Problem
 
 ANY_D = 2**31 - 1
@@ -53,7 +53,7 @@ def round_keys(p: Problem, c: SimpleNamespace) -> int:
     """
     column = p.group * cdiv(p.M, c.Br)
     if column * cdiv(p.N, c.Bc) <= c.room:
-        return cdiv(p.N, 8) * 8
+        return round_up(p.N, 8)
     return max(c.room // column, 1) * c.Bc
 
 
@@ -74,15 +74,10 @@ def count(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(heads, round_heads(p, c)) * rounds_of_keys(p, c)
 
 
-def width(columns: int, c: SimpleNamespace) -> int:
-    """The columns of a tile of gradients, at most about Bc; all tiles are equally wide."""
-    step = c.Bc // c.Wc * 16
-    return cdiv(columns, cdiv(columns, c.Bc) * step) * step
-
-
-def tiles_of(columns: int, c: SimpleNamespace) -> int:
-    """The number of tiles that cover the columns of a gradient."""
-    return cdiv(columns, width(columns, c))
+def covered(columns: int, c: SimpleNamespace) -> tuple[int, int]:
+    """The tiles that cover the columns of a gradient, about Bc wide, and the columns of all."""
+    width = even_width(columns, c.Bc, c.Bc // c.Wc * 16)
+    return cdiv(columns, width), round_up(columns, width)
 
 
 def scores(p: Problem, c: SimpleNamespace) -> int:
@@ -95,7 +90,7 @@ def sums(p: Problem, c: SimpleNamespace) -> int:
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
-    return rows * tiles_of(p.d, c) * width(p.d, c)
+    return rows * covered(p.d, c)[1]
 
 
 def _first_kv_head(p: Problem, c: SimpleNamespace) -> int:
@@ -120,7 +115,7 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
         f"mma_slices_backward_{entry}",
         args=f"{args} sizes heads group first_head first_key stride scale mods",
         grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
-        threads=lambda p, c: WARP * c.Br * c.Bc // (c.Wr * c.Wc),
+        threads=warps_of_scores,
         shared=shared,
         numbers={
             "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
@@ -138,13 +133,13 @@ def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Tiles of dV and dK of one head in a round; at least one of each."""
-    tiles = tiles_of(p.dv, c) + tiles_of(p.d, c)
+    tiles = covered(p.dv, c)[0] + covered(p.d, c)[0]
     return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
 
 
 def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Tiles of dQ of the heads that share one of K and V."""
-    return p.group * cdiv(p.M, c.Br) * tiles_of(p.d, c)
+    return p.group * cdiv(p.M, c.Br) * covered(p.d, c)[0]
 
 
 SCORES = launch("scores", "Q K V dO lse delta P.data dS.data", _score_tiles, scores_shared)
