@@ -53,7 +53,8 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
                                         const TensorMap& K, const TensorMap& V, int group) {
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
-  for (RowTile task; tasks.next(task); queries.advance()) {
+  for (; tasks.advance(); queries.advance()) {
+    const RowTile task = tasks.task();
     const int kv_head = task.head / group;
     const auto load_queries = [&] {
 #pragma unroll
@@ -167,14 +168,15 @@ struct Consumer {
 
   // O += P V of a row tile's last keys, and the first scores of the next one while O is stored.
   template <class Finish>
-  __device__ __forceinline__ void advance(const RowTile& task, const RowTile& next, int skipped,
-                                          Finish finish) {
+  __device__ __forceinline__ RowTile advance(const RowTile& task, const Tasks& tasks, int skipped,
+                                             Finish finish) {
     float factor[1][2];
     begin_output();
     queries.advance();
     shared.Q_pipeline[warpgroup].wait(queries);
     begin_scores();
     Turns::arrive(warpgroup);
+    const RowTile next = tasks.task();
     wgmma_wait_group<1>(flat(O));
     release_values();
     skip_values(skipped);
@@ -185,6 +187,7 @@ struct Consumer {
     softmax(next, next.kv_begin, factor);
     pack_operands<operand>(flat(S), P);
     added = false;
+    return next;
   }
 
   __device__ __forceinline__ void skip_keys() {
@@ -203,8 +206,8 @@ struct Consumer {
 
   template <class Finish>
   __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
-    RowTile task, next;
-    if (!tasks.next(task)) return;
+    if (!tasks.advance()) return;
+    RowTile task = tasks.task();
     rows = rows_of(task);
     shared.Q_pipeline[warpgroup].wait(queries);
     begin(task);
@@ -215,9 +218,8 @@ struct Consumer {
       for (; first_key < end; first_key += Bc) advance(task, first_key);
       shared.Q_pipeline[warpgroup].release(queries);
       for (; first_key < task.kv_end; first_key += Bc, ++skipped) skip_keys();
-      if (!tasks.next(next)) break;
-      advance(task, next, skipped, finish);
-      task = next;
+      if (!tasks.advance()) break;
+      task = advance(task, tasks, skipped, finish);
     }
     begin_output();
     wgmma_wait_group<0>(flat(O));

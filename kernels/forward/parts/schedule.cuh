@@ -10,30 +10,39 @@
 template <int Br, int Bc>
 struct Schedule {
   Sizes sizes;
-  int heads, all_heads, first = 0, round = 0, seat = blockIdx.x;
+  int heads, all_heads, first = 0, round = 0, seat = blockIdx.x, index = 0;
 
-  // The block's next row tile, with at least one tile of keys: without keys it is one of zeros.
-  __device__ __forceinline__ bool next(RowTile& task) {
-    const int tiles = cdiv(sizes.M, Br), blocks = gridDim.x;
-    const int together = causal ? max(1, 2 * blocks / tiles) : all_heads;
-    for (; first < all_heads; first += together, round = 0) {
-      const int size = min(together, all_heads - first), count = size * tiles;
-      const int index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
+  __device__ __forceinline__ int tiles() const { return cdiv(sizes.M, Br); }
+  // How many heads are dealt out together, from `first` on.
+  __device__ __forceinline__ int together() const {
+    return causal ? max(1, 2 * int(gridDim.x) / tiles()) : all_heads;
+  }
+  __device__ __forceinline__ int count() const { return min(together(), all_heads - first); }
+
+  // Goes to the block's next row tile, if there is one.
+  __device__ __forceinline__ bool advance() {
+    const int blocks = gridDim.x;
+    for (; first < all_heads; first += together(), round = 0) {
+      index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
       round += 1;
-      if (index < count) {
-        const int tile = causal ? tiles - 1 - index / size : index % tiles;
-        const int head = first + (causal ? index % size : index / tiles), batch = head / heads;
-        const Extent extent = extent_of(sizes, batch);
-        task = row_tile<Br, Bc>(extent, tile * Br, head % heads, batch);
-        if (extent.N == 0) task.kv_begin = 1;
-        task.kv_end = max(task.kv_end, task.kv_begin + 1);
-        return true;
-      }
+      if (index < count() * tiles()) return true;
       // The blocks that had one tile less begin with the next heads.
-      const int left = count % blocks;
-      seat = (seat + (cdiv(count, blocks) % 2 ? blocks - left : left)) % blocks;
+      const int left = count() * tiles() % blocks;
+      seat = (seat + (cdiv(count() * tiles(), blocks) % 2 ? blocks - left : left)) % blocks;
     }
     return false;
+  }
+
+  // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
+  // take a while: they need not stand before products.
+  __device__ __forceinline__ RowTile task() const {
+    const int tile = causal ? tiles() - 1 - index / count() : index % tiles();
+    const int head = first + (causal ? index % count() : index / tiles()), batch = head / heads;
+    const Extent extent = extent_of(sizes, batch);
+    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head % heads, batch);
+    if (extent.N == 0) task.kv_begin = 1;
+    task.kv_end = max(task.kv_end, task.kv_begin + 1);
+    return task;
   }
 
   // Where the keys end that a warpgroup sees which has `rows` of the tile's rows. It may skip the
