@@ -236,7 +236,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Tasks tasks = {sizes, heads, heads * batch};
+  const Tasks tasks(sizes, heads, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();

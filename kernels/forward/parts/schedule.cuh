@@ -2,6 +2,7 @@
 // Which row tiles a block computes that stays on its multiprocessor.
 
 #include <attention/extent.cuh>
+#include <ptx/opaque.cuh>
 
 // Row tiles are dealt out in rounds. With a causal mask, where tiles differ in length, the tiles of
 // as many heads as make two rounds are dealt out together, the longest first; the second round goes
@@ -10,36 +11,46 @@
 template <int Br, int Bc>
 struct Schedule {
   Sizes sizes;
-  int heads, all_heads, first = 0, round = 0, seat = blockIdx.x, index = 0;
+  int heads, all_heads, tiles, together;
+  int first = 0, round = 0, seat = blockIdx.x, index = 0;
 
-  __device__ __forceinline__ int tiles() const { return cdiv(sizes.M, Br); }
+  __device__ __forceinline__ Schedule(const Sizes& sizes, int heads, int batch)
+      : sizes(sizes),
+        heads(heads),
+        all_heads(heads * batch),
+        tiles(cdiv(sizes.M, Br)),
+        together(causal ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
+
   // How many heads are dealt out together, from `first` on.
-  __device__ __forceinline__ int together() const {
-    return causal ? max(1, 2 * int(gridDim.x) / tiles()) : all_heads;
-  }
-  __device__ __forceinline__ int count() const { return min(together(), all_heads - first); }
+  __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
 
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
     const int blocks = gridDim.x;
-    for (; first < all_heads; first += together(), round = 0) {
-      index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
-      round += 1;
-      if (index < count() * tiles()) return true;
-      // The blocks that had one tile less begin with the next heads.
-      const int left = count() * tiles() % blocks;
-      seat = (seat + (cdiv(count() * tiles(), blocks) % 2 ? blocks - left : left)) % blocks;
+    if constexpr (!causal) {
+      index = round++ * blocks + blockIdx.x;
+      return index < all_heads * tiles;
+    } else {
+      for (; first < all_heads; first += together, round = 0) {
+        index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
+        round += 1;
+        if (index < count() * tiles) return true;
+        // The blocks that had one tile less begin with the next heads.
+        const int left = count() * tiles % blocks;
+        seat = (seat + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
+      }
+      return false;
     }
-    return false;
   }
 
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
-  // take a while: they need not stand before products.
+  // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int tile = causal ? tiles() - 1 - index / count() : index % tiles();
-    const int head = first + (causal ? index % count() : index / tiles()), batch = head / heads;
+    const int size = opaque(causal ? count() : tiles), all = opaque(heads);
+    const int tile = causal ? tiles - 1 - index / size : index % size;
+    const int head = first + (causal ? index % size : index / size), batch = head / all;
     const Extent extent = extent_of(sizes, batch);
-    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head % heads, batch);
+    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head % all, batch);
     if (extent.N == 0) task.kv_begin = 1;
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
