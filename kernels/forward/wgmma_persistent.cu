@@ -197,6 +197,7 @@ struct Consumer {
     release_keys();
   }
   __device__ __forceinline__ void skip_values(int tiles) {
+#pragma unroll 1
     for (; tiles > 0; --tiles) {
       wait_values();
       barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this V
@@ -217,6 +218,7 @@ struct Consumer {
       int first_key = task.kv_begin + Bc, skipped = 0;
       for (; first_key < end; first_key += Bc) advance(task, first_key);
       shared.Q_pipeline[warpgroup].release(queries);
+#pragma unroll 1
       for (; first_key < task.kv_end; first_key += Bc, ++skipped) skip_keys();
       if (!tasks.advance()) break;
       task = advance(task, tasks, skipped, finish);

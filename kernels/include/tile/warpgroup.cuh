@@ -18,11 +18,14 @@ template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
                                              const TmaTile<T, B_rows, columns>& B,
                                              float (&S)[count], int first_row = 0) {
+  const Matrix a = by_rows(A.box[0][first_row]), b = by_rows(B.box);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k)
-    multiply<T>(S, by_rows(A.box[k / 4][first_row]) + k % 4 * wgmma_bytes,
-                by_rows(B.box[k / 4]) + k % 4 * wgmma_bytes, k > 0);
+  for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k) {
+    const int box = k / 4, col = k % 4 * wgmma_bytes;
+    multiply<T>(S, a + (box * int(sizeof A.box[0]) + col), b + (box * int(sizeof B.box[0]) + col),
+                k > 0);
+  }
   wgmma_commit_group();
 }
 
