@@ -111,9 +111,8 @@ struct Consumer {
     Turns::wait(warpgroup);
     ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));
   }
-  __device__ __forceinline__ void wait_values() { shared.V_pipeline.wait(values); }
   __device__ __forceinline__ void begin_output() {
-    wait_values();
+    shared.V_pipeline.wait(values);
     ::begin_output(shared.V[values.stage], P, flat(O), added);
   }
   __device__ __forceinline__ void release_keys() {
@@ -199,7 +198,7 @@ struct Consumer {
   __device__ __forceinline__ void skip_values(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
-      wait_values();
+      shared.V_pipeline.wait(values);
       barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this V
       release_values();
     }
