@@ -9,17 +9,21 @@ from pathlib import Path
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
 
 
-def digest(files: Mapping[Path, bytes]) -> str:
-    """sha256 over the names and the content of files."""
+def hashed(*parts: str | bytes) -> str:
+    """sha256 over all parts and their lengths."""
     import hashlib
 
     total = hashlib.sha256()
-    for path, content in files.items():
-        name = path.name.encode(errors="surrogateescape")
-        for part in (name, content):
-            total.update(len(part).to_bytes(8, "little"))
-            total.update(part)
+    for part in parts:
+        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
     return total.hexdigest()
+
+
+def digest(files: Mapping[Path, bytes]) -> str:
+    """sha256 over the names and the content of files."""
+    return hashed(*(part for path, content in files.items() for part in (path.name, content)))
 
 
 def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:

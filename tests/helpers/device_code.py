@@ -12,6 +12,7 @@ import pytest
 
 from cupyfa.errors import SimulatorFault
 from cupyfa.planner import source as sources
+from cupyfa.runtime.backend import Region
 from cupyfa.runtime.simulator import machine
 
 INCLUDE = [sources.INCLUDE]
@@ -26,17 +27,28 @@ def code(name, **values):
 
 def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     """Runs the kernel of ``source``."""
-    owned = [getattr(array, "array", array) for array in arrays]
-    spans = [y if x is y or y.base is None else y.base for x, y in zip(arrays, owned)]
-    machine.launch(
-        source(body, *arrays, scalars=scalars, head=head, names=names),
-        "test",
-        [getattr(x, "value", np.uint64(y.ctypes.data)) for x, y in zip(arrays, owned)]
-        + list(scalars),
-        buffers=[machine.Buffer(n, a.ctypes.data, a.nbytes) for n, a in zip(names, spans)],
-        include_dirs=INCLUDE,
-        **{"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options},
-    )
+    text = source(body, *arrays, scalars=scalars, head=head, names=names)
+    run(text, "test", *arrays, *scalars, names=names, **options)
+
+
+def run(text, entry, *arguments, names=NAMES, folders=INCLUDE, **options):
+    """Runs a kernel's text on arrays, tensor maps and values, which it takes by value."""
+    owned = [getattr(x, "array", x) for x in arguments]
+    values = [
+        np.array([y.ctypes.data]) if x is y and np.ndim(y) else np.array(getattr(x, "value", x))
+        for x, y in zip(arguments, owned)
+    ]
+    regions = []
+    for i, (name, x, y) in enumerate(zip(names, arguments, owned)):
+        if np.ndim(y):
+            memory = y if x is y or y.base is None else y.base
+            low = memory.ctypes.data - int.from_bytes(values[i].tobytes()[:8], sys.byteorder)
+            regions.append(Region(name, i, low, memory.nbytes))
+    table = np.array([x.ctypes.data for x in values])
+    options = {"grid": (1, 1, 1), "threads": 32, "shared_bytes": 0, **options}
+    sizes = [x.nbytes for x in values]
+    start = machine.starter(machine.build(text, folders, entry), sizes, regions=regions, **options)
+    start(None, table.ctypes.data, 0)
 
 
 def source(body, *arrays, scalars=(), head="", names=NAMES):
@@ -78,10 +90,7 @@ def fresh(value):
 
 def run_fresh(value):
     A = np.zeros(1, np.int32)
-    machine.launch(
-        fresh(value), "fresh", [np.uint64(A.ctypes.data)], grid=(1, 1, 1), threads=1,
-        shared_bytes=0, include_dirs=INCLUDE, buffers=[machine.Buffer("A", A.ctypes.data, 4)],
-    )  # fmt: skip
+    run(fresh(value), "fresh", A, threads=1)
     return A[0]
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.cli import table
-from helpers.device_code import INCLUDE, answer, code, fault, fresh, in_new_process, launch
+from helpers.device_code import INCLUDE, answer, code, fault, fresh, in_new_process, launch, run
 from helpers.threads import in_threads
 
 from cupyfa.errors import CompileError, SimulatorFault
@@ -65,11 +65,7 @@ def test_arguments_by_value():
     pair = np.zeros((), np.dtype([("a", "f8"), ("b", "i4", 6)]))
     pair["a"], pair["b"] = 0.5, [0, 0, 0, 0, 0, 100]
     A = np.zeros(1)
-    machine.launch(
-        text, "test", [np.uint64(A.ctypes.data), pair, np.int32(1000), np.float32(0.25)],
-        grid=(1, 1, 1), threads=1, shared_bytes=0, include_dirs=INCLUDE,
-        buffers=[machine.Buffer("A", A.ctypes.data, A.nbytes)],
-    )  # fmt: skip
+    run(text, "test", A, pair, np.int32(1000), np.float32(0.25), threads=1)
     assert A[0] == 1100.75
 
 
@@ -89,10 +85,7 @@ def test_a_launch_no_device_would_accept(options, message):
     values = [np.float64(1)] if options.pop("wrong", False) else [np.int32(1)]
     values = values if options.pop("scalars", True) else []
     with pytest.raises(ValueError, match=message):
-        machine.launch(
-            'extern "C" __global__ void test(int a) {}', "test", values, buffers=[],
-            include_dirs=INCLUDE, **{"grid": (1, 1, 1), "threads": 1, "shared_bytes": 0, **options},
-        )  # fmt: skip
+        run('extern "C" __global__ void test(int a) {}', "test", *values, **options)
 
 
 # Collectives
@@ -606,7 +599,7 @@ def test_the_fault_reported_is_that_of_the_first_block():
 
 
 def test_launches_from_several_python_threads():
-    def run(number):
+    def call(number):
         A = np.full(64, number, np.float32)
         body = NEIGHBOUR if number % 2 else NEIGHBOUR.replace("63 -", "62 -")
         try:
@@ -616,7 +609,7 @@ def test_launches_from_several_python_threads():
             return caught
         return A
 
-    for number, result in enumerate(in_threads(run, range(8))):
+    for number, result in enumerate(in_threads(call, range(8))):
         if number % 2:
             assert (result == number).all()
         else:
@@ -701,8 +694,5 @@ def test_changed_headers_make_a_new_kernel(tmp_path, file):
     for number in (70, 71):
         (tmp_path / file).write_text(f"constexpr int number = {number};")
         A = np.zeros(1, np.int32)
-        machine.launch(
-            text, "test", [np.uint64(A.ctypes.data)], grid=(1, 1, 1), threads=1, shared_bytes=0,
-            include_dirs=[tmp_path], buffers=[machine.Buffer("A", A.ctypes.data, 4)],
-        )  # fmt: skip
+        run(text, "test", A, threads=1, folders=[tmp_path])
         assert A[0] == number

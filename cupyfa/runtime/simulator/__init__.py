@@ -171,14 +171,12 @@ def try_out() -> str:
     never_the_same = f"// {time.time_ns()}\n"
     text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'
     kernel = machine.build(never_the_same + text, (), "trial")
+    argument = np.array([x.ctypes.data])
+    table = np.array([argument.ctypes.data])
+    regions = [Region("x", 0, 0, x.nbytes)]
     try:
-        machine.run(
-            kernel,
-            [np.uint64(x.ctypes.data)],
-            grid=(1, 1, 1),
-            threads=32,
-            shared_bytes=0,
-            buffers=[machine.Buffer("x", x.ctypes.data, x.nbytes)],
+        machine.starter(kernel, [8], grid=(1, 1, 1), threads=32, shared_bytes=0, regions=regions)(
+            None, table.ctypes.data, 0
         )
     finally:
         kernel.path.unlink(missing_ok=True)

@@ -28,18 +28,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from cupyfa import store
 from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
 from cupyfa.planner import includes
+from cupyfa.runtime.backend import Region
 from cupyfa.runtime.simulator import dynamic_shared
 
 _HERE = Path(__file__).resolve().parent
-_RUNTIME = _HERE / "runtime.cpp"
-_RUNTIME_FILES = (_RUNTIME, _HERE / "asynchronous.h")
+_RUNTIME_FILES = (_HERE / "runtime.cpp", _HERE / "asynchronous.h")
 _TWINS = _HERE / "include"
 _REPORT_BYTES = 2048
 ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
@@ -85,14 +83,6 @@ _CLANG_FLAGS = [
 ]
 
 
-class Buffer(NamedTuple):
-    """Memory a kernel may touch: ``nbytes`` bytes from ``address``, called ``name`` in faults."""
-
-    name: str
-    address: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class CompiledKernel:
     """A compiled kernel, ready to launch."""
@@ -109,120 +99,62 @@ class CompiledKernel:
 # Launching
 
 
-def launch(
-    text: str,
-    entry: str,
-    arguments: Sequence[np.ndarray | np.generic],
-    *,
-    include_dirs: Sequence[Path],
-    **options: Any,
-) -> None:
-    """Builds a kernel and runs it, with the options of ``run``."""
-    run(build(text, include_dirs, entry), arguments, **options)
-
-
-def run(
-    kernel: CompiledKernel,
-    arguments: Sequence[np.ndarray | np.generic],
-    *,
-    grid: tuple[int, int, int],
-    threads: int | tuple[int, int, int],
-    shared_bytes: int,
-    buffers: Sequence[Buffer],
-    schedule: int | None = None,
-    workers: int | None = None,
-) -> None:
-    """Runs a kernel on a grid of blocks, and returns when all have finished.
-
-    Each of ``arguments`` is a NumPy value whose bytes are one kernel argument. ``buffers`` are the
-    only memory the kernel may touch besides its own and the block's shared memory, of which
-    ``shared_bytes`` are dynamic. ``schedule`` is the seed of a pseudo-random order of threads; with
-    None they take turns by index. ``workers`` OS threads share the blocks; by default one per core.
-
-    Raises SimulatorFault for what the kernel does wrong, and ValueError for a launch that no device
-    would accept.
-    """
-    values = [np.ascontiguousarray(argument) for argument in arguments]
-    sizes = [value.nbytes for value in values]
-    request = _requested(kernel, sizes, grid, threads, shared_bytes, schedule, workers)
-    table = (ctypes.c_size_t * max(len(values), 1))(*(value.ctypes.data for value in values))
-    regions = (_Region * len(buffers))(
-        *(_Region(buffer.name.encode(), buffer.address, buffer.nbytes) for buffer in buffers)
-    )
-    _submit(kernel, request, ctypes.addressof(table), regions)
-
-
 def starter(
     kernel: CompiledKernel,
     sizes: Sequence[int],
     *,
     grid: tuple[int, int, int],
-    threads: int,
+    threads: int | tuple[int, int, int],
     shared_bytes: int,
-    regions: Sequence[Any],
-    schedule: int | None,
-    workers: int | None,
+    regions: Sequence[Region],
+    schedule: int | None = None,
+    workers: int | None = None,
 ) -> Callable[[Any, int, int], None]:
-    """A function that runs a kernel like ``run``, for a table with each argument's address.
+    """A function that runs a kernel on a grid of blocks and returns when all have finished.
 
-    ``sizes`` are the bytes of the arguments. ``regions`` are the memory it may touch, each with
-    the argument that begins with an address, and the bytes from that address to the region.
+    ``sizes`` are the bytes of the arguments; the function takes a table with each argument's
+    address. ``regions`` are the only memory that the kernel may access besides its own and the
+    block's shared memory, of which ``shared_bytes`` are dynamic. ``schedule`` is the seed of a
+    pseudo-random order of threads; with None they run in the order of their indices. ``workers``
+    OS threads share the blocks; by default one per core.
+
+    Raises ValueError for a launch that no device would accept; the function raises SimulatorFault.
     """
-    request = _requested(kernel, sizes, grid, threads, shared_bytes, schedule, workers)
+    block = threads if isinstance(threads, tuple) else (int(threads), 1, 1)
+    _check_launch(kernel, sizes, grid, block, shared_bytes)
+    number = ctypes.c_size_t
+    request = _Request()
+    request.entry = kernel.call_address
+    request.locate = kernel.locate_address
+    request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
+    request.argument_count = len(sizes)
+    request.grid[:] = grid
+    request.block[:] = block
+    request.shared_bytes = shared_bytes
+    request.workers = workers or len(os.sched_getaffinity(0))
+    request.shuffled = schedule is not None
+    request.seed = int(schedule or 0) % 2**64
+    request.region_count = len(regions)
     fixed = (_Region * len(regions))(*(_Region(x.name.encode(), 0, x.bytes) for x in regions))
     places = [(x.argument, x.low) for x in regions]
-    number = ctypes.c_size_t
 
     def start(stream: Any, pointers: int, extra: int) -> None:
         here = (_Region * len(places)).from_buffer_copy(fixed)
         table = (number * len(sizes)).from_address(pointers)
         for region, (argument, low) in zip(here, places):
             region.address = number.from_address(table[argument]).value + low
-        _submit(kernel, _Request.from_buffer_copy(request), pointers, here)
+        mine = _Request.from_buffer_copy(request)
+        mine.arguments, mine.regions = pointers, here
+        _submit(kernel, mine)
 
     start.keep = fixed, request  # type: ignore[attr-defined]  # memory that copies point to
     return start
 
 
-def _requested(
-    kernel: CompiledKernel,
-    sizes: Sequence[int],
-    grid: tuple[int, int, int],
-    threads: int | tuple[int, int, int],
-    shared_bytes: int,
-    schedule: int | None,
-    workers: int | None,
-) -> _Request:
-    """What the runtime is asked for, except for the arguments and the memory they are in."""
-    block = _block_shape(threads)
-    _check_launch(kernel.entry, grid, block, shared_bytes)
-    if tuple(sizes) != kernel.argument_bytes:
-        raise ValueError(
-            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)}"
-            " were given; let args= of its Launch name one for each parameter, of that parameter's"
-            " type"
-        )
-    request = _Request()
-    request.entry = kernel.call_address
-    request.locate = kernel.locate_address
-    request.argument_bytes = (ctypes.c_size_t * max(len(sizes), 1))(*sizes)
-    request.argument_count = len(sizes)
-    request.grid[:] = grid
-    request.block[:] = block
-    request.shared_bytes = shared_bytes
-    request.workers = workers if workers is not None else _core_count()
-    request.shuffled = schedule is not None
-    request.seed = int(schedule or 0) % 2**64
-    return request
-
-
-def _submit(kernel: CompiledKernel, request: _Request, table: int, regions: Any) -> None:
-    """Runs a request; raises SimulatorFault."""
+def _submit(kernel: CompiledKernel, request: _Request) -> None:
+    """Runs a request. Raises SimulatorFault."""
     if 0 in request.grid:
         return
-    request.arguments = table
-    request.regions = regions
-    request.region_count = len(regions)
     report = _Report()
     launch = kernel.objects[0].cupyfa_launch
     failed = _interruptible(
@@ -236,9 +168,9 @@ def _submit(kernel: CompiledKernel, request: _Request, table: int, regions: Any)
 def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     """The result of a call into C that a signal handler can stop, such as that of Ctrl-C.
 
-    Python runs handlers in its main thread, between its own steps: so that thread waits here while
-    another makes the call. It waits for the end of that too, which works on the caller's memory;
-    a kernel that never reads nor writes does not see that it is to stop.
+    Python runs signal handlers in its main thread, between its own steps. So the main thread waits
+    here while another thread makes the call. After a signal it still waits for the end of the call,
+    which uses the caller's memory. A kernel that never reads nor writes cannot be stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -269,17 +201,14 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     return result
 
 
-def _block_shape(threads: int | tuple[int, int, int]) -> tuple[int, int, int]:
-    if isinstance(threads, tuple):
-        x, y, z = threads
-        return x, y, z
-    return int(threads), 1, 1
-
-
 def _check_launch(
-    entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int
+    kernel: CompiledKernel,
+    sizes: Sequence[int],
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared_bytes: int,
 ) -> None:
-    count = block[0] * block[1] * block[2]
+    entry, count = kernel.entry, block[0] * block[1] * block[2]
     if min(block) < 1 or count > _MAX_THREADS:
         raise ValueError(
             f"{entry}: a block of {block} has {count} threads; choose 1 to {_MAX_THREADS}"
@@ -290,10 +219,11 @@ def _check_launch(
         raise ValueError(
             f"{entry}: shared_bytes is {shared_bytes}; choose 0 to {dynamic_shared.CAPACITY}"
         )
-
-
-def _core_count() -> int:
-    return len(os.sched_getaffinity(0))
+    if tuple(sizes) != kernel.argument_bytes:
+        raise ValueError(
+            f"{entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)} were "
+            "given; let args= of its Launch name one for each parameter, of that parameter's type"
+        )
 
 
 class _Region(ctypes.Structure):
@@ -390,9 +320,9 @@ def _chain(frames: Sequence[str]) -> str:
 # Building
 
 _memo: dict[tuple[str, ...], CompiledKernel] = {}
-_runtime_memo: dict[str, ctypes.CDLL] = {}
+_runtimes: dict[str, ctypes.CDLL] = {}
 _lock = threading.Lock()
-_key_locks: dict[str, threading.Lock] = {}
+_key_locks: dict[tuple[str, ...], threading.Lock] = {}
 
 
 def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel:
@@ -407,20 +337,12 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
     headers = includes.digest(includes.reached(source, folders))
-    key = _digest(_identity(), source, headers, *_kernel_flags(), _runtime_text())
-    memo_key = (key, *map(str, folders))
-    with _lock:
-        if memo_key in _memo:
-            return _memo[memo_key]
-        key_lock = _key_locks.setdefault(key, threading.Lock())
-    with key_lock:
-        with _lock:
-            if memo_key in _memo:
-                return _memo[memo_key]
-        kernel = _build(source, entry, key, folders)
-        with _lock:
-            _memo[memo_key] = kernel
-        return kernel
+    digest = includes.hashed(_identity(), source, headers, *_kernel_flags(), _runtime_text())
+    key = (digest, *map(str, folders))
+    with _key_locks.setdefault(key, threading.Lock()):
+        if key not in _memo:
+            _memo[key] = _build(source, entry, digest, folders)
+        return _memo[key]
 
 
 def _source(text: str, entry: str) -> str:
@@ -444,22 +366,31 @@ class _ArgumentSizes(ctypes.Structure):
     _fields_ = (("count", ctypes.c_size_t), ("bytes", ctypes.c_size_t * 64))
 
 
-def _build(source: str, entry: str, key: str, folders: Sequence[Path]) -> CompiledKernel:
+def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> CompiledKernel:
     try:
         runtime, runtime_path = _runtime()
     except CompileError as error:  # not the kernel's fault
         raise _useless("cannot compile the simulator", str(error)) from None
 
-    def make(path: Path, scratch: Path) -> None:
-        _compile_kernel(source, folders, path, scratch, runtime_path)
+    def make(path: Path) -> None:
+        # File names in the text that are not absolute are to stay as they are: see _chain.
+        names = f"-fdebug-prefix-map={path.parent}={_UNPLACED}"
+        flags = [*_kernel_flags(), names, *(f"-I{folder}" for folder in folders)]
+        objects = [_compiled(path.with_name("kernel.cpp"), source, flags)]
+        if source.endswith(dynamic_shared.LOCATOR):
+            text = dynamic_shared.memory(source)
+            objects.append(_compiled(path.with_name("memory.cpp"), text, _BASE_FLAGS))
+        # Linked without the sanitizer: the runtime defines what that would bring.
+        _link(path, [*objects, runtime_path.resolve()], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
 
-    loaded, path = _load_or_make(f"{_safe(entry)}-{key[:32]}.so", make)
+    name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
+    loaded, path = _load_or_make(f"{name}-{digest[:32]}.so", make)
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
-    call = _address(loaded, "simulator_call")
+    call, locate = (_address(loaded, name) for name in ("simulator_call", "simulator_locate"))
     assert call is not None
-    argument_bytes = tuple(sizes.bytes[: sizes.count])
-    locate = _address(loaded, "simulator_locate")
-    return CompiledKernel(entry, path, argument_bytes, call, locate, (runtime, loaded))
+    return CompiledKernel(
+        entry, path, tuple(sizes.bytes[: sizes.count]), call, locate, (runtime, loaded)
+    )
 
 
 def _address(loaded: ctypes.CDLL, name: str) -> int | None:
@@ -467,39 +398,18 @@ def _address(loaded: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value if function else None
 
 
-def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", name)[:64]
-
-
-def _compile_kernel(
-    source: str, folders: Sequence[Path], path: Path, scratch: Path, runtime: Path
-) -> None:
-    text, compiled = scratch / "kernel.cpp", scratch / "kernel.o"
-    text.write_text(source, encoding="utf-8")
-    includes = [f"-I{folder}" for folder in folders]
-    # File names in the text that are not absolute are to stay as they are: see _chain.
-    names = f"-fdebug-prefix-map={scratch}={_UNPLACED}"
-    command = [*compiler(), *_kernel_flags(), names, *includes]
-    _run([*command, "-c", str(text), "-o", str(compiled)], folder=scratch)
-    objects = [compiled]
-    if source.endswith(dynamic_shared.LOCATOR):
-        objects.append(_dynamic_memory(source, scratch))
-    # Linked without the sanitizer: the runtime defines what that would bring.
-    _link(path, [*objects, runtime], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
-
-
-def _dynamic_memory(source: str, scratch: Path) -> Path:
-    text, compiled = scratch / "memory.cpp", scratch / "memory.o"
-    text.write_text(dynamic_shared.memory(source), encoding="utf-8")
-    _run([*compiler(), *_BASE_FLAGS, "-c", str(text), "-o", str(compiled)], folder=scratch)
-    return compiled
+def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
+    """The object file of a text that is written to a file."""
+    file.write_text(text, encoding="utf-8")
+    made = file.with_suffix(".o")
+    _run([*compiler(), *flags, "-c", str(file), "-o", str(made)], folder=file.parent)
+    return made
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
     # zig would first spend most of a minute on building a C++ library that nothing here needs.
     library = ["-nostdlib++"] if "clang" in _version() else []
-    names = [str(x.resolve()) for x in objects]
-    command = [*compiler(), "-O2", "-shared", *library, *names, *options]
+    command = [*compiler(), "-O2", "-shared", *library, *map(str, objects), *options]
     _run([*command, "-o", str(path)], folder=path.parent)
 
 
@@ -509,22 +419,19 @@ def _runtime_text() -> bytes:
 
 def _runtime() -> tuple[ctypes.CDLL, Path]:
     """The runtime, loaded once in a process: two copies would not know each other's threads."""
-    key = _digest(_identity(), *_BASE_FLAGS, _runtime_text())
+    key = includes.hashed(_identity(), *_BASE_FLAGS, _runtime_text())
     name = f"cupyfa-runtime-{key[:32]}.so"
 
-    def make(path: Path, scratch: Path) -> None:
+    def make(path: Path) -> None:
+        flags = [*_BASE_FLAGS, "-fno-exceptions", f"-I{_HERE}"]
+        compiled = _compiled(path.with_name("main.cpp"), '#include "runtime.cpp"', flags)
         # Kernels find the runtime by its soname, once it is loaded.
-        compiled = scratch / "runtime.o"
-        command = [*compiler(), *_BASE_FLAGS, "-fno-exceptions"]
-        _run([*command, "-c", str(_RUNTIME), "-o", str(compiled)], folder=scratch)
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
 
     with _lock:
-        if name in _runtime_memo:
-            return _runtime_memo[name], _whole_or_made(name, make)
-        loaded, path = _load_or_make(name, make)
-        _runtime_memo[name] = loaded
-        return loaded, path
+        if name not in _runtimes:
+            _runtimes[name], _ = _load_or_make(name, make)
+        return _runtimes[name], _whole_or_made(name, make)
 
 
 def _kernel_flags() -> list[str]:
@@ -582,6 +489,9 @@ def compiler_version() -> str:
     return _version().splitlines()[0]
 
 
+_libc = cache(platform.libc_ver)  # reads the program's file
+
+
 def _version() -> str:
     return _version_of(tuple(compiler()))
 
@@ -608,19 +518,25 @@ def _useless(what: str, said: str) -> CompilerNotFound:
 
 def _identity() -> str:
     """What the result of compiling depends on besides text, headers and flags."""
-    return "\n".join([*compiler(), _version(), platform.machine(), _libc()])
-
-
-@cache
-def _libc() -> str:
-    return " ".join(platform.libc_ver())
+    return "\n".join([*compiler(), _version(), platform.machine(), *_libc()])
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
     """The output of a command. Raises CompileError with it after a failure or time-out."""
     # Started by another thread: here a signal could come before the process is known.
     with ThreadPoolExecutor(1) as threads:
-        started = threads.submit(_start, command, folder)
+        started = threads.submit(
+            subprocess.Popen,
+            command,
+            cwd=folder,
+            env=_environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # its own group, to end it with its children
+        )
         try:
             said, told = started.result().communicate(timeout=_LONGEST)
         except BaseException as error:
@@ -640,20 +556,6 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
             raise OSError(errno.ENOSPC, f"the C++ compiler found no room in {where}; make some")
         raise CompileError(message)
     return said + told
-
-
-def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=_environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,  # its own group, to end it with its children
-    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -685,16 +587,7 @@ def _environment(folder: Path | None) -> dict[str, str]:
 # The cache
 
 
-def _digest(*parts: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
-
-
-_Make = Callable[[Path, Path], None]
+_Make = Callable[[Path], None]  # makes an object at a path, in a folder of its own
 
 
 def _load_or_make(name: str, make: _Make) -> tuple[ctypes.CDLL, Path]:
@@ -715,7 +608,7 @@ def _whole_or_made(name: str, make: _Make) -> Path:
         return path
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
-        make(made, made.parent)
+        make(made)
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
         _seal(made)
