@@ -320,7 +320,7 @@ def _chain(frames: Sequence[str]) -> str:
 # Building
 
 _memo: dict[tuple[str, ...], CompiledKernel] = {}
-_runtimes: dict[str, ctypes.CDLL] = {}
+_runtime_memo: dict[str, ctypes.CDLL] = {}
 _lock = threading.Lock()
 _key_locks: dict[tuple[str, ...], threading.Lock] = {}
 
@@ -429,9 +429,9 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
 
     with _lock:
-        if name not in _runtimes:
-            _runtimes[name], _ = _load_or_make(name, make)
-        return _runtimes[name], _whole_or_made(name, make)
+        if name not in _runtime_memo:
+            _runtime_memo[name], _ = _load_or_make(name, make)
+        return _runtime_memo[name], _whole_or_made(name, make)
 
 
 def _kernel_flags() -> list[str]:
