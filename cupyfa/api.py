@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from math import prod
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -28,7 +29,7 @@ from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
-from cupyfa.runtime.prepared import Form, Prepared, Progress, Recent, Result, form
+from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 from cupyfa.runtime.transfer import Transfer
 
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
-_seen: dict[str, int] = {}  # the first array of each function's call before, by its id
 # Arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
@@ -150,12 +150,8 @@ def attention(
     targets = None if out is None else (out,)
     asked = precision, causal, window, scale, softcap
     how = (options, kernel, backend, layout, return_lse, tiles, *asked)
-    before = recent.get("forward")
-    if before is not None and not check and before.is_of(given, how):
-        prepared = before.prepared
-        if targets is None:
-            return prepared.again(given, before)
-        return prepared.run(given, targets, addresses=before.addresses)
+    if not check and (repeated := _repeated("forward", given, targets, how)) is not None:
+        return repeated
     engine, arrays, forms = _adopted(backend, ("q", "k", "v"), given)
     key = "forward", forms, _which(kernel), repr(asked), options, layout, return_lse, repr(tiles)
     prepared = _known(engine, key)
@@ -164,7 +160,7 @@ def attention(
         prepared = _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
         _keep(engine, key, prepared)
     else:
-        _remember("forward", prepared, engine, arrays, given, how)
+        _remember("forward", prepared, engine, how)
     return prepared.run(arrays, targets, check=check, progress=progress)
 
 
@@ -263,13 +259,8 @@ def attention_backward(
     """
     given: Sequence[Any] = (dout, q, k, v, out, lse)
     how = (options, kernel, backend, layout, deterministic, tiles, *keywords, *keywords.values())
-    before = recent.get("backward")
-    if before is not None and not check and before.is_of(given, how):
-        prepared = before.prepared
-        if grads is None:
-            return prepared.again(given, before)
-        targets = prepared.targets(None, grads)
-        return prepared.run(given, targets, addresses=before.addresses)
+    if not check and (repeated := _repeated("backward", given, grads, how)) is not None:
+        return repeated
     names = ("dout", "q", "k", "v", "out", "lse")
     engine, arrays, forms = _adopted(backend, names, given)
     asked = repr(keywords), bool(deterministic)
@@ -282,7 +273,7 @@ def attention_backward(
         )
         _keep(engine, key, prepared)
     else:
-        _remember("backward", prepared, engine, arrays, given, how)
+        _remember("backward", prepared, engine, how)
     targets = None if grads is None else prepared.targets(None, grads)
     return prepared.run(arrays, targets, check=check)
 
@@ -629,20 +620,23 @@ def _keep(engine: Backend, key: Any, prepared: Prepared) -> None:
     engine.known[key] = prepared
 
 
-def _remember(
-    function: str,
-    prepared: Prepared,
-    engine: Backend,
-    arrays: Sequence[Any],
-    given: Sequence[Any],
-    how: tuple[Any, ...],
-) -> None:
-    """Remembers a call on arrays of a device that may come again, with these very arrays."""
-    if arrays is not given or engine.stream is None:
-        return
-    last, _seen[function] = _seen.get(function), id(given[0])
-    if last == id(given[0]) and all(map(_FIXED.__contains__, map(type, how))):
-        recent[function] = Recent(prepared, engine, given, how)
+def _remember(function: str, prepared: Prepared, engine: Backend, how: tuple[Any, ...]) -> None:
+    """Remembers a function's call, if its arguments cannot change before the next."""
+    if engine.stream is not None and all(map(_FIXED.__contains__, map(type, how))):
+        recent[function] = how, prepared
+
+
+def _repeated(function: str, arrays: Any, targets: Any, how: tuple[Any, ...]) -> Any:
+    """A call's results if it repeats an earlier one, with the same options as the last; else None.
+
+    Arguments are compared by identity: True equals 1, which is refused.
+    """
+    last = recent.get(function)
+    if last is None or not (targets is None or isinstance(targets, tuple | list)):
+        return None
+    before, prepared = last
+    same = len(before) == len(how) and all(map(is_, before, how))
+    return prepared.again(arrays, targets) if same else None
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -19,8 +19,8 @@ from cupyfa.runtime.arguments import Mapped
 
 # Starts a launch: (stream, address of a table with each argument's address, 0).
 Start = Callable[[int | None, int, int], Any]
-# The call before of each function, by its name; cleared when limits change.
-recent: dict[str, Any] = {}
+# The arguments and the prepared call of each function's last call; cleared when limits change.
+recent: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
 
 class Region(NamedTuple):
@@ -85,6 +85,12 @@ class Backend(ABC):
     empty: Callable[
         [tuple[int, ...], np.dtype], Any
     ]  # a new contiguous array, unspecified elements
+
+    allocator: Callable[[], Any] = staticmethod(lambda: None)  # where ``empty`` takes memory from
+
+    def holders(self, array: Any) -> tuple[Any, ...]:
+        """The objects that keep the memory of a new array alive, the array among them."""
+        return (array,)
 
     @abstractmethod
     def owns(self, array: Any) -> bool:

@@ -1,13 +1,15 @@
-"""A call with everything decided but the arrays: what the functions of the library find again."""
+"""Prepared calls: the plan is made and the kernels are compiled; only the arrays are missing."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
-from operator import is_
+from operator import attrgetter
+from sys import getrefcount
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import getweakrefcount, ref
 
 import numpy as np
 
@@ -30,13 +32,17 @@ from cupyfa.runtime.arrays import (
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.select import adopt, writable_view
-from cupyfa.runtime.workspace import NO_SPACE, PER_THREAD, Space, Workspace, allocated
+from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 
-_MOST_RESULTS = 16  # addresses of results whose launches are kept
+_MOST_REPEATS = 32  # calls whose launches are kept, by their arrays
+_MOST_SPARES = 2  # results of a call that are kept for another: the caller usually holds one
+_MOST_MISSES = 8  # calls that found all of these in use, after which no more are kept
+_SMALL = 1 << 20  # bytes; results up to this size are kept
 Form = tuple[Any, ...]
 Progress = Callable[[int, int, str], None]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
+_shape_of = attrgetter("shape")
 
 
 class Result(NamedTuple):
@@ -47,13 +53,54 @@ class Result(NamedTuple):
     given: str | None  # what messages call the caller's array; None if there can be none
 
 
-class _Recorded(NamedTuple):
-    """Launches of a call on certain arrays, for the same arrays again."""
+class _Spare(NamedTuple):
+    """Results of a call before, and launches that write to them."""
 
-    arrays: list[ref]  # the inputs, and the arrays for the results
-    where: tuple[int, int | None]  # device and stream
+    results: list[Any]
+    shapes: tuple[Any, ...]
+    allocator: Any
     launch: Callable[[], Any]
     memory: Any  # of arguments and temporaries
+    holders: tuple[Any, ...]  # the objects that keep the results' memory alive
+    references: int  # to the holders while nobody else has one
+
+    def is_free(self) -> bool:
+        """Whether nobody else has a reference to the results, nor has changed their shapes."""
+        return (
+            sum(map(getrefcount, self.holders)) == self.references
+            and not any(map(getweakrefcount, self.results))
+            and tuple(map(_shape_of, self.results)) == self.shapes
+        )
+
+
+class _Repeat:
+    """The launches of a call on certain arrays, for calls on the very same arrays."""
+
+    __slots__ = ("launch", "memory", "misses", "refs", "shapes", "spares")
+
+    def __init__(self, arrays: Sequence[Any], forget: Callable[[Any], Any]) -> None:
+        """``forget`` is called when one of the arrays is deleted: another may get its id."""
+        self.refs = [ref(x, forget) for x in arrays]
+        self.shapes = tuple(map(_shape_of, arrays))
+        self.launch: Callable[[], Any] | None = None  # where the results are the caller's
+        self.memory: Any = None  # of arguments and temporaries
+        self.spares: deque[_Spare] = deque()  # where they are new
+        self.misses = 0
+
+    def spare(self, allocator: Any) -> _Spare | None:
+        """Results that may be used again; nobody else gets them until they are put back."""
+        try:
+            spare = self.spares.popleft()
+        except IndexError:
+            return None
+        if spare.allocator is allocator and spare.is_free():
+            self.misses = 0
+            return spare
+        if self.spares:  # more are in use than are kept
+            self.misses += 1
+        else:
+            self.spares.append(spare)
+        return None
 
 
 def form(backend: Backend, array: Any) -> Form:
@@ -71,51 +118,6 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
     if layout is None or len(axes.split()) != 4:
         return array.reshape(problem.shape(axes))
     return four_axes(array, layout)
-
-
-class _Fixed(NamedTuple):
-    """Launches with fixed addresses, in a stream."""
-
-    launch: Callable[[], Any]
-    stream: int | None
-    space: Space
-    memory: Any  # of the arguments
-
-
-class Recent:
-    """The call before of a function: the very same arrays need not be looked at again."""
-
-    __slots__ = ("addresses", "how", "launches", "prepared", "refs", "seen", "shapes")
-
-    def __init__(self, prepared: Prepared, backend: Backend, arrays: Sequence[Any], how: Any):
-        self.prepared, self.how = prepared, how
-        self.refs: list[ref] = [ref(x) for x in arrays]
-        self.shapes = [x.shape for x in arrays]
-        self.addresses = tuple(map(backend.address, arrays))
-        # Launches by the addresses of the results; a memory pool has few, and uses them again.
-        self.launches: dict[tuple[int, ...], _Fixed] = {}
-        self.seen: set[tuple[int, ...]] = set()
-
-    def keep(
-        self, launcher: Launcher, own: tuple[int, ...], stream: int | None, space: Space
-    ) -> None:
-        """Keeps the launches for results at addresses that have come before."""
-        if own in self.seen:
-            addresses = (*self.addresses, *own, *space[1])
-            launch, memory = launcher.fixed(addresses, stream)
-            self.launches[own] = _Fixed(launch, stream, space, memory)
-        elif len(self.seen) < _MOST_RESULTS:
-            self.seen.add(own)
-
-    def is_of(self, arrays: Sequence[Any], how: tuple[Any, ...]) -> bool:
-        """Whether it was a call on these arrays, with arguments that are the same objects.
-
-        A shape may have been changed in place, and with it the strides.
-        """
-        for known, shape, x in zip(self.refs, self.shapes, arrays):
-            if known() is not x or x.shape != shape:  # type: ignore[union-attr]
-                return False
-        return len(how) == len(self.how) and all(map(is_, how, self.how))
 
 
 class Prepared:
@@ -162,8 +164,9 @@ class Prepared:
         self._pieces: transfer.Pieces | None = None
         unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
-        self._recorded: _Recorded | None = None
-        self._before: tuple[int, ...] | None = None  # the addresses of the call before
+        # By device, stream and the ids of the inputs and of the caller's arrays for the results.
+        self._repeats: dict[tuple[int | None, ...], _Repeat] = {}
+        self._seen_before: dict[int, tuple[ref, ...]] = {}  # arrays of calls, by the first one's id
         p, seen = plan.problem, self._seen(inputs)
         self._without_columns = any(
             tuple(x.shape) != operation.inputs[name].shape(p) for name, x in seen.items()
@@ -180,39 +183,20 @@ class Prepared:
         Raises ValueError for arrays unlike those that it was made for, and what the function
         raises for ``out``, ``grads`` and failures of the device.
         """
-        recorded = self._recorded
-        if recorded is not None:
-            known, where, launch, _ = recorded
-            backend = self._backend
-            try:
-                given = (*arrays, out) if grads is None else (*arrays, *grads)
-            except TypeError:  # grads are no sequence
-                given = ()
-            same = len(given) == len(known)
-            for before, x in zip(known, given):
-                if before() is not x:
-                    same = False
-                    break
-            if (
-                same
-                and not named
-                and backend.current() == where
-                and not (where[1] and self._workspace and backend.is_capturing)
-            ):
-                try:
-                    launch()
-                except backend.failures:
-                    self._again(recorded, arrays)
-                return out if grads is None else tuple(grads)
         if named or len(arrays) != len(self._names):
             arrays, out = self._by_name(arrays, out, named)
+        targets = self.targets(out, grads)
+        if self._repeats:
+            repeated = self.again(arrays, targets, shapes=False)
+            if repeated is not None:
+                return repeated
         try:
             same = tuple(map(self._backend.form, arrays)) == self._forms
         except AttributeError:  # the host's, or another library's
             same = False
         if not same:
             arrays = tuple(self._adopted(arrays))
-        return self.run(arrays, self.targets(out, grads))
+        return self.run(arrays, targets)
 
     def run(
         self,
@@ -221,22 +205,20 @@ class Prepared:
         *,
         check: bool = False,
         progress: Progress | None = None,
-        addresses: tuple[int, ...] | None = None,
     ) -> Any:
         """The call, for arrays that are known to be like those that it was made for.
 
         ``targets`` are the caller's arrays for the results, each None for a new one.
-        ``addresses`` are those of the arrays, where known.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
             return self._closely(arrays, targets, check, progress)
-        device, stream = backend.current()
+        device, stream = where = backend.current()
         if device != self._device:
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets)
         try:
-            given = addresses or tuple(map(backend.address, arrays))
+            given = tuple(map(backend.address, arrays))
             if targets is None:
                 results = [backend.empty(*x) for x in self._new]
             elif self._takes(targets, given):
@@ -254,38 +236,48 @@ class Prepared:
                 launcher(every, stream)
             except Misaligned:
                 return self._in_general(arrays, targets, check, progress)
-            if self._keep and targets is not None:
-                if every == self._before:
-                    self._record(arrays, targets, every, stream, space)
-                self._before = every
+            if stream is not None and stream != PER_THREAD:
+                self._remember(arrays, targets, results, every, where, space)
         except backend.failures:
             with backend.working_on(arrays[0]):
                 raise
         return results[0] if len(results) == 1 else tuple(results)
 
-    def again(self, arrays: Sequence[Any], recent: Recent) -> Any:
-        """The call on the very arrays of a call before, with new arrays for the results."""
-        backend, launcher = self._backend, self._launcher
-        device, stream = backend.current()
-        if device != self._device or launcher is None:
-            return self.run(arrays)
+    def again(
+        self, arrays: Sequence[Any], targets: Sequence[Any] | None, *, shapes: bool = True
+    ) -> Any:
+        """The call on the very arrays of a call before; None if there was none.
+
+        With ``shapes`` these are compared, too: a shape may have been changed in place.
+        """
+        backend = self._backend
+        given = arrays if targets is None else (*arrays, *targets)
+        where = backend.current()
+        repeat = self._repeats.get((*where, *map(id, given)))
+        if repeat is None or (shapes and tuple(map(_shape_of, given)) != repeat.shapes):
+            return None
+        if where[1] and backend.is_capturing:  # a graph has temporaries of its own
+            return self.run(arrays, targets)
+        results, launch, spare = targets, repeat.launch, None
+        if results is None:
+            spare = repeat.spare(backend.allocator())
+            if spare is None:
+                return self.run(arrays)
+            results, launch = spare.results, spare.launch
+        assert launch is not None
         try:
-            results = [backend.empty(*x) for x in self._new]
-            own = tuple(map(backend.address, results))
-            space = self._workspace.at(stream)  # which must live until the launch
-            fixed = recent.launches.get(own)
-            if fixed is not None and fixed.space is space and fixed.stream == stream:
-                fixed.launch()
-            else:
-                launcher((*recent.addresses, *own, *space[1]), stream)
-                recent.keep(launcher, own, stream, space)
-        except Misaligned:
-            return self.run(arrays)
+            launch()
         except backend.failures:
             with backend.working_on(arrays[0]):
                 backend.use(self._device)  # a new thread has no CUDA context yet
-                return self.run(arrays)
+                launch()
+        if spare is not None:
+            repeat.spares.append(spare)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def forget(self) -> None:
+        """Drops the launches and results that are kept for calls on the same arrays."""
+        self._repeats.clear()
 
     def targets(self, out: Any, grads: Any) -> Sequence[Any] | None:
         """The caller's arrays for the results: ``out``, or three ``grads``."""
@@ -400,30 +392,68 @@ class Prepared:
         self._mask = max(x.dtype.itemsize for x in (*arrays.values(), *made)) - 1 if on_host else 0
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
-    def _record(
+    def _remember(
         self,
         arrays: Sequence[Any],
-        targets: Sequence[Any],
+        targets: Sequence[Any] | None,
+        results: list[Any],
+        addresses: tuple[int, ...],
+        where: tuple[int, int | None],
+        space: Space,
+    ) -> None:
+        """Keeps the launches of a call on arrays that have come before."""
+        given = arrays if targets is None else (*arrays, *targets)
+        if targets is not None and (len(targets) < len(results) or any(x is None for x in targets)):
+            return
+        key = (*where, *map(id, given))
+        repeat = self._repeats.get(key)
+        if repeat is None and not self._came_before(given):
+            return
+        if where[1] and self._backend.is_capturing:
+            return
+        if repeat is None:
+            repeat = _Repeat(given, partial(self._repeats.pop, key))
+        if targets is None:
+            self._keep_results(repeat, results, addresses, where[1], space)
+        elif repeat.launch is None:
+            assert self._launcher is not None
+            launch, memory = self._launcher.fixed(addresses, where[1])
+            repeat.memory, repeat.launch = (memory, space), launch
+        if key not in self._repeats:
+            if len(self._repeats) >= _MOST_REPEATS:
+                self._repeats.clear()
+            self._repeats[key] = repeat
+
+    def _came_before(self, arrays: Sequence[Any]) -> bool:
+        """Whether there was a call on these arrays; remembers that there is one now."""
+        before = self._seen_before.get(id(arrays[0]), ())
+        if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
+            return True
+        if len(self._seen_before) >= _MOST_REPEATS:
+            self._seen_before.clear()
+        self._seen_before[id(arrays[0])] = tuple(map(ref, arrays))
+        return False
+
+    def _keep_results(
+        self,
+        repeat: _Repeat,
+        results: list[Any],
         addresses: tuple[int, ...],
         stream: int | None,
-        space: Any,
+        space: Space,
     ) -> None:
-        """Keeps the launches of a call that has come twice, and may come again."""
-        if len(targets) < len(self._results) or any(x is None for x in targets):
-            return
-        usual = space is NO_SPACE or space is self._workspace.by_stream.get(stream)
-        if not usual or stream is None or stream == PER_THREAD:
+        """Keeps small results for later calls, which take them when the caller has dropped them."""
+        full = len(repeat.spares) >= _MOST_SPARES or repeat.misses > _MOST_MISSES
+        if full or sum(self._result_bytes) > _SMALL:
             return
         assert self._launcher is not None
         launch, memory = self._launcher.fixed(addresses, stream)
-        known = [ref(x) for x in (*arrays, *targets)]
-        self._recorded = _Recorded(known, (self._device, stream), launch, (memory, space))
-
-    def _again(self, recorded: _Recorded, arrays: Sequence[Any]) -> None:
-        """A recorded launch that failed: in a new thread, for want of a CUDA context."""
-        with self._backend.working_on(arrays[0]):
-            self._backend.use(self._device)
-            recorded.launch()
+        holders = tuple(y for x in results for y in self._backend.holders(x))
+        shapes, allocator = tuple(map(_shape_of, results)), self._backend.allocator()
+        count = sum(map(getrefcount, holders))
+        memory = (memory, space)
+        spare = _Spare(results, shapes, allocator, launch, memory, holders, count)
+        repeat.spares.append(spare)
 
     # All that arrays may need: copies, another layout, a way to the device
 

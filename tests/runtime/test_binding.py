@@ -5,9 +5,11 @@ import ctypes
 import sys
 import threading
 import time
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from operator import attrgetter, is_
 from types import SimpleNamespace
 
@@ -422,16 +424,10 @@ def test_the_arrays_of_a_call_before_need_no_second_look(near, monkeypatch):
         np.testing.assert_array_equal(got, right(*x, **options))
         return len(forms)
 
-    assert [call(q, k, v) > 0 for _ in range(4)] == [True, True, True, False]
-    near.empty = lambda shape, dtype, made={}: made.setdefault(
-        (shape, dtype), NearDevice.empty(near, shape, dtype)
-    )
-    for _ in range(4):  # the results lie where they lay before, and the launches are kept
+    assert [call(q, k, v) > 0 for _ in range(4)] == [True, True, False, False]
+    for _ in range(4):
         q += 1
         assert call(q, k, v) == 0
-    del near.empty
-    q += 1
-    assert call(q, k, v) == 0
     assert call(q, k, v, causal=True) and call(k, q, v) and call(q, k, k)
     with pytest.raises(ValueError, match="causal is 0"):
         cupyfa.attention(q, k, v, kernel="fa2", causal=0)
@@ -440,6 +436,47 @@ def test_the_arrays_of_a_call_before_need_no_second_look(near, monkeypatch):
     assert call(q, k, v)
     near.refresh()
     assert call(q, k, v)
+
+
+def test_results_come_again_only_when_nobody_holds_them(near, monkeypatch):
+    monkeypatch.setattr(select, "_automatic", lambda: near)
+    q, k, v = arrays(2, 3, 20, 16)
+    o, lse = forward(near, q, k, v)
+    for call in (
+        partial(cupyfa.attention, q, k, v, kernel="fa2"),
+        partial(compiled(near, q, k, v), q, k, v),
+        partial(cupyfa.attention_backward, o, q, k, v, o, lse, kernel="rows"),
+    ):
+
+        def first(call=call):
+            got = call()
+            return got if isinstance(got, Near) else got[0]
+
+        for _ in range(4):
+            got = first()
+        near.made.clear()
+        for _ in range(4):
+            expected = np.array(got)
+            got = first()
+            np.testing.assert_array_equal(got, expected)
+        assert near.made == []
+        for held in (lambda x: x, lambda x: x[0, 1:], weakref.ref):
+            kept = [held(first()) for _ in range(8)]
+            assert len({id(x) for x in kept}) == 8 or held is weakref.ref
+            shared = [np.may_share_memory(x, y) for x, y in combinations(kept, 2)]
+            assert held is weakref.ref or not any(shared)
+        first().shape = (3, 2, 20, 16)
+        assert {first().shape for _ in range(3)} == {q.shape}
+
+
+def test_a_graph_has_results_of_its_own(near):
+    q, k, v = arrays(2, 3, 20, 16)
+    bound = compiled(near, q, k, v)
+    before = {bound(q, k, v).ctypes.data for _ in range(5)}
+    near.is_capturing = True
+    near.made.clear()
+    captured = bound(q, k, v)
+    assert near.made and captured.ctypes.data not in before
 
 
 # How many Python functions are called
@@ -658,6 +695,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
             spans = [(addresses[i], addresses[i] + size) for i, size in zip(starts, sizes)]
             places.append((plan.kernel.name, spans))
 
+        launch.fixed = lambda addresses, stream: (partial(launch, addresses, stream), None)
         return launch
 
     monkeypatch.setattr(binding, "Launcher", launcher)
@@ -768,6 +806,31 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
             for value, address in zip(values, table):
                 size = np.asarray(value).nbytes
                 assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
+
+
+def test_memory_of_results_is_used_again_only_when_nobody_holds_it(driver, monkeypatch):
+    import cupy
+
+    from cupyfa.runtime.cuda import device as cuda
+
+    def allocate(size):
+        x = on_device((size,), np.dtype("u1"))
+        return x.data
+
+    monkeypatch.setattr(cuda, "get_current_stream", lambda device=0: SimpleNamespace(ptr=0))
+    engine, (q, k, v) = Driven(), (on_device((1, 1, 5, 8), np.dtype("f4")) for _ in range(3))
+    monkeypatch.setattr(type(engine), "limits", Simulator().limits)
+    monkeypatch.setattr(type(engine), "working_on", lambda *_: nullcontext())
+    monkeypatch.setitem(select._owners, cupy.ndarray, engine)
+    with cupy.cuda.using_allocator(allocate):
+        prepared = cupyfa.compile(q, k, v, backend=engine, kernel="fa2")
+        usual = {prepared(q, k, v).data.ptr for _ in range(6)}
+        assert {prepared(q, k, v).data.ptr for _ in range(6)} <= usual
+        for held in (attrgetter("data"), attrgetter("data.mem"), lambda x: x.reshape(-1)):
+            kept = [(held(x), x.data.ptr) for x in (prepared(q, k, v) for _ in range(8))]
+            assert len({address for _, address in kept}) == 8
+    with cupy.cuda.using_allocator(lambda size: allocate(size)):
+        assert prepared(q, k, v).data.ptr not in usual
 
 
 def test_each_thread_has_arguments_of_its_own(driver):

@@ -189,6 +189,7 @@ class Cuda(Backend):
     form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
     address = staticmethod(attrgetter("data.ptr"))
     empty = staticmethod(cupy.ndarray)
+    allocator = staticmethod(cupy.cuda.get_allocator)
     compiles_in_parallel = True
 
     def __init__(self) -> None:
@@ -212,6 +213,9 @@ class Cuda(Backend):
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, cupy.ndarray)
+
+    def holders(self, array: Any) -> tuple[Any, ...]:
+        return array, array.data, array.data.mem
 
     def adopt(self, array: Any) -> Any:
         if self.owns(array):
@@ -376,6 +380,8 @@ class Cuda(Backend):
 
     def trim(self) -> None:
         self.spaces.clear()
+        for prepared in list(self.known.values()):
+            prepared.forget()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
