@@ -56,8 +56,8 @@ struct Walk {
   }
   // The addresses of heads are computed here again: registers do not keep them.
   __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
-    copy_rows<d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
-    copy_rows<dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
+    copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
+    copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
   }
   __device__ __forceinline__ RowLoads<Br> load_stats() const {
     RowLoads<Br> stats;
@@ -152,8 +152,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {
     const RowLoads<Br> first = walk.load_stats();
-    copy_rows<d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
-    copy_rows<dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
+    copy_rows<threads, d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
+    copy_rows<threads, dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
     walk.begin_copies(shared, 0);
     cp_async_commit_group();
     first.store(shared.lse2[0], shared.delta[0]);

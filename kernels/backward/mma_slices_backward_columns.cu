@@ -47,9 +47,9 @@ struct Source {
     if (rows.left <= 0) return;
     Slice<cols>& to = stage.as<Slice<cols>>();
     const int from = opaque(key) - round.first_key, head = round.first_head + rows.local_head;
-    copy_tile<Br, false>(to.left, round.of(left, rows.local_head), rows.row, from,
-                         round.stride - from);
-    copy_tile<tile_width<cols>, cols % tile_width<cols> == 0>(
+    copy_tile<threads, Br, false>(to.left, round.of(left, rows.local_head), rows.row, from,
+                                  round.stride - from);
+    copy_tile<threads, tile_width<cols>, cols % tile_width<cols> == 0>(
         to.right, Head(right, head / heads, head % heads, round.M), rows.row, col, cols - col);
     rows.advance();
   }

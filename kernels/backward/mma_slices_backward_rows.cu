@@ -36,10 +36,10 @@ struct Source {
     if (key >= end) return;
     Slice& to = stage.as<Slice>();
     const int from = key - round.first_key;
-    copy_tile<Bd, false>(to.dS, round.of(dS, opaque(local_head)), opaque(first_row), from,
-                         round.stride - from);
-    copy_tile<tile_cols, d % tile_cols == 0>(to.K, Head(K, opaque(batch), opaque(kv_head), end),
-                                             key, opaque(col), d - col);
+    copy_tile<threads, Bd, false>(to.dS, round.of(dS, opaque(local_head)), opaque(first_row), from,
+                                  round.stride - from);
+    copy_tile<threads, tile_cols, d % tile_cols == 0>(
+        to.K, Head(K, opaque(batch), opaque(kv_head), end), key, opaque(col), d - col);
     key += Bd;
   }
 };

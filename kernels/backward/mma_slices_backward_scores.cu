@@ -35,9 +35,10 @@ struct Source {
   __device__ __forceinline__ void copy(Slice& to, Tensor<const operand> of_rows,
                                        Tensor<const operand> of_keys, int col) const {
     const int b = opaque(batch);  // registers do not keep where heads begin
-    copy_tile<Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col, cols - col);
-    copy_tile<Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
-                                  cols - col);
+    copy_tile<threads, Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col,
+                                           cols - col);
+    copy_tile<threads, Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
+                                           cols - col);
   }
   __device__ __forceinline__ void begin(Stage& stage) {
     Slice& to = stage.as<Slice>();

@@ -66,8 +66,8 @@ struct Keys {
   int batch, head, N;
 
   __device__ __forceinline__ void begin_copies(Shared& shared, int first_key, int stage) const {
-    copy_rows<d>(shared.K[stage], Head(K, opaque(batch), opaque(head), N), first_key);
-    copy_rows<dv>(shared.V[stage], Head(V, opaque(batch), opaque(head), N), first_key);
+    copy_rows<threads, d>(shared.K[stage], Head(K, opaque(batch), opaque(head), N), first_key);
+    copy_rows<threads, dv>(shared.V[stage], Head(V, opaque(batch), opaque(head), N), first_key);
   }
 };
 
@@ -118,8 +118,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
 
   RowLoads<Br> stats;
   stats.load(lse, delta, batch, head, first_row, extent.M);
-  copy_rows<d>(shared.Q, Head(Q, batch, head, extent.M), first_row);
-  copy_rows<dv>(shared.dO, Head(dO, batch, head, extent.M), first_row);
+  copy_rows<threads, d>(shared.Q, Head(Q, batch, head, extent.M), first_row);
+  copy_rows<threads, dv>(shared.dO, Head(dO, batch, head, extent.M), first_row);
   keys.begin_copies(shared, rows.kv_begin, 0);
   cp_async_commit_group();
   stats.store(shared.lse2, shared.delta);

@@ -35,10 +35,10 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   const Scorer<real> scorer = {scale, mods};
   const int first = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
 
-  load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
-  load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
-  share_out<Bc * d, 4>([&](int i, int) { shared.dK[i / d][i % d] = 0; });
-  share_out<Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
+  load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
+  load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
+  share_out<threads, Bc * d, 4>([&](int i, int) { shared.dK[i / d][i % d] = 0; });
+  share_out<threads, Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int first_row = first; first_row < end; first_row += Br) {
@@ -59,12 +59,12 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   }
 
   __syncthreads();  // the sums are there
-  share_out<Bc * d, 4>([&](int i, int) {
+  share_out<threads, Bc * d, 4>([&](int i, int) {
     const int key = i / d, col = i % d;
     if (first_key + key >= N) return;
     dK.row(batch, kv_head, first_key + key)[col] = scalar(shared.dK[key][col] * scale);
   });
-  share_out<Bc * dv, 4>([&](int i, int) {
+  share_out<threads, Bc * dv, 4>([&](int i, int) {
     const int key = i / dv, col = i % dv;
     if (first_key + key >= N) return;
     dV.row(batch, kv_head, first_key + key)[col] = scalar(shared.dV[key][col]);

@@ -36,7 +36,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
   const auto keys = row_tile<Br, Bc>(extent, first_row, head, batch);
 
   load_row_sums(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
-  share_out<Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
+  share_out<threads, Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
   __syncthreads();  // lse is there
   load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
   load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
@@ -44,8 +44,8 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
   for (int first_key = keys.kv_begin; first_key < keys.kv_end; first_key += Bc) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
-    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, N);
-    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, N);
+    load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
+    load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
     __syncthreads();  // K and V are there
     compute_P_and_dS<d, dv>(shared, pair, scorer);
     __syncthreads();  // P and dS are there
@@ -54,7 +54,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
   }
 
   __syncthreads();  // the sums are there
-  share_out<Br * d, 4>([&](int i, int) {
+  share_out<threads, Br * d, 4>([&](int i, int) {
     const int row = i / d, col = i % d;
     if (first_row + row >= M) return;
     const real sum = shared.lse[row] == -infinity ? real(0) : shared.dQ[row][col] * scale;

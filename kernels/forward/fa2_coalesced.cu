@@ -105,13 +105,13 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
-    load_tile<Br, d>(shared.Q, Q, batch, head, tile * Br, M);
+    load_tile<threads, d>(shared.Q, Q, batch, head, tile * Br, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     OnlineSoftmax softmax;
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
       __syncthreads();  // before K overwrites values that a slower thread still reads
-      load_tile<Bc, d>(shared.KV, K, batch, head / group, first_key, N);
+      load_tile<threads, d>(shared.KV, K, batch, head / group, first_key, N);
       __syncthreads();  // K is there
 
       const int first_seen = extent.first_in_tile(row, first_key);
@@ -120,7 +120,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
       softmax.sum += exponentiate(shared, first_seen, keys, softmax);
 
       __syncthreads();  // before V overwrites keys that a slower thread still reads
-      load_tile<Bc, dv>(shared.KV, V, batch, head / group, first_key, N);
+      load_tile<threads, dv>(shared.KV, V, batch, head / group, first_key, N);
       __syncthreads();  // V is there
       accumulate_row(shared, first_seen, keys, factor);
     }

@@ -14,7 +14,6 @@
 //   the host sets: scalar, operand, real, d, dv, causal, windowed, threads, shared_bytes
 #include <attention/repair_row.cuh>
 #include <attention/score.cuh>
-#include <tile/block.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
@@ -22,6 +21,8 @@
 
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int turns = cdiv(width, 4 * warp_size);
+constexpr int warps = threads / warp_size;
+static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
 struct Shared {
   float O[warps][width];

@@ -74,11 +74,11 @@ struct Stream {
       int end = slices;
       if (tile < score_tiles) {
         const int key = first_key + tile * Bc, col = slice * Bd;
-        copy_tile<Bd, d % Bd == 0>(to.scores.Q, Q, first_row, col, d - col);
-        copy_tile<Bd, d % Bd == 0>(to.scores.K, K, key, col, d - col);
+        copy_tile<threads, Bd, d % Bd == 0>(to.scores.Q, Q, first_row, col, d - col);
+        copy_tile<threads, Bd, d % Bd == 0>(to.scores.K, K, key, col, d - col);
       } else {
         const int key = first_key + slice * Bv, col = (tile - score_tiles) * Bo;
-        copy_tile<Bo, dv % Bo == 0>(to.V, V, key, col, dv - col);
+        copy_tile<threads, Bo, dv % Bo == 0>(to.V, V, key, col, dv - col);
         end = cdiv(keys, Bv);
       }
       if (++slice == end) {

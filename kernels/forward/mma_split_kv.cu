@@ -64,8 +64,8 @@ struct Task {
 // Begins to copy a tile of K and V, if the split has one there.
 __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int buffer) {
   if (first_key < task.end) {
-    copy_rows<d>(task.shared.K[buffer], task.keys, first_key);
-    copy_rows<dv>(task.shared.V[buffer], task.values, first_key);
+    copy_rows<threads, d>(task.shared.K[buffer], task.keys, first_key);
+    copy_rows<threads, dv>(task.shared.V[buffer], task.values, first_key);
   }
   cp_async_commit_group();
 }
@@ -137,7 +137,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
   const Split split(start, extent.kv_end(last_query), index / tiles, num_splits);
 
-  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
+  copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
   cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
   const Task task = {shared, scorer, keys, values, own_row, lane, split.end};

@@ -113,10 +113,10 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
-  if (stages == 1) copy_rows<dv>(shared.V[0], task.values, first_key);
+  if (stages == 1) copy_rows<threads, dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
-    copy_rows<d>(shared.K[1 - buffer], task.keys, first_key + Bc);
-    copy_rows<dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+    copy_rows<threads, d>(shared.K[1 - buffer], task.keys, first_key + Bc);
+    copy_rows<threads, dv>(shared.V[1 - buffer], task.values, first_key + Bc);
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
@@ -124,7 +124,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
-    if (more) copy_rows<d>(shared.K[0], task.keys, first_key + Bc);
+    if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + Bc);
     cp_async_commit_group();
   }
   if (seen) {
@@ -184,9 +184,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
 
-  copy_rows<d, pack_gqa>(shared.Q, queries, first_row);
-  copy_rows<d>(shared.K[0], keys, start);
-  if (stages == 2) copy_rows<dv>(shared.V[0], values, start);
+  copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
+  copy_rows<threads, d>(shared.K[0], keys, start);
+  if (stages == 2) copy_rows<threads, dv>(shared.V[0], values, start);
   cp_async_commit_group();
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there

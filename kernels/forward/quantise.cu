@@ -19,6 +19,9 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
+constexpr int warps = threads / warp_size;
+static_assert(threads % warp_size == 0, "shuffles need whole warps");
+
 struct Shared {
   float partial[warps];
 };

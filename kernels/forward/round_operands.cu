@@ -21,7 +21,7 @@ template <int cols>
 __device__ void round_rows(Tensor<const scalar> from, Tensor<operand> to, int batch, int head,
                            int first_row, int rows) {
   constexpr int pairs = cdiv(cols, 8) * 4;
-  share_out<Br * pairs, 8>([&](int i, int) {
+  share_out<threads, Br * pairs, 8>([&](int i, int) {
     const int row = first_row + i / pairs, col = i % pairs * 2;
     if (row >= rows) return;
     const scalar* x = from.row(batch, head, row) + col;

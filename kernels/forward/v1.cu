@@ -57,8 +57,8 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
   for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
-    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, extent.N);
-    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
+    load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, extent.N);
+    load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
 
     for (int row = 0; row < extent.M; ++row) {
       const int kv_end = extent.kv_end(row);

@@ -49,8 +49,8 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
   for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
     __syncthreads();  // before this tile overwrites keys that a slower warp still reads
-    load_tile<Bc, d>(shared.K, K, batch, kv_head, first_key, extent.N);
-    load_tile<Bc, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
+    load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, extent.N);
+    load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
     __syncthreads();  // K and V are there
 
     for (int row = warp; row < extent.M; row += Br) {

@@ -58,7 +58,7 @@ struct WarpTile {
 template <int height>
 __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
                            int head, int first_row, int rows, int first_col, int cols) {
-  share_out<height * Bd, 16>([&](int i, int) {
+  share_out<threads, height * Bd, 16>([&](int i, int) {
     const int row = i / Bd, col = i % Bd;
     const bool inside = first_row + row < rows && first_col + col < cols;
     slice[row][col] =
@@ -70,7 +70,7 @@ __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> ten
 // This thread's elements of the old sums: on their way while the tensor cores are busy.
 __device__ void fetch_sums(float (&old)[turns], Tensor<real> O_sum, int batch, int head,
                            int first_row, int rows, int first_col) {
-  share_out<Br * Bd, turns>([&](int i, int turn) {
+  share_out<threads, Br * Bd, turns>([&](int i, int turn) {
     const int row = first_row + i / Bd, col = first_col + i % Bd;
     if (row < rows && col < dv) old[turn] = O_sum.row(batch, head, row)[col];
   });
@@ -200,7 +200,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         product.store_to(shared.O);
         __syncthreads();  // the slice of O is there
 
-        share_out<Br * Bd, turns>([&](int i, int turn) {
+        share_out<threads, Br * Bd, turns>([&](int i, int turn) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
           if (query >= M || slice + col >= dv) return;
           const int keys = min(Bc, extent.kv_end(query) - first_key);

@@ -13,6 +13,9 @@
 #include <attention/online_softmax.cuh>
 #include <tile/tensor.cuh>
 
+constexpr int warps = threads / warp_size;
+static_assert(threads % warp_size == 0, "shuffles need whole warps");
+
 struct Shared {
   real partial[warps];
 };

@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
                                               real (&tile_delta)[tile_rows], Tensor<const real> lse,
                                               Tensor<const real> delta, int batch, int head,
                                               int first_row, int M) {
-  share_out<tile_rows, 1>([&](int i, int) {
+  share_out<threads, tile_rows, 1>([&](int i, int) {
     const int row = first_row + i;
     tile_lse[i] = row < M ? *lse.row(batch, head, row) : real(-infinity);
     tile_delta[i] = row < M ? *delta.row(batch, head, row) : real(0);
@@ -43,7 +43,7 @@ template <int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
                                           int first_row) {
-  share_out<rows * width, 8>([&](int i, int) {
+  share_out<threads, rows * width, 8>([&](int i, int) {
     const int row = i / width, col = i % width;
     const bool counts = lse[row] != -infinity;
     tile[row][col] = counts ? tensor.row(batch, head, first_row + row)[col] : scalar(real(0));
@@ -55,7 +55,7 @@ template <int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
   constexpr int count = per_thread(keys);
-  share_out<rows*(keys / count), 1>([&](int i, int) {
+  share_out<threads, rows*(keys / count), 1>([&](int i, int) {
     const int row = i % rows, key = i / rows * count;
     real dots[count] = {}, dP[count] = {};
 #pragma unroll 4
@@ -89,7 +89,7 @@ __device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
                                          const scalar (&values)[rows][stride],
                                          const TilePair<rows, keys>& pair, Body body) {
   constexpr int count = per_thread(keys);
-  share_out<keys / count * width, 1>([&](int i, int) {
+  share_out<threads, keys / count * width, 1>([&](int i, int) {
     const int key = i / width * count, col = i % width;
     real sums[count] = {};
 #pragma unroll 4
@@ -111,7 +111,7 @@ __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
                                          const scalar (&values)[keys][stride],
                                          const TilePair<rows, keys>& pair, Body body) {
   constexpr int count = per_thread(rows);
-  share_out<rows / count * width, 1>([&](int i, int) {
+  share_out<threads, rows / count * width, 1>([&](int i, int) {
     const int row = i / width * count, col = i % width;
     real sums[count] = {};
 #pragma unroll 4

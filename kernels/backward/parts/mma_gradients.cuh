@@ -238,7 +238,7 @@ struct RowLoads {
 
   __device__ __forceinline__ void load(Tensor<const real> all_lse, Tensor<const real> all_delta,
                                        int batch, int head, int first_row, int M) {
-    share_out<rows, count>([&](int i, int turn) {
+    share_out<threads, rows, count>([&](int i, int turn) {
       const int row = first_row + i;
       lse2[turn] = infinity;
       delta[turn] = 0;
@@ -250,7 +250,7 @@ struct RowLoads {
     });
   }
   __device__ __forceinline__ void store(float (&to_lse2)[rows], float (&to_delta)[rows]) const {
-    share_out<rows, count>([&](int i, int turn) {
+    share_out<threads, rows, count>([&](int i, int turn) {
       to_lse2[i] = lse2[turn];
       to_delta[i] = delta[turn];
     });

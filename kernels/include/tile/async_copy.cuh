@@ -68,21 +68,21 @@ struct Head {
 
 // Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros where its rows, or
 // `cols` columns, end. Where rows do not lie so, elements are copied at once.
-template <int width, bool whole, int heads = 1, int height, int columns>
+template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row, int first_col, int cols) {
   constexpr int chunks = width / in_chunk;
   if (head.aligned) {
     const operand* from = nullptr;
     int left = 0;  // rows of the head, from the thread's first one on
-    share_out_rows<height, chunks>([&](int row, int chunk, int turn) {
+    share_out_rows<threads, height, chunks>([&](int row, int chunk, int turn) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      const int down = turn * rows_in_turn<chunks>;
+      const int down = turn * rows_in_turn<threads, chunks>;
       if (turn == 0) left = head.rows - first_row - row;
       if (turn == 0 || heads > 1)
         from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
       else
-        from += rows_in_turn<chunks> * head.stride;
+        from += rows_in_turn<threads, chunks> * head.stride;
       cp_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
     });
   } else {
@@ -97,9 +97,9 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
 }
 
 // Begins to copy all `cols` columns of rows of a head, filled up with zeros to whole products.
-template <int cols, int heads = 1, int height, int columns>
+template <int threads, int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {
   constexpr int width = cdiv(cols, step) * step;
-  copy_tile<width, cols == width, heads>(tile, head, first_row, 0, cols);
+  copy_tile<threads, width, cols == width, heads>(tile, head, first_row, 0, cols);
 }

@@ -1,13 +1,13 @@
 #pragma once
-// Work that the whole block shares out, and copies of tiles into shared memory made with it.
+// Work shared out among the threads of a block, and copies of tiles into shared memory.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// Calls body(i, turn) for i = 0 … count - 1, each in one thread, neighbours in neighbouring
-// threads. The number of turns is a constant, so that up to `together` of them unroll: their loads
-// are then all on the way before the first one's value is needed.
-template <int count, int together, class Body>
+// Calls body(i, turn) for i = 0 … count - 1, each in one thread; neighbouring threads get
+// neighbouring i. Up to `together` turns are unrolled, so that their loads are all in flight before
+// the first value is needed.
+template <int threads, int count, int together, class Body>
 __device__ __forceinline__ void share_out(Body body) {
 #pragma unroll together
   for (int turn = 0; turn < cdiv(count, threads); ++turn) {
@@ -16,14 +16,14 @@ __device__ __forceinline__ void share_out(Body body) {
   }
 }
 
-// Copies rows of a tensor, whole cache lines at a time. Rows past `rows` are filled with zeros:
-// they take part in sums, and leftovers there could be NaN.
-template <int height, int width, int stride>
+// Copies `width` columns of a head's rows, coalesced. Rows from `rows` on are filled with zeros: a
+// NaN left there would spoil sums.
+template <int threads, int width, int height, int stride>
 __device__ __forceinline__ void load_tile(scalar (&tile)[height][stride],
                                           Tensor<const scalar> tensor, int batch, int head,
                                           int first_row, int rows) {
   static_assert(width <= stride, "a row of the tile must hold a row of the tensor");
-  share_out<height * width, 16>([&](int i, int) {
+  share_out<threads, height * width, 16>([&](int i, int) {
     const int row = i / width, col = i % width;
     tile[row][col] =
         first_row + row < rows ? tensor.row(batch, head, first_row + row)[col] : scalar(real(0));
