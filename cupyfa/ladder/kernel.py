@@ -37,8 +37,8 @@ ROUNDINGS = ("float64", *PRECISIONS)
 # Fields that records had, and what to write instead.
 _FORMER = {
     **{
-        f"tiles_{name}": f"give tiles=TileChoice(…, {name}=…)"
-        for name in ("up_to", "on", "few_rows", "short")
+        f"tiles_{x}": f"give tiles=TileChoice(…, {x}=…)"
+        for x in ("up_to", "on", "few_rows", "short")
     },
     "resident": "give tiles=TileChoice(…, blocks_per_sm=…)",
     **dict.fromkeys(("predicts", "keeps", "moves"), "leave it out"),
@@ -51,8 +51,23 @@ def padded(width: int, itemsize: int) -> int:
     return (cdiv(width, step) | 1) * step
 
 
+class _Record:
+    """A launch or a kernel. Records never change, so a copy is the record itself."""
+
+    def __new__(cls, *_: Any, **fields: Any) -> Any:
+        for name in fields.keys() & _FORMER.keys():
+            raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
+        return object.__new__(cls)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 @dataclass(frozen=True)
-class Launch:
+class Launch(_Record):
     """One launch of a kernel.
 
     entry: the name of the ``extern "C"`` function and of its file.
@@ -98,17 +113,8 @@ class Launch:
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
 
-    def __new__(cls, *_: Any, **fields: Any) -> Launch:
-        return _without_former(cls, fields)
-
     def __post_init__(self) -> None:
         check(self, _LAUNCH_RULES)
-
-    def __copy__(self) -> Launch:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Launch:
-        return self
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
@@ -133,7 +139,7 @@ class Matmul:
 
 
 @dataclass(frozen=True, repr=False)
-class Kernel:
+class Kernel(_Record):
     """One version of an operation.
 
     adds: what this version adds to the one before, in a few words.
@@ -194,20 +200,11 @@ class Kernel:
     folder: str | Path | None = None
     after: Sequence[str] = ()
 
-    def __new__(cls, *_: Any, **fields: Any) -> Kernel:
-        return _without_former(cls, fields)
-
     def __post_init__(self) -> None:
         check(self, _KERNEL_RULES)
 
     def __repr__(self) -> str:
         return f"<{self.operation} kernel {self.name}: sm_{self.arch}, {' '.join(self.dtypes)}>"
-
-    def __copy__(self) -> Kernel:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Kernel:
-        return self
 
     @property
     def choice(self) -> TileChoice:
@@ -270,13 +267,6 @@ class Kernel:
         """The launches and products that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
-
-
-def _without_former(cls: type, fields: Mapping[str, Any]) -> Any:
-    """A new, empty record. Raises TypeError for a field that records no longer have."""
-    for name in fields.keys() & _FORMER.keys():
-        raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
-    return object.__new__(cls)
 
 
 # What the fields of records must be.

@@ -30,16 +30,14 @@ def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
     """The records of every kernel, or of one operation's, in teaching order."""
     if operation not in (None, *LADDER):
         raise ValueError(f"operation {operation!r} is unknown; there are {', '.join(LADDER)}")
-    return tuple(
-        kernel for name in LADDER if operation in (None, name) for kernel in LADDER[name].values()
-    )
+    return tuple(x for name in LADDER if operation in (None, name) for x in LADDER[name].values())
 
 
 def kernel(name: str) -> Kernel:
     """The record of one kernel: of the ladder by its name, or of a script by ``script.py:name``.
 
-    The script is run each time. Raises ValueError, with the nearest name, if there is no
-    such kernel.
+    The script is run each time. Raises ValueError, with the names there are, if there is no such
+    kernel.
     """
     if not isinstance(name, str):
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
@@ -47,10 +45,7 @@ def kernel(name: str) -> Kernel:
 
 
 def record_named(name: str) -> Kernel:
-    """The record of a ladder's kernel, or of ``script.py:name``.
-
-    Raises ValueError, with the names there are, if there is no such record.
-    """
+    """``kernel`` for a name that is known to be a string."""
     if ".py" in name:
         return _from_script(name)
     for records in LADDER.values():
@@ -114,43 +109,24 @@ def _variables_of(script: Path) -> dict[str, Any]:
 
 
 @lru_cache
-def unpickled(name: str) -> Kernel:
-    """The record of a name, the same one each time in a process."""
-    return record_named(name)
+def unpickled(name: str, index: int | None = None) -> Any:
+    """The record of a name, the same one each time in a process; or one of its launches."""
+    return record_named(name) if index is None else unpickled(name).launches[index]
 
 
-def unpickled_launch(name: str, index: int) -> Any:
-    """A launch of that record."""
-    return unpickled(name).launches[index]
-
-
-def _findable() -> Iterable[tuple[Kernel, str]]:
-    """Records, and the names that another process finds them by."""
-    yield from ((record, record.name) for record in kernels())
-    yield from _loaded
-
-
-def _reduced(kernel: Kernel) -> tuple[Any, ...]:
-    for record, name in _findable():
-        if record is kernel:
+def _reduced(record: Kernel | Launch) -> tuple[Any, ...]:
+    for known, name in (*((x, x.name) for x in kernels()), *_loaded):
+        if known is record:
             return unpickled, (name,)
+        for index, step in enumerate(known.launches):
+            if step is record:
+                return unpickled, (name, index)
+    what = f"launch {record.entry!r}" if isinstance(record, Launch) else f"kernel {record.name!r}"
     raise PicklingError(
-        f"kernel {kernel.name!r} was made in this process, and its functions cannot be pickled; "
-        "put it into a script and take it from there, as cupyfa.kernel('script.py:name')"
-    )
-
-
-def _reduced_launch(launch: Launch) -> tuple[Any, ...]:
-    for record, name in _findable():
-        for index, step in enumerate(record.launches):
-            if step is launch:
-                return unpickled_launch, (name, index)
-    raise PicklingError(
-        f"launch {launch.entry!r} is of a kernel made in this process, and its functions cannot be "
-        "pickled; put the Kernel into a script and take it from there, as "
-        "cupyfa.kernel('script.py:name')"
+        f"{what} was made in this process, and its functions cannot be pickled; put the Kernel "
+        "into a script and take it from there, as cupyfa.kernel('script.py:name')"
     )
 
 
 copyreg.pickle(Kernel, _reduced)
-copyreg.pickle(Launch, _reduced_launch)
+copyreg.pickle(Launch, _reduced)

@@ -81,13 +81,9 @@ class TileChoice:
         return next(iter(self.up_to.values()), self.usual)[0]
 
     @property
-    def every(self) -> tuple[Tile, ...]:
-        """All tiles, wherever they are taken."""
-        by_d = (self.up_to, self.short, *self.on.values(), *self.few_rows.values())
-        return (
-            *self.usual,
-            *(tile for sizes in by_d for tiles in sizes.values() for tile in tiles),
-        )
+    def by_d(self) -> tuple[TilesByD, ...]:
+        """All mappings from head dimensions to tiles."""
+        return (self.up_to, self.short, *self.on.values(), *self.few_rows.values())
 
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
@@ -123,17 +119,9 @@ RULES: Rules = {
     f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
         name.isidentifier() and name not in RESERVED for name in x.names
     ),
-    "tiles up_to are {head dimension: tiles}, which name what the usual ones do": lambda x: (
-        _are_by_d(x, x.up_to)
-    ),
-    "tiles on are {architecture: {head dimension: tiles}}, named as the usual ones": lambda x: all(
-        _are_by_d(x, sizes) for sizes in x.on.values()
-    ),
-    "tiles few_rows are {rows: {head dimension: tiles}}, named as the usual ones": lambda x: all(
-        is_size(rows) and _are_by_d(x, sizes) for rows, sizes in x.few_rows.items()
-    ),
-    "tiles short are {head dimension: tiles}, which name what the usual ones do": lambda x: (
-        _are_by_d(x, x.short)
+    "tiles up_to are {head dimension: tiles}, like short, each of on and each of few_rows; they "
+    "name what the usual ones do": lambda x: (
+        all(map(is_size, x.few_rows)) and all(_are_by_d(x, sizes) for sizes in x.by_d)
     ),
     "tiles have a whole number of blocks_per_sm, from 1": lambda x: is_size(x.blocks_per_sm),
 }
