@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -64,9 +63,8 @@ def cases(
     if grid == "fuzz":
         count = FUZZ_SAMPLES if samples is None else samples
         return [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
-    make = _softmax_grid if operation == "softmax" else _attention_grid
-    made = (replace(case, operation=operation) for case in make(grid, dtypes, seed))
-    found = list(dict.fromkeys(made))
+    chosen = _choices(grid, operation == "softmax", dtypes)
+    found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     return found if samples is None else _sampled(found, samples, seed)
 
 
@@ -107,136 +105,108 @@ def _swapped(lengths: Lengths) -> Lengths:
     return (*lengths, *((N, M) for M, N in lengths))
 
 
-def _axes(
-    batch: int,
-    heads: int,
-    lengths: Lengths,
-    d: Sequence[Any] = _HEAD_DIMS,
-    kv_heads: Sequence[int] = (),
-    *,
-    causal: Sequence[str | None] = _MASKS,
-    local: Sequence[str] = _LOCAL,
-    layout: Sequence[str] = ("bshd",),
-) -> Axes:
+def _axes(batch: int, heads: int, lengths: Lengths, **others: Sequence[Any]) -> Axes:
     """The axes of one test; without kv_heads every head has keys of its own."""
-    axes = {"batch": (batch,), "heads": (heads,), "kv_heads": kv_heads, "lengths": lengths}
-    axes |= {"d": d, "causal": causal, "local": local, "layout": layout}
-    return {name: values for name, values in axes.items() if values}
+    usual = {"d": _HEAD_DIMS, "causal": _MASKS, "local": _LOCAL, "layout": ("bshd",)}
+    axes = {"batch": (batch,), "heads": (heads,), "kv_heads": (), "lengths": lengths}
+    return {name: values for name, values in {**axes, **usual, **others}.items() if values}
 
 
-SMOKE = _axes(
-    1,
-    6,
-    ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339)),
-    (32, 59, 64, 111, 128, 256),
-    (6, 2, 1),
-    local=(),
-    layout=(),
+_SMOKE_LENGTHS = ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339))
+_SMOKE_DIMS = (32, 59, 64, 111, 128, 256)
+SMOKE = _axes(1, 6, _SMOKE_LENGTHS, d=_SMOKE_DIMS, kv_heads=(6, 2, 1), local=(), layout=())
+_FA2_LENGTHS = (
+    *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
+    *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
+)
+_FA2_DIMS = [d for d in _HEAD_DIMS if d != 80]
+_PACKED = _square(97, 128, 200, 384, 768, 1024, 1025, 2048)
+_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128))
+_RACING = (
+    *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
+    *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
 )
 FA2: Mapping[str, Axes] = {
     "test_flash_attn_output": _axes(
-        4,
-        6,
-        (
-            *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
-            *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
-        ),
-        [d for d in _HEAD_DIMS if d != 80],
-        (6, 1, 2),
-        layout=("bshd", "packed"),
+        4, 6, _FA2_LENGTHS, d=_FA2_DIMS, kv_heads=(6, 1, 2), layout=("bshd", "packed")
     ),
-    "test_flash_attn_qkvpacked": _axes(
-        4, 9, _square(97, 128, 200, 384, 768, 1024, 1025, 2048), layout=("packed",)
-    ),
+    "test_flash_attn_qkvpacked": _axes(4, 9, _PACKED, layout=("packed",)),
     "test_flash_attn_causal": _axes(8, 9, _swapped(_CAUSAL), causal=("bottom-right",)),
     "test_flash_attn_splitkv": _axes(1, 12, _swapped((*_FEW_QUERIES, (128, 128), (256, 256)))),
     "test_flash_attn_splitkv, longest": _axes(1, 2, _swapped(((16, 100000),))),
     "test_flash_attn_kvcache": _axes(
-        2,
-        6,
-        (*_FEW_QUERIES, (1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128)),
-        (32, 59, 64, 80, 128, 256),
-        (6, 1, 3),
+        2, 6, _CACHED, d=(32, 59, 64, 80, 128, 256), kv_heads=(6, 1, 3)
     ),
-    "test_flash_attn_race_condition": _axes(
-        60,
-        4,
-        (
-            *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
-            *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
-        ),
-        local=(),
-    ),
+    "test_flash_attn_race_condition": _axes(60, 4, _RACING, local=()),
     "test_flash_attn_deterministic": _axes(4, 9, _swapped(_CAUSAL)),
 }
+_HOPPER_LENGTHS = (
+    *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
+    *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
+    *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
+)
+_CUTE_LENGTHS = ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048))
+_FA3_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577))
 _FA3_DIMS = (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512))
+_NO_KEYS = ((1, 0), (64, 0), (128, 0), (256, 0))
 FA3: Mapping[str, Axes] = {
     "hopper test_flash_attn_output": _axes(
-        9,
-        6,
-        (
-            *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
-            *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
-            *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
-        ),
-        _FA3_DIMS,
-        (6, 2, 1),
-        local=_SIDES,
+        9, 6, _HOPPER_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 2, 1), local=_SIDES
     ),
     "cute test_flash_attn_output": _axes(
-        9,
-        6,
-        ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048)),
-        _FA3_DIMS,
-        (6, 3, 1),
-        local=_SIDES,
+        9, 6, _CUTE_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 3, 1), local=_SIDES
     ),
-    "both, long": _axes(2, 6, _square(4096, 4224), _FA3_DIMS, (6, 3, 2, 1), local=_SIDES),
-    "cute test_flash_attn_small_head_dim": _axes(2, 2, _square(128, 2048), (8, 16, 32), local=()),
+    "both, long": _axes(
+        2, 6, _square(4096, 4224), d=_FA3_DIMS, kv_heads=(6, 3, 2, 1), local=_SIDES
+    ),
+    "cute test_flash_attn_small_head_dim": _axes(2, 2, _square(128, 2048), d=(8, 16, 32), local=()),
     "hopper and cute test_flash_attn_kvcache": _axes(
-        5,
-        6,
-        (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577)),
-        (64, 128),
-        (6, 3, 1),
+        5, 6, _FA3_CACHED, d=(64, 128), kv_heads=(6, 3, 1)
     ),
-    "hopper test_flash_attn_cluster": _axes(2, 16, ((64, 8192),), (128,), (4,), local=()),
-    "cute test_flash_attn_seqlen_k_zero": _axes(
-        4, 16, ((1, 0), (64, 0), (128, 0), (256, 0)), (128, 192), local=()
+    "hopper test_flash_attn_cluster": _axes(
+        2, 16, ((64, 8192),), d=(128,), kv_heads=(4,), local=()
     ),
+    "cute test_flash_attn_seqlen_k_zero": _axes(4, 16, _NO_KEYS, d=(128, 192), local=()),
 }
 _TAKE_TURNS = ("dtype", "kv_heads", "layout")
 
 
-def _attention_grid(grid: str, dtypes: Sequence[str] | None, seed: int) -> Iterator[Case]:
+def _choices(grid: str, rows: bool, dtypes: Sequence[str] | None) -> Iterator[Choice]:
+    """The choices of a grid for attention, or for a softmax over rows."""
     if grid == "smoke":
-        for chosen in _crossed({**SMOKE, "dtype": dtypes or _EVERY}):
-            yield _attention(seed, **chosen)
+        smoke = {"lengths": _ROWS_SMOKE} if rows else SMOKE
+        yield from _crossed({**smoke, "dtype": dtypes or _EVERY})
         return
     for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
-        for chosen in _crossed_if_short({**axes, "dtype": dtypes or _HALVES}):
-            yield _attention(seed, **chosen)
-    for chosen in _attention_edges(dtypes or _EVERY):
-        yield _attention(seed, **chosen)
+        if rows:
+            yield from _crossed({"lengths": axes["lengths"], "dtype": dtypes or _HALVES})
+        else:
+            yield from _crossed_if_short({**axes, "dtype": dtypes or _HALVES})
+    yield from (_row_edges if rows else _edges)(dtypes or _EVERY)
 
 
-def _attention(
+def _case(
+    operation: str,
     seed: int,
     *,
     lengths: tuple[int, int],
-    d: int | tuple[int, int],
+    d: int | tuple[int, int] = 0,
     values: str = "normal",
     layout: str = "bhsd",
     local: str = "neither",
     **sizes: Any,
 ) -> Case:
-    """A case of attention; d may be the pair of d and dv."""
+    """A case of the chosen values; d may be the pair of d and dv."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
     if local != "neither":
         pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
         sizes["window"] = _random_window(pick, local, N)
-    return Case("forward", Problem.of_sizes(M=M, N=N, d=d, dv=dv, **sizes), seed, values, layout)
+    if operation == "softmax":
+        problem = Problem.of_row_sizes(M, N, **sizes)
+    else:
+        problem = Problem.of_sizes(M=M, N=N, d=d, dv=dv, **sizes)
+    return Case(operation, problem, seed, values, layout)
 
 
 def _crossed(axes: Axes) -> Iterator[Choice]:
@@ -298,22 +268,21 @@ _ODD: Axes = {
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
-_WINDOWS = OPTIONS["window"].tried
-_ODD_CASES, _ODD_WINDOWS, _ODD_OTHERS = 200, 50, 50
+_OF_ODD = 200  # cases; a quarter as many with a window, and with all options
 
 
-def _attention_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     special = (*product(_EMPTY, _EVERY_MASK), *product(_MANY, _MASKS))
     for i, (sizes, causal) in enumerate(special):
         yield {**sizes, "causal": causal, "dtype": dtypes[i % len(dtypes)]}
     for sizes, dtype in product(_FAR, dtypes):
         yield {**sizes, "causal": "top-left", "dtype": dtype}
     odd = {**_ODD, "dtype": dtypes}
-    yield from _paired(odd, _ODD_CASES, _is_valid)
-    yield from _paired({**odd, "window": _WINDOWS}, _ODD_WINDOWS, _is_valid)
+    yield from _paired(odd, _OF_ODD)
+    odd["window"] = OPTIONS["window"].tried
+    yield from _paired(odd, _OF_ODD // 4)
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in _other_options()}
-    if others:
-        yield from _paired({**odd, "window": _WINDOWS, **others}, _ODD_OTHERS, _is_valid)
+    yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
 
 
 def _other_options() -> list[str]:
@@ -322,20 +291,14 @@ def _other_options() -> list[str]:
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
-def _is_valid(chosen: Choice) -> bool:
-    """Whether a case is valid: kv_heads divides heads, huge scores fit in float16."""
-    is_huge = chosen["values"] == "huge" and chosen["scale"] not in (None, 0.0)
-    return not is_huge and chosen["heads"] % chosen["kv_heads"] == 0
+# Softmax over rows
 
-
-# Softmax
-
-_SOFTMAX_SMOKE: Axes = {"M": (1, 7, 113), "N": (1, 31, 32, 33, 256, 1000, 4096)}
-_SOFTMAX_SPECIAL: tuple[Choice, ...] = (
-    *({"M": M, "N": N} for M, N in ((0, 7), (5, 0), (0, 0), (70_000, 3))),
-    {"M": 2, "N": 100, "layout": "far"},
+_ROWS_SMOKE = tuple(product((1, 7, 113), (1, 31, 32, 33, 256, 1000, 4096)))
+_ROWS_SPECIAL: tuple[Choice, ...] = (
+    *({"lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0), (70_000, 3))),
+    {"lengths": (2, 100), "layout": "far"},
 )
-_SOFTMAX_ODD: Axes = {
+_ROWS_ODD: Axes = {
     "M": (1, 2, 5, 70, 300),
     "N": (1, 2, 3, 31, 33, 127, 255, 257, 511, 1023, 1025, 4097, 10_000, 20_000),
     "values": tuple(VALUES),
@@ -343,24 +306,14 @@ _SOFTMAX_ODD: Axes = {
 }
 
 
-def _softmax_grid(grid: str, dtypes: Sequence[str] | None, seed: int) -> Iterator[Case]:
-    if grid == "smoke":
-        for chosen in _crossed({**_SOFTMAX_SMOKE, "dtype": dtypes or _EVERY}):
-            yield _softmax(seed, **chosen)
-        return
-    for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
-        for (M, N), dtype in product(axes["lengths"], dtypes or _HALVES):
-            yield _softmax(seed, M=M, N=N, dtype=dtype)
-    for sizes, dtype in product(_SOFTMAX_SPECIAL, dtypes or _EVERY):
-        yield _softmax(seed, **sizes, dtype=dtype)
-    for chosen in _paired({**_SOFTMAX_ODD, "dtype": dtypes or _EVERY}, _ODD_CASES):
-        yield _softmax(seed, **chosen)
-
-
-def _softmax(
-    seed: int, *, M: int, N: int, dtype: str, values: str = "normal", layout: str = "bhsd"
-) -> Case:
-    return Case("softmax", Problem.of_row_sizes(M, N, dtype), seed, values, layout)
+def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+    for sizes, dtype in product(_ROWS_SPECIAL, dtypes):
+        yield {**sizes, "dtype": dtype}
+    for chosen in _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD):
+        yield {
+            **{x: chosen[x] for x in chosen if x not in "MN"},
+            "lengths": (chosen["M"], chosen["N"]),
+        }
 
 
 # Random cases
@@ -381,19 +334,11 @@ def _random_attention(
     while batch * heads * M * N * (d + dv) > _MOST_WORK:
         M, N = (M // 2, N) if M > N else (M, N // 2)
     other_scale = pick.choice((0.0, 1.0, pick.uniform(-0.5, 0.5)))
-    return Problem.of_sizes(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        M=M,
-        N=N,
-        d=d,
-        dv=dv,
-        dtype=dtype,
-        causal=causal,  # type: ignore[arg-type]
-        scale=None if values == "huge" or pick.random() < 0.75 else other_scale,
-        window=_random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N),
-    )
+    scale = None if values == "huge" or pick.random() < 0.75 else other_scale
+    window = _random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": N, "d": d, "dv": dv}
+    options: Any = {"causal": causal, "scale": scale, "window": window}
+    return Problem.of_sizes(dtype=dtype, **sizes, **options)
 
 
 def _random_window(pick: random.Random, sides: str, N: int) -> Window:
@@ -447,20 +392,22 @@ def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
     return chosen
 
 
-def _paired(
-    axes: Axes, count: int, is_valid: Callable[[Choice], bool] = lambda chosen: True
-) -> list[Choice]:
+def _paired(axes: Axes, count: int) -> list[Choice]:
     """`count` random choices of a value for each axis, with many different pairs of values."""
     pick = random.Random(0)
     met, chosen = set[Any](), list[Choice]()
     while len(chosen) < count:
-        drawn: list[Choice] = [
-            {x: pick.choice(values) for x, values in axes.items()} for _ in range(_TRIED)
-        ]
-        best = max(filter(is_valid, drawn), key=lambda one: len(_pairs(one) - met))
+        drawn = [{x: pick.choice(values) for x, values in axes.items()} for _ in range(_TRIED)]
+        best = max(filter(_is_valid, drawn), key=lambda one: len(_pairs(one) - met))
         chosen.append(best)
         met |= _pairs(best)
     return chosen
+
+
+def _is_valid(chosen: Choice) -> bool:
+    """Whether kv_heads divides heads and scores are no larger than "huge" makes them."""
+    is_huge = chosen["values"] == "huge" and chosen.get("scale") not in (None, 0.0)
+    return not is_huge and chosen.get("heads", 1) % chosen.get("kv_heads", 1) == 0
 
 
 def _fields(case: Case) -> Choice:

@@ -49,7 +49,7 @@ class Stopped(Exception):
 
 
 class Here:
-    """Runs tasks in this process; a kernel that crashes or hangs does that to this process."""
+    """Runs tasks in this process, which a kernel may crash or block."""
 
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
