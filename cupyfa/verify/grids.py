@@ -336,9 +336,9 @@ def _random_attention(
     other_scale = pick.choice((0.0, 1.0, pick.uniform(-0.5, 0.5)))
     scale = None if values == "huge" or pick.random() < 0.75 else other_scale
     window = _random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N)
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": N, "d": d, "dv": dv}
-    options: Any = {"causal": causal, "scale": scale, "window": window}
-    return Problem.of_sizes(dtype=dtype, **sizes, **options)
+    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": N}
+    sizes |= {"d": d, "dv": dv, "dtype": dtype, "causal": causal, "scale": scale, "window": window}
+    return Problem.of_sizes(**sizes)
 
 
 def _random_window(pick: random.Random, sides: str, N: int) -> Window:
