@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from cupyfa.bench import peaks, peers, sweeps, timing
-from cupyfa.bench.peers import Peer
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
 from cupyfa.errors import DeviceError, DeviceLost, SimulatorFault, Unsupported, WrongResult
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
@@ -34,7 +35,6 @@ from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Sample
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
-_AT_ONCE = 1 << 16  # elements that are compared at once: they fit in a core's cache
 
 
 def bench(
@@ -87,8 +87,9 @@ def bench(
     }
     operations = list(dict.fromkeys(map(_operation, chosen)))
     _check(chosen, operations, given, sizes, against)
-    budget, labels = timing.checked_budget(budget), _labels(names, chosen, alone)
-    how = _How(engine, against, cold, graph, budget, patience, labels)
+    labels = _labels(names, chosen, alone)
+    budget = timing.checked_budget(budget)
+    measuring = _Measuring(engine, labels, given, against, cold, graph, budget, patience, alone)
     cases = [
         Case(operation, problem, seed, values, layout)
         for operation in operations
@@ -102,12 +103,12 @@ def bench(
         progress(done, len(cases), str(case.problem))
         of_case = [kernel for kernel in chosen if _operation(kernel) == case.operation]
         try:
-            contenders = _contenders(engine, of_case, case, given, alone)
+            contenders = measuring.contenders(of_case, case)
         except Unsupported as error:  # no kernel for "auto" to choose
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
             continue
-        entries = _measured(how, case, contenders, rows)
+        entries = measuring.measured(case, contenders, rows)
         rows += [entry.row for entry in entries]
         asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
         refusals += [entry.refusal for entry in asked]
@@ -125,29 +126,83 @@ def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
 
 
-@dataclass(frozen=True)
-class _How:
-    """The arguments of ``bench`` that are the same for every problem."""
+def _operation(kernel: str | Kernel) -> str:
+    return kernel.operation if isinstance(kernel, Kernel) else "forward"
 
-    engine: Backend
-    against: tuple[str, ...]
-    cold: bool
-    graph: bool
-    budget: float
-    patience: float | None
-    labels: Sequence[tuple[Kernel, str]]
-    noted: set[str] = field(default_factory=set)
 
-    def label(self, kernel: Kernel) -> str:
-        """The name of a kernel in rows."""
-        return next((label for x, label in self.labels if x == kernel), kernel.name)
+def _with_dtype(
+    sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
+) -> Mapping[str, Any]:
+    """The sizes; without a dtype, with one that all kernels of the operation can do."""
+    able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
+    usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
+    return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
 
-    def note(self, text: str, problem: Problem) -> None:
-        """Warns once, even if several problems give the same text."""
-        what = text.replace(str(problem), "")
-        if what not in self.noted:
-            self.noted.add(what)
-            warnings.warn(text, **AT_THE_CALLER)
+
+def _check(
+    kernels: Sequence[str | Kernel],
+    operations: Sequence[str],
+    constants: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, Any],
+    against: Sequence[str],
+) -> None:
+    """Raises ValueError for unknown names of sizes, constants and peers."""
+    if not kernels:
+        raise ValueError("there is no kernel to measure; name kernels")
+    peers.check_names(against)
+    foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
+    if unused := ", ".join(sorted(set.intersection(*foreign))):
+        raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
+    known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
+    for name in constants:
+        if "auto" not in kernels and name not in known:
+            raise ValueError(
+                f"{name!r} is no size, and no constant of these kernels; sizes are "
+                f"{', '.join(sweeps.AXES)}, constants {', '.join(sorted(known)) or 'none'}"
+            )
+
+
+def _labels(
+    names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
+) -> list[tuple[Kernel, str]]:
+    """The kernels and their names in rows; where two have the same name, the names given.
+
+    Raises ValueError for records with equal names.
+    """
+    known: list[tuple[Kernel, str]] = []
+    for name, kernel in zip(names, chosen):
+        if isinstance(kernel, Kernel):
+            known.append((kernel, name if isinstance(name, str) else kernel.name))
+    for operation in LADDER:
+        mine = [kernel for kernel, _ in known if kernel.operation == operation]
+        if len(mine) == 1 and not alone:
+            known += [(kernel, kernel.name) for kernel in _compared_with(mine[0])]
+    labels: list[tuple[Kernel, str]] = []
+    for kernel, given in known:
+        alike = [x for x, _ in known if x.name == kernel.name]
+        alike.append(LADDER[kernel.operation].get(kernel.name, kernel))
+        label = kernel.name if all(x == kernel for x in alike) else given
+        if any((y, x.operation) == (label, kernel.operation) and x != kernel for x, y in labels):
+            raise ValueError(
+                f"two different kernels have the name {label!r}; give a record another name"
+            )
+        labels.append((kernel, label))
+    return labels
+
+
+def rivals(kernel: Kernel) -> dict[str, Kernel]:
+    """What a kernel is compared with: the operation's first kernel, and for one of the ladder the
+    rung before it that shares a dtype with it.
+    """
+    rungs = list(LADDER[kernel.operation].values())
+    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
+    alike = [x for x in earlier if set(x.dtypes) & set(kernel.dtypes)]
+    return {BASELINE: rungs[0], **({BEFORE: alike[-1]} if alike else {})}
+
+
+def _compared_with(kernel: Kernel) -> list[Kernel]:
+    """The kernels that are measured with a single one."""
+    return list({x.name: x for x in rivals(kernel).values() if x is not kernel}.values())
 
 
 @dataclass
@@ -157,7 +212,7 @@ class _Entry:
     row: Measurement
     kernel: Kernel | None = None  # None for a peer
     call: timing.Call | None = None
-    capture: timing.Call | None = None
+    capture: Callable[[], timing.Call] | None = None
     plan: Plan | None = None
     results: Mapping[str, np.ndarray] = field(default_factory=dict)
     refusal: Exception | None = None
@@ -200,186 +255,193 @@ class _Shared:
         return self.samples[rounding]
 
 
-def _operation(kernel: str | Kernel) -> str:
-    return kernel.operation if isinstance(kernel, Kernel) else "forward"
+@dataclass(frozen=True)
+class _Measuring:
+    """The arguments of ``bench`` that are the same for every problem, and what is done with one."""
 
+    engine: Backend
+    labels: Sequence[tuple[Kernel, str]]
+    constants: Mapping[str, Sequence[int]]
+    against: tuple[str, ...]
+    cold: bool
+    graph: bool
+    budget: float
+    patience: float | None
+    alone: bool
+    noted: set[str] = field(default_factory=set)
 
-def _with_dtype(
-    sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
-) -> Mapping[str, Any]:
-    """The sizes; without a dtype, with one that all kernels of the operation can do."""
-    able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
-    usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
-    return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
+    def note(self, text: str, problem: Problem) -> None:
+        """Warns once, even if several problems give the same text."""
+        what = text.replace(str(problem), "")
+        if what not in self.noted:
+            self.noted.add(what)
+            warnings.warn(text, **AT_THE_CALLER)
 
+    def contenders(self, kernels: Sequence[str | Kernel], case: Case) -> list[_Entry]:
+        """The kernels to measure, each with every combination of its constants."""
+        chosen = [select(x, case.operation, case.problem, self.engine.limits) for x in kernels]
+        joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
+        combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
+        for kernel in chosen:
+            own = [name for name in self.constants if name in kernel.choice.names]
+            values = product(*(self.constants[name] for name in own))
+            combined += [(kernel, dict(zip(own, some))) for some in values]
+        entries = []
+        for kernel, constants in combined:
+            label = next((label for x, label in self.labels if x == kernel), kernel.name)
+            row = Measurement(label, case.operation, case.problem, constants)
+            entries.append(_Entry(row, kernel))
+        return entries
 
-def _check(
-    kernels: Sequence[str | Kernel],
-    operations: Sequence[str],
-    constants: Mapping[str, Sequence[int]],
-    sizes: Mapping[str, Any],
-    against: Sequence[str],
-) -> None:
-    """Raises ValueError for unknown names of sizes, constants and peers."""
-    if not kernels:
-        raise ValueError("there is no kernel to measure; name kernels")
-    peers.check_names(against)
-    foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
-    if unused := ", ".join(sorted(set.intersection(*foreign))):
-        raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
-    known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
-    for name in constants:
-        if "auto" not in kernels and name not in known:
-            raise ValueError(
-                f"{name!r} is no size, and no constant of these kernels; sizes are "
-                f"{', '.join(sweeps.AXES)}, constants {', '.join(sorted(known)) or 'none'}"
+    def measured(
+        self, case: Case, entries: list[_Entry], earlier: Sequence[Measurement]
+    ) -> list[_Entry]:
+        """The entries of one problem with their results, and those of peers."""
+        self.engine.trim()
+        peers.trim()
+        shared = _Shared(case, self.engine)
+        for entry in entries:
+            self.check(shared, entry, earlier)
+        entries += self.peers(shared, [entry for entry in entries if entry.call])
+        if self.graph:
+            for entry in entries:
+                self.capture(entry)
+        self.time([entry for entry in entries if entry.call])
+        _compare(entries)
+        return entries
+
+    def check(self, shared: _Shared, entry: _Entry, earlier: Sequence[Measurement]) -> None:
+        """Checks the kernel of an entry; a correct one gets a call to time."""
+        engine, case, kernel = self.engine, shared.case, entry.kernel
+        assert kernel is not None
+        try:
+            plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
+            problem = case.problem.with_options(precision=plan.problem.precision)
+            entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
+            self.check_patience(entry.row, earlier)
+        except (Unsupported, ValueError) as error:
+            return entry.refuse(error)
+        try:
+            with engine.working_on(None):
+                used = timing.resources(engine, plan)
+                readable = readable_inputs(plan, shared.inputs)
+                results = run_guarded(engine, plan, readable, {})
+                arrays = timing.arrays_of(engine, plan, readable, shared.memory)
+        except _NOT_HERE as error:
+            return entry.refuse(error)
+        except (WrongResult, SimulatorFault) as error:
+            return entry.reject(str(error))
+        expected = shared.expected(plan, plan.rounding)
+        entry.row = replace(
+            entry.row,
+            checked=expected.share,
+            passed=True,
+            registers=used.get("registers"),
+            spilled_bytes=used.get("spilled_bytes"),
+            peak=_peak(engine, plan),
+        )
+        verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
+        if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
+            return entry.reject("; ".join(wrong))
+        entry.plan, entry.results = plan, results
+        entry.call = replay(engine, plan, arrays)
+        entry.capture = partial(_captured, engine, plan, entry.call, arrays, results)
+
+    def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
+        """Raises Unsupported if the time on the last problem predicts too long a launch."""
+
+        def kind(x: Measurement) -> tuple[Any, ...]:
+            return x.kernel, x.constants, x.problem.arithmetic
+
+        alike = [x for x in earlier if kind(x) == kind(row) and x.time]
+        if self.patience is None or not alike:
+            return
+        seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
+        if seconds > self.patience:
+            raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
+
+    def peers(self, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
+        """The peers that can do the problem, after comparing their results with the kernels'."""
+        case, found = shared.case, []
+        if case.operation == "softmax" or not entries:
+            return []
+        for name in self.against:
+            try:
+                with self.engine.working_on(None):
+                    arrays = timing.placed(self.engine, shared.inputs, shared.memory)
+                    other = peers.peer(name, self.engine, case.problem, arrays, case.operation)
+            except _NOT_HERE as error:
+                self.note(str(error), case.problem)
+                continue
+            row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
+            found.append(_Entry(row, call=other.call, capture=other.capture, results=other.outputs))
+            for entry in entries:
+                self.compare_results(shared, entry, found[-1])
+        return found
+
+    def compare_results(self, shared: _Shared, entry: _Entry, other: _Entry) -> None:
+        """Compares every element with a peer's; where they differ too much, the reference decides.
+
+        The allowed difference is the sum of both error bounds, the largest of the sample; a peer
+        may round float32 to tf32.
+        """
+        plan, p = entry.plan, shared.case.problem
+        assert plan is not None
+        operation = OPERATIONS[plan.kernel.operation]
+        roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
+        for name, theirs in other.results.items():
+            if not entry.call:
+                return
+            mine = entry.results[name]
+            allowed = sum(shared.expected(plan, x).largest_bound(name) for x in roundings)
+            expected = Expected(theirs.astype(np.float64), np.full(theirs.shape, allowed))
+            (apart,) = tolerance.compare({name: mine}, {name: expected})
+            if apart.passed:
+                continue
+            excerpt = operation.excerpt_at(name, apart.index, p)
+            inputs = readable_inputs(plan, shared.inputs)
+            samples = sampling.samples(plan, inputs, roundings, [excerpt])
+            ours, its = (
+                sampling.judge({name: output}, samples[rounding])[0]
+                for output, rounding in zip((mine, theirs), roundings)
             )
-
-
-def _labels(
-    names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
-) -> list[tuple[Kernel, str]]:
-    """Labels of the kernels whose name another kernel or a rung also has: the names given.
-
-    Raises ValueError for records with equal names.
-    """
-    known = [(kernel, kernel.name) for kernel in _joining(chosen, alone)]
-    for name, kernel in zip(names, chosen):
-        if isinstance(kernel, Kernel):
-            known.append((kernel, name if isinstance(name, str) else kernel.name))
-    shared = [
-        (kernel, label)
-        for kernel, label in known
-        if LADDER[kernel.operation].get(kernel.name, kernel) != kernel
-        or any(x.name == kernel.name and x != kernel for x, _ in known)
-    ]
-    for (a, label), (b, other) in combinations(shared, 2):
-        if label == other and a.operation == b.operation and a != b:
-            raise ValueError(
-                f"two different kernels have the name {label!r}; give a record another name"
+            farther = other if its.error > ours.error else entry
+            self.note(
+                f"{other.row.kernel} and {entry.row.kernel} differ by {apart.error:.3g} at "
+                f"{list(apart.index)} of {f'{name} of ' if name != 'O' else ''}{p}: "
+                f"{farther.row.kernel} is farther from the reference "
+                f"(errors {its.error:.3g}, {ours.error:.3g})",
+                p,
             )
-    return shared
+            if not ours.passed:
+                entry.reject(str(ours))
 
+    def capture(self, entry: _Entry) -> None:
+        """Replaces a call by a CUDA graph; a call without one is not timed."""
+        if not entry.call:
+            return
+        try:
+            if entry.capture is None:
+                raise Unsupported("it cannot be captured as a CUDA graph")
+            with self.engine.working_on(None):
+                entry.call = entry.capture()
+        except _NOT_HERE as error:
+            entry.refuse(error)
+        except WrongResult as error:
+            entry.reject(str(error))
 
-def _joining(chosen: Sequence[str | Kernel], alone: bool) -> Iterator[Kernel]:
-    """The ladder's kernels that are measured for comparison."""
-    for operation in LADDER:
-        mine = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
-        if len(mine) == 1 and not alone:
-            yield from _compared_with(mine[0])
-
-
-def _contenders(
-    engine: Backend,
-    kernels: Sequence[str | Kernel],
-    case: Case,
-    constants: Mapping[str, Sequence[int]],
-    alone: bool,
-) -> list[tuple[Kernel, dict[str, int]]]:
-    """The kernels of one problem, each with every combination of its constants."""
-    chosen = [select(x, case.operation, case.problem, engine.limits) for x in kernels]
-    contenders: list[tuple[Kernel, dict[str, int]]] = []
-    if len(chosen) == 1 and not alone:
-        contenders = [(x, {}) for x in _compared_with(chosen[0])]
-    for kernel in chosen:
-        own = [name for name in constants if name in kernel.choice.names]
-        combined = product(*(constants[name] for name in own))
-        contenders += [(kernel, dict(zip(own, values))) for values in combined]
-    return contenders
-
-
-def baseline(operation: str) -> Kernel:
-    """The first kernel of an operation, which others are compared with."""
-    return next(iter(LADDER[operation].values()))
-
-
-def before(kernel: Kernel) -> Kernel | None:
-    """The rung before a kernel that shares a dtype with it; None for kernels of users."""
-    rungs = list(LADDER[kernel.operation].values())
-    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
-    return next((x for x in reversed(earlier) if set(x.dtypes) & set(kernel.dtypes)), None)
-
-
-def _compared_with(kernel: Kernel) -> list[Kernel]:
-    """The kernels that a single kernel is compared with: its baseline and the rung before it."""
-    first, previous = baseline(kernel.operation), before(kernel)
-    both = [first] if previous in (None, first) else [first, previous]
-    return [x for x in both if x is not None and x is not kernel]
-
-
-def _measured(
-    how: _How,
-    case: Case,
-    contenders: Sequence[tuple[Kernel, dict[str, int]]],
-    earlier: Sequence[Measurement],
-) -> list[_Entry]:
-    """The rows of one problem."""
-    how.engine.trim()
-    peers.trim()
-    shared = _Shared(case, how.engine)
-    entries = []
-    for kernel, constants in contenders:
-        row = Measurement(how.label(kernel), case.operation, case.problem, constants)
-        entries.append(_Entry(row, kernel))
-        _check_kernel(how, shared, entries[-1], earlier)
-    entries += _peers(how, shared, [entry for entry in entries if entry.call])
-    if how.graph:
-        _capture(how, entries)
-    _time(how, [entry for entry in entries if entry.call])
-    _compare(case.operation, entries)
-    return entries
-
-
-def _check_kernel(
-    how: _How, shared: _Shared, entry: _Entry, earlier: Sequence[Measurement]
-) -> None:
-    """Checks the kernel of an entry; a correct one gets a call to time."""
-    engine, case, kernel = how.engine, shared.case, entry.kernel
-    assert kernel is not None
-    try:
-        plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
-        problem = case.problem.with_options(precision=plan.problem.precision)
-        entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
-        _check_patience(how, entry.row, earlier)
-    except (Unsupported, ValueError) as error:
-        return entry.refuse(error)
-    try:
-        with engine.working_on(None):
-            kernels = [engine.prepare(launch) for launch in plan.programs]
-            readable = readable_inputs(plan, shared.inputs)
-            results = run_guarded(engine, plan, readable, {})
-            arrays = timing.arrays_of(engine, plan, readable, shared.memory)
-    except _NOT_HERE as error:
-        return entry.refuse(error)
-    except (WrongResult, SimulatorFault) as error:
-        return entry.reject(str(error))
-    expected = shared.expected(plan, plan.rounding)
-    verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
-    resources = [engine.resources(x) for x in kernels]
-    entry.row = replace(
-        entry.row,
-        checked=expected.share,
-        passed=True,
-        registers=max((x["registers"] for x in resources if x), default=None),
-        spilled_bytes=max((x["spilled bytes"] for x in resources if x), default=None),
-        peak=_peak(engine, plan),
-    )
-    if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
-        return entry.reject("; ".join(wrong))
-    entry.plan, entry.results = plan, results
-    entry.call = replay(engine, plan, arrays)
-    entry.capture = partial(_captured, engine, plan, entry.call, arrays, results)
-
-
-def _check_patience(how: _How, row: Measurement, earlier: Sequence[Measurement]) -> None:
-    """Raises Unsupported if the kernel's time on the last problem predicts too long a launch."""
-    like = (row.kernel, row.constants, row.problem.arithmetic)
-    alike = [x for x in earlier if (x.kernel, x.constants, x.problem.arithmetic) == like and x.time]
-    if how.patience is None or not alike:
-        return
-    seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
-    if seconds > how.patience:
-        raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
+    def time(self, entries: Sequence[_Entry]) -> None:
+        """Times the calls in alternation."""
+        calls = [entry.call for entry in entries if entry.call]
+        try:
+            with self.engine.working_on(None):
+                times = timing.measure(self.engine, calls, budget=self.budget, cold=self.cold)
+        except DeviceError as error:
+            for entry in entries:
+                entry.refuse(error)
+            return
+        for entry, milliseconds in zip(entries, times):
+            entry.row = replace(entry.row, milliseconds=milliseconds)
 
 
 def _peak(engine: Backend, plan: Plan) -> float | None:
@@ -387,81 +449,6 @@ def _peak(engine: Backend, plan: Plan) -> float | None:
     if plan.kernel.operation == "softmax":
         return peaks.copy_rate(engine)
     return peaks.product_rate(engine, plan.rounding or plan.problem.dtype.name)
-
-
-def _peers(how: _How, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
-    """The peers that can do the problem, after comparing their results with the kernels'."""
-    case, found = shared.case, []
-    if case.operation == "softmax" or not entries:
-        return []
-    for name in how.against:
-        try:
-            with how.engine.working_on(None):
-                arrays = timing.placed(how.engine, shared.inputs, shared.memory)
-                other = peers.peer(name, how.engine, case.problem, arrays, case.operation)
-        except _NOT_HERE as error:
-            how.note(str(error), case.problem)
-            continue
-        for entry in entries:
-            _compare_results(how, other, shared, entry)
-        row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
-        found.append(_Entry(row, call=other.call, capture=other.capture))
-    return found
-
-
-def _compare_results(how: _How, other: Peer, shared: _Shared, entry: _Entry) -> None:
-    """Compares every element with the peer's; where they differ too much, the reference decides.
-
-    The allowed difference is the sum of both error bounds, the largest of the sample; a peer may
-    round float32 to tf32.
-    """
-    plan, p = entry.plan, shared.case.problem
-    assert plan is not None and entry.kernel is not None
-    operation = OPERATIONS[plan.kernel.operation]
-    roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
-    for name, theirs in other.outputs.items():
-        if not entry.call:
-            return
-        mine = entry.results[name]
-        allowed = sum(shared.expected(plan, x).largest_bound(name) for x in roundings)
-        difference, index = _largest_difference(mine, theirs)
-        if difference <= allowed:
-            continue
-        excerpt = operation.excerpt_at(name, index, p)
-        inputs = readable_inputs(plan, shared.inputs)
-        samples = sampling.samples(plan, inputs, roundings, [excerpt])
-        ours, its = (
-            sampling.judge({name: output}, samples[rounding])[0]
-            for output, rounding in zip((mine, theirs), roundings)
-        )
-        farther = other.label if its.error > ours.error else entry.row.kernel
-        how.note(
-            f"{other.label} and {entry.row.kernel} differ by {difference:.3g} at {list(index)} of "
-            f"{f'{name} of ' if name != 'O' else ''}{p}: {farther} is farther from the reference "
-            f"(errors {its.error:.3g}, {ours.error:.3g})",
-            p,
-        )
-        if not ours.passed:
-            entry.reject(str(ours))
-
-
-def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """The largest |a - b| and its index; a NaN differs infinitely from a number."""
-    largest, place = 0.0, 0
-    wide = np.float64 if a.dtype == np.float64 else np.float32
-    a_flat, b_flat = a.ravel(), b.ravel()
-    for start in range(0, a.size, _AT_ONCE):
-        x, y = (flat[start : start + _AT_ONCE].astype(wide) for flat in (a_flat, b_flat))
-        with np.errstate(invalid="ignore"):
-            apart: np.ndarray = np.abs(np.subtract(x, y))
-        if not np.isfinite(apart.max()):
-            apart[np.isnan(apart)] = np.inf
-            apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
-        index = int(apart.argmax())
-        if apart[index] > largest:
-            largest, place = float(apart[index]), start + index
-    where = np.unravel_index(place, a.shape) if a.size else [0] * a.ndim
-    return largest, tuple(int(i) for i in where)
 
 
 def _captured(
@@ -482,49 +469,19 @@ def _captured(
     return replay
 
 
-def _capture(how: _How, entries: Sequence[_Entry]) -> None:
-    """Replaces calls by CUDA graphs; calls without one are not timed."""
-    for entry in entries:
-        try:
-            if entry.call and entry.capture is None:
-                raise Unsupported("it cannot be captured as a CUDA graph")
-            if entry.call and entry.capture:
-                with how.engine.working_on(None):
-                    entry.call = entry.capture()
-        except _NOT_HERE as error:
-            entry.refuse(error)
-        except WrongResult as error:
-            entry.reject(str(error))
-
-
-def _time(how: _How, entries: Sequence[_Entry]) -> None:
-    """Times the calls in alternation."""
-    pending = [entry.call for entry in entries if entry.call]
-    try:
-        with how.engine.working_on(None):
-            times = timing.measure(how.engine, pending, budget=how.budget, cold=how.cold)
-    except DeviceError as error:
-        for entry in entries:
-            entry.refuse(error)
-        return
-    for entry, milliseconds in zip(entries, times):
-        entry.row = replace(entry.row, milliseconds=milliseconds)
-
-
-def _compare(operation: str, entries: Sequence[_Entry]) -> None:
+def _compare(entries: Sequence[_Entry]) -> None:
     """Adds the speedups over the baseline, the rung before and the peers."""
     times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
-    others = [entry.row.kernel for entry in entries if entry.kernel is None]
+    others = {entry.row.kernel: entry.row.kernel for entry in entries if entry.kernel is None}
     for entry in entries:
-        previous = before(entry.kernel) if entry.kernel else None
-        rivals = {
-            BASELINE: baseline(operation).name,
-            BEFORE: previous.name if previous else "",
-            **{name: name for name in others},
-        }
+        mine, row = (
+            rivals(entry.kernel or next(iter(LADDER[entry.row.operation].values()))),
+            entry.row,
+        )
+        named = {rival: kernel.name for rival, kernel in mine.items()} | others
         factors = {
-            rival: timing.ratio(times[name], entry.row.milliseconds)
-            for rival, name in rivals.items()
-            if times.get(name) and entry.row.milliseconds and name != entry.row.kernel
+            rival: timing.ratio(times[name], row.milliseconds)
+            for rival, name in named.items()
+            if times.get(name) and row.milliseconds and name != row.kernel
         }
-        entry.row = replace(entry.row, factors=factors)
+        entry.row = replace(row, factors=factors)

@@ -107,6 +107,22 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
     return median(x / y if y else inf for x, y in zip(a, b))
 
 
+def resources(engine: Backend, plan: Plan) -> dict[str, int]:
+    """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor.
+
+    Empty in the simulator.
+    """
+    found: dict[str, int] = {}
+    for launch in plan.programs:
+        prepared = engine.prepare(launch)
+        for name, value in engine.resources(prepared).items():
+            column = name.replace(" ", "_")
+            found[column] = max(found.get(column, 0), value)
+        if (blocks := engine.blocks_per_sm(prepared, launch)) is not None:
+            found["blocks_per_sm"] = min(found.get("blocks_per_sm", blocks), blocks)
+    return found
+
+
 def arrays_of(
     engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:

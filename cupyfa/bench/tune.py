@@ -201,7 +201,7 @@ class _Tuning:
         try:
             with self.engine.working_on(None):
                 _check(self.engine, plan)
-                fact |= _resources(self.engine, plan)
+                fact |= timing.resources(self.engine, plan)
                 fact["look"] = self.timed([plan], **_FIRST)[0]
         except OutOfMemory:
             raise
@@ -316,20 +316,6 @@ def _check(engine: Backend, plan: Plan) -> None:
     checked = plan_of(plan.kernel, small, engine.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs()
     guard.checked(engine, checked, readable_inputs(checked, inputs), {})
-
-
-def _resources(engine: Backend, plan: Plan) -> dict[str, int]:
-    """The most registers and spilled bytes, and the fewest blocks per multiprocessor."""
-    found: dict[str, int] = {}
-    for launch in plan.programs:
-        prepared = engine.prepare(launch)
-        used, blocks = engine.resources(prepared), engine.blocks_per_sm(prepared, launch)
-        for name, value in used.items():
-            column = name.replace(" ", "_")
-            found[column] = max(found.get(column, 0), value)
-        if blocks is not None:
-            found["blocks_per_sm"] = min(found.get("blocks_per_sm", blocks), blocks)
-    return found
 
 
 def _is_sound(fact: Any) -> bool:

@@ -20,6 +20,7 @@ from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.ladder import lookup as records
+from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS, Excerpt
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.launcher import replay
@@ -550,7 +551,7 @@ def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
 def test_a_peer_that_is_farther_from_the_reference_is_named(peer, monkeypatch, at_once):
-    monkeypatch.setattr(benchmark, "_AT_ONCE", at_once)
+    monkeypatch.setattr(tolerance, "_BLOCK", at_once)
 
     def wrong(q, k, v):
         out = attention(q, k, v)
