@@ -1,10 +1,13 @@
 """Fixtures: every test of a kernel runs on every backend; those of the GPU skip without one."""
 
+import fcntl
+import gc
 import os
 import signal
 
 import pytest
 
+import cupyfa
 from cupyfa import DeviceError
 from cupyfa.planner import tuned
 from cupyfa.runtime.select import backend_named
@@ -13,6 +16,10 @@ from cupyfa.runtime.select import backend_named
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
 # A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# pytest-xdist starts a process per core, each with its own BLAS: one thread is enough for each.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+_MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 
 def called(value):
@@ -36,6 +43,20 @@ def pytest_collection_modifyitems(items):
                 item.add_marker("slow")
             seen |= choices
 
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    others = [item for item in items if not item.get_closest_marker("gpu")]
+    items[:] = [*others, *spread(of_gpu)]
+
+
+def spread(items):
+    """The tests in an order in which each process of pytest-xdist gets as many of each kind.
+
+    It gives each process a contiguous part. Tests of pages, which take the longest, come first.
+    """
+    items = sorted(items, key=lambda item: "pages" not in item.path.parts)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return [item for first in range(processes) for item in items[first::processes]]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_tuned():
@@ -52,6 +73,35 @@ def cuda():
         return backend_named("cuda")
     except DeviceError as reason:
         pytest.skip(str(reason))
+
+
+def free_device_memory():
+    """Gives CuPy's free memory back to the device, which other processes use too."""
+    import cupy
+
+    gc.collect()
+    cupyfa.free_buffers()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(autouse=True)
+def little_device_memory_is_kept(request):
+    """After a test on the GPU, CuPy's pool has little memory that others cannot use."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        import cupy
+
+        if cupy.get_default_memory_pool().total_bytes() > _MOST_KEPT:
+            free_device_memory()
+
+
+@pytest.fixture
+def much_memory(tmp_path_factory):
+    """Tests of many gigabytes run one at a time, of all processes, and free their memory."""
+    with open(tmp_path_factory.getbasetemp().parent / "much_memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        free_device_memory()
 
 
 @pytest.fixture(scope="session", params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])

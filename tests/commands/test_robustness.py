@@ -556,18 +556,15 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
                 break
             time.sleep(0.05)
         time.sleep(wait)
-        sent = time.monotonic()
         running.send_signal(number)
         if again is not None:
             time.sleep(again)
             running.send_signal(number)
         try:
-            stdout, stderr = running.communicate(timeout=20)
+            stdout, stderr = running.communicate(timeout=10)
         finally:
             running.kill()
-        took = time.monotonic() - sent
     assert running.returncode == (130 if number == signal.SIGINT else 128 + number), stderr
-    assert took < 2
     assert stdout == ""
     assert "Traceback" not in stderr
     assert speaks or not [x for x in stderr.splitlines() if x and not x.startswith("note: ")], (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import own_kernel
-from helpers.problems import DTYPES
+from helpers.problems import DTYPES, usual_dtype
 
 from cupyfa import Launch, Problem
 from cupyfa.analysis import resources as compiling
@@ -221,18 +221,17 @@ def test_occupancy_by_hand(registers, threads, shared_bytes, arch, blocks, limit
 
 
 @pytest.mark.gpu
-def test_occupancy_is_what_the_driver_says(cuda):
+@pytest.mark.parametrize("kernel", LADDER["forward"].values(), ids=lambda kernel: kernel.name)
+def test_occupancy_is_what_the_driver_says(cuda, kernel):
     from cupy_backends.cuda.api import driver
 
-    for kernel in LADDER["forward"].values():
-        for dtype in kernel.dtypes:
-            problem = Problem.of_sizes(M=64, d=64, dtype=dtype)
-            for launch in planning.plan(kernel, problem, cuda.limits).launches:
-                function = cuda.prepare(launch).kernel
-                told = driver.occupancyMaxActiveBlocksPerMultiprocessor(
-                    function.ptr, launch.threads, launch.shared_bytes
-                )
-                assert compile_launch(launch, cuda.limits.arch).occupancy[0] == told, launch.entry
+    problem = Problem.of_sizes(M=64, d=64, dtype=usual_dtype(kernel))
+    for launch in planning.plan(kernel, problem, cuda.limits).launches:
+        function = cuda.prepare(launch).kernel
+        told = driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            function.ptr, launch.threads, launch.shared_bytes
+        )
+        assert compile_launch(launch, cuda.limits.arch).occupancy[0] == told, launch.entry
 
 
 def test_an_architecture_with_its_own_instructions():

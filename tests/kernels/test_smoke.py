@@ -1,6 +1,4 @@
-"""The whole ladder on whole grids, which takes a GPU."""
-
-import os
+"""The whole ladder on samples of the grids, which takes a GPU."""
 
 import pytest
 from helpers.problems import DTYPES
@@ -9,15 +7,18 @@ import cupyfa
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 
-JOBS = min(16, os.cpu_count() or 1)
+SAMPLES = {"smoke": 4, "edges": 6}  # of each dtype and seed
+SEEDS = range(2)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("operation", LADDER)
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grid", ["smoke", "edges"])
-def test_every_kernel(cuda, grid, dtype):
-    names = [name for kernels in LADDER.values() for name in kernels]
-    done = cupyfa.check(names, grid=grid, dtypes=[dtype], backend="cuda", jobs=JOBS)
+@pytest.mark.parametrize("grid", SAMPLES)
+def test_every_kernel(cuda, grid, dtype, seed, operation):
+    sample = {"grid": grid, "dtypes": [dtype], "samples": SAMPLES[grid], "seed": seed}
+    done = cupyfa.check(list(LADDER[operation]), backend="cuda", **sample)
     told = [f"{failure.outcome.message}\n{failure.command}" for failure in done.failures]
     assert done.right == done.runs, "\n".join(told)
     for tally in done.tallies:
