@@ -424,7 +424,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
     tiles = 2 * ((c.Bc + c.stages * c.Br) * boxed_width(p) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
-    rest = 2 * part + 8 * c.stages * c.Br + 8 * (3 + 3 * c.stages)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (5 + 4 * c.stages)
     return round_up(tiles + rest, 1024)
 
 
@@ -436,7 +436,7 @@ def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = No
         + (c.Bc + dO_stages * c.Br) * round_up(p.dv, 64)
     )
     between = (2 + 4) * c.Br * c.Bc + 2 * 4 * 64 * 64
-    rest = 8 * c.stages * c.Br + 8 * (3 + 2 * c.stages + 2 * dO_stages)
+    rest = 8 * c.stages * c.Br + 8 * (5 + 2 * c.stages + 2 * dO_stages)
     return round_up(tiles + between + rest, 1024)
 
 
@@ -448,19 +448,19 @@ def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
 def wgmma_two_pass_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, row sums and barriers."""
     tiles = 2 * (c.Bc + c.stages * c.Br) * boxed_width(p)
-    return round_up(tiles + 8 * c.stages * c.Br + 8 * (2 + 3 * c.stages), 1024)
+    return round_up(tiles + 8 * c.stages * c.Br + 8 * (4 + 4 * c.stages), 1024)
 
 
 def wgmma_two_pass_wide_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same with P, and barriers for each of four warps."""
     tiles = 2 * (c.Bc + c.stages * c.Br) * boxed_width(p) + 4 * c.stages * c.Br * c.Bc
-    return round_up(tiles + 8 * c.stages * c.Br + 8 * (2 + 8 * c.stages), 1024)
+    return round_up(tiles + 8 * c.stages * c.Br + 8 * (4 + 8 * c.stages), 1024)
 
 
 def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same of 128 rows, and stages of keys."""
     tiles = 2 * (128 + c.stages * c.Bk) * boxed_width(p)
-    return round_up(tiles + 8 * (2 + 3 * c.stages), 1024)
+    return round_up(tiles + 8 * (4 + 3 * c.stages), 1024)
 
 
 def boxed_width(p: Problem) -> int:

@@ -7,15 +7,19 @@
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
 #include <backward/parts/finish_dQ.cuh>
 
+using Part = RegisterTile<QueryParts<Br, d, dv>::width>;
+using Rows = Piece<Br, d, dv>;
 static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(threads == Piece::in_part * warp_size, "a warp has a piece");
+static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<scalar> dQ, const RowSums* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
+    Tensor<scalar> dQ, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Queries in = {
-      Q, K, V, dO, dQ, row_sums, dQ_sum, extent_of(sizes, batch), heads, group, {scale, mods}};
-  Piece(in, batch, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
+  const Extent extent = extent_of(sizes, batch);
+  const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
+      extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, {scale, mods}, batch, head / group};
+  const QuerySums<Br, d, dv> in = {repair, dQ_sum, dQ};
+  Rows(in, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
 }

@@ -28,7 +28,7 @@ extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const sca
        i += threads / lanes) {
     const int row = first_row + i;
     const bool inside = i < Br && row < M;
-    const float sum = row_product<lanes>(O, dO, batch, head, row, inside);
+    const float sum = row_product<dv, lanes>(O, dO, batch, head, row, inside);
     if (inside && threadIdx.x % lanes == 0) *D.row(batch, head, row) = sum;
   }
 }

@@ -11,8 +11,8 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const scalar> O,
                                                                Tensor<const scalar> dO,
                                                                Tensor<const real> lse,
-                                                               RowSums* row_sums, int M,
+                                                               RowSums<Br>* row_sums, int M,
                                                                int heads) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  sum_tile(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
+  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
 }

@@ -10,90 +10,87 @@
 #include <backward/parts/own_keys.cuh>
 #include <tile/shared.cuh>
 
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+using Task = KeyTile<Br, Bc>;
+
 struct Shared {
   TmaTile<scalar, Bc, d> K;
   TmaTile<scalar, Bc, dv> V;
   TmaTile<scalar, Br, d> Q[stages];
   TmaTile<scalar, Br, dv> dO[stages];
-  RowSums sums[stages];
-  Barrier K_full, V_full, Q_full[stages], dO_full[stages], empty[stages];
+  RowSums<Br> sums[stages];
+  Pipeline<1> K_pipeline, V_pipeline;
+  Pipeline<stages> Q_pipeline, dO_pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(Bc == consumers * warpgroup_rows && !is_wide, "a warpgroup owns 64 keys");
-static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  init_barrier(shared.K_full, 1);
-  init_barrier(shared.V_full, 1);
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    init_barrier(shared.dO_full[i], 1);
-    // Each thread that has read row sums, for compute-sanitizer follows no order through another.
-    init_barrier(shared.empty[i], consuming_threads);
-  }
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.K_pipeline.init(1);
+  shared.V_pipeline.init(1);
+  // Two loads: Q, and the row sums. Each thread says that it has read row sums, for
+  // compute-sanitizer follows no order through another one.
+  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// What the producer's one thread does.
-__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+// The producer's thread loads K and V and, tile by tile, Q, the row sums and dO.
+__device__ __forceinline__ void produce(Shared& shared, const Task& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
-                                        const RowSums* row_sums, int heads) {
-  if (work.first_row >= work.end_row) return;
-  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  PipelineState<stages> turn;
-  work.for_tiles(heads, [&](int head, int row, long long tile) {
-    const int i = turn.stage;
-    wait(shared.empty[i], turn.phase ^ 1);
-    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
-    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
-    load_async(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
-    turn.advance();
+                                        const RowSums<Br>* row_sums) {
+  if (task.first_row >= task.end_row) return;
+  load_async(shared.K, K, shared.K_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
+  load_async(shared.V, V, shared.V_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
+  PipelineState<stages> rows;
+  task.for_tiles([&](int head, int row, long long tile) {
+    Barrier& full = shared.Q_pipeline.acquire(rows);
+    load_async(shared.Q[rows.stage], Q, full, row, head, task.batch);
+    arrive_expect_tx(full, sizeof(RowSums<Br>));
+    bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
+    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows), row, head, task.batch);
+    rows.advance();
   });
 }
 
-// What a warpgroup of consumers goes through, tile by tile.
+// A warpgroup of consumers.
 struct Consumer {
   Shared& shared;
   Own own;
   Scorer<float> scorer;
-  Sums<d_width> dK;
-  Sums<dv_width> dV;
-  PipelineState<stages> turn;
+  Sums<depth> dK;
+  Sums<width> dV;
+  PipelineState<stages> rows;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // A tile.
+  // A tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
-    const int i = turn.stage;
-    Sums<Br> S, dP;
+    const auto& Q = shared.Q[rows.stage];
+    const auto& dO = shared.dO[rows.stage];
+    const auto& sums = shared.sums[rows.stage];
+    Sums<Br> S, PS, dP;
     Operands<Br> P, dS;
-    wait(shared.Q_full[i], turn.phase);
-    begin_scores<d_width>(S, shared.K, shared.Q[i], own.warpgroup);
-    wait(shared.dO_full[i], turn.phase);
-    begin_scores<dv_width>(dP, shared.V, shared.dO[i], own.warpgroup);
+    shared.Q_pipeline.wait(rows);
+    begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows);
+    shared.dO_pipeline.wait(rows);
+    begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows);
     wgmma_wait_group<1>(S);
-    if constexpr (has_score_mod) {
-      Sums<Br> slopes;
-      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
-      wgmma_wait_group<0>(dP);
-      own.compute_dS(slopes, dP, shared.sums[i]);
-    } else {
-      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
-      own.mask(S, pair);
-      wgmma_wait_group<0>(dP);
-      own.compute_dS(S, dP, shared.sums[i]);
-    }
-    pack_operands(S, P);
-    pack_operands(dP, dS);
-    begin_sums(dV, P, shared.dO[i]);
-    begin_sums(dK, dS, shared.Q[i]);
+    own.compute_P(S, PS, sums, scorer, pair);
+    wgmma_wait_group<0>(dP);
+    own.compute_dS(PS, dP, sums);
+    pack_operands<scalar>(S, P);
+    pack_operands<scalar>(dP, dS);
+    begin_output(dO, P, dV);
+    begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
     settle(dV);
-    arrive(shared.empty[i]);
-    turn.advance();
+    shared.Q_pipeline.arrive(rows);
+    shared.dO_pipeline.release(rows);
+    rows.advance();
   }
 };
 
@@ -101,33 +98,32 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
+    const RowSums<Br>* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Work work = find_work(sizes, kv_heads, group);
+  const Task task = key_tile<Br, Bc>(sizes, kv_heads, group, heads);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_to_consumers();
+    decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())
-      produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
+      produce(shared, task, Q_map, K_map, V_map, dO_map, row_sums);
     return;
   }
-  take_from_producer();
+  increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
-  if (work.first_row < work.end_row) {
-    wait(shared.K_full, 0);
-    wait(shared.V_full, 0);
+  if (task.first_row < task.end_row) {
+    shared.K_pipeline.wait();
+    shared.V_pipeline.wait();
   }
-  work.for_tiles(heads, [&](int, int row, long long) {
-    consumer.advance({work.extent, row, work.first_key});
-  });
+  task.for_tiles(
+      [&](int, int row, long long) { consumer.advance({task.extent, row, task.first_key}); });
 
-  const RepairKeys repair = {work.extent, Q,          K,
-                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
-                             scorer,      work.batch, work.kv_head};
-  store_or_repair<false>(consumer.dK, dK, consumer.own, work, repair);
-  store_or_repair<true>(consumer.dV, dV, consumer.own, work, repair);
+  const StatsOfTiles<Br> stats = {row_sums, task.batch, heads, task.extent.M};
+  const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
+      task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
+  store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
+  store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
 }

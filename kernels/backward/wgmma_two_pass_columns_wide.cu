@@ -7,123 +7,117 @@
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
+#include <backward/parts/own_keys.cuh>
+#include <backward/parts/query_parts.cuh>
 #include <tile/shared.cuh>
-#include <backward/parts/shared_keys.cuh>
 
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
+constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
   TmaTile<scalar, Bc, dv> V;
   TmaTile<scalar, Br, d> Q[stages];
   TmaTile<scalar, Br, dv> dO[stages];
-  PassedP P[stages];
-  RowSums sums[stages];
-  Barrier K_full, V_full, Q_full[stages], Q_empty[stages], dO_full[stages], dO_empty[stages];
+  RegisterTile<Br> P[stages];
+  RowSums<Br> sums[stages];
+  Pipeline<1> K_pipeline, V_pipeline;
+  Pipeline<stages> Q_pipeline, dO_pipeline;
   Barrier P_full[stages][warps];  // what a warp reads one other has written
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  init_barrier(shared.K_full, 1);
-  init_barrier(shared.V_full, 1);
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.Q_full[i], 2);  // Q, and the row sums
-    // Each thread that has read row sums or P, or written P, as in wgmma_two_pass_columns.cu.
-    init_barrier(shared.Q_empty[i], consuming_threads);
-    init_barrier(shared.dO_full[i], 1);
-    init_barrier(shared.dO_empty[i], consumers);
-    for (int warp = 0; warp < warps; ++warp) init_barrier(shared.P_full[i][warp], warp_size);
-  }
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.K_pipeline.init(1);
+  shared.V_pipeline.init(1);
+  // As in wgmma_two_pass_columns.cu: each thread has read row sums or P, or written P.
+  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.dO_pipeline.init(consumers);
+  for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
 }
 
-// What the producer's one thread does.
-__device__ __forceinline__ void produce(Shared& shared, const Work& work, const TensorMap& Q,
+// The producer's thread loads K and V and, tile by tile, Q, the row sums and dO.
+__device__ __forceinline__ void produce(Shared& shared, const Task& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
-                                        const RowSums* row_sums, int heads) {
-  if (work.first_row >= work.end_row) return;
-  load_async(shared.K, K, shared.K_full, work.first_key, work.kv_head, work.batch);
-  load_async(shared.V, V, shared.V_full, work.first_key, work.kv_head, work.batch);
-  PipelineState<stages> turn;
-  work.for_tiles(heads, [&](int head, int row, long long tile) {
-    const int i = turn.stage;
-    wait(shared.Q_empty[i], turn.phase ^ 1);
-    load_async(shared.Q[i], Q, shared.Q_full[i], row, head, work.batch);
-    arrive_expect_tx(shared.Q_full[i], sizeof(RowSums));
-    bulk_load(&shared.sums[i], row_sums + tile, sizeof(RowSums), shared.Q_full[i]);
-    wait(shared.dO_empty[i], turn.phase ^ 1);
-    load_async(shared.dO[i], dO, shared.dO_full[i], row, head, work.batch);
-    turn.advance();
+                                        const RowSums<Br>* row_sums) {
+  if (task.first_row >= task.end_row) return;
+  load_async(shared.K, K, shared.K_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
+  load_async(shared.V, V, shared.V_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
+  PipelineState<stages> rows;
+  task.for_tiles([&](int head, int row, long long tile) {
+    Barrier& full = shared.Q_pipeline.acquire(rows);
+    load_async(shared.Q[rows.stage], Q, full, row, head, task.batch);
+    arrive_expect_tx(full, sizeof(RowSums<Br>));
+    bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
+    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows), row, head, task.batch);
+    rows.advance();
   });
 }
 
-// What the first warpgroup goes through, tile by tile.
+// The first warpgroup.
 struct ValueConsumer {
   Shared& shared;
   Own own;
   Scorer<float> scorer;
-  Sums<dv_width> dV;
-  PipelineState<stages> turn;
+  Sums<width> dV;
+  PipelineState<stages> rows;
 
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), own(0), scorer(scorer), dV() {}
 
-  // A tile. P of the last one here was read before the stage was filled again.
+  // A tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
-    const int i = turn.stage;
-    Sums<Br> S;
+    const auto& dO = shared.dO[rows.stage];
+    Sums<Br> S, PS;
     Operands<Br> P;
-    wait(shared.Q_full[i], turn.phase);
-    begin_scores<d_width>(S, shared.K, shared.Q[i], 0);
+    shared.Q_pipeline.wait(rows);
+    begin_scores(shared.K, shared.Q[rows.stage], S);
     wgmma_wait_group<0>(S);
-    if constexpr (has_score_mod) {
-      Sums<Br> slopes;
-      own.compute_P_and_slopes(S, slopes, shared.sums[i], scorer, pair);
-      shared.P[i].write(slopes);
-    } else {
-      own.compute_P(S, shared.sums[i], scorer.scale * log2e);
-      own.mask(S, pair);
-      shared.P[i].write(S);
-    }
-    arrive(shared.P_full[i][own.warp]);
-    arrive(shared.Q_empty[i]);
-    pack_operands(S, P);
-    wait(shared.dO_full[i], turn.phase);
-    begin_sums(dV, P, shared.dO[i]);
+    own.compute_P(S, PS, shared.sums[rows.stage], scorer, pair);
+    shared.P[rows.stage].write(PS);
+    arrive(shared.P_full[rows.stage][own.warp]);
+    shared.Q_pipeline.arrive(rows);
+    pack_operands<scalar>(S, P);
+    shared.dO_pipeline.wait(rows);
+    begin_output(dO, P, dV);
     wgmma_wait_group<0>(dV);
-    if (own.leads()) arrive(shared.dO_empty[i]);
-    turn.advance();
+    shared.dO_pipeline.release(rows);
+    rows.advance();
   }
 };
 
-// What the second goes through.
+// The second warpgroup.
 struct KeyConsumer {
   Shared& shared;
   Own own;
-  Sums<d_width> dK;
-  PipelineState<stages> turn;
+  Sums<depth> dK;
+  PipelineState<stages> rows;
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
-  // A tile.
+  // A tile of rows.
   __device__ __forceinline__ void advance() {
-    const int i = turn.stage;
-    Sums<Br> P, dP;
+    const auto& Q = shared.Q[rows.stage];
+    Sums<Br> PS, dP;
     Operands<Br> dS;
-    wait(shared.dO_full[i], turn.phase);
-    begin_scores<dv_width>(dP, shared.V, shared.dO[i], 0);
-    wait(shared.P_full[i][own.warp], turn.phase);  // and with it Q and the row sums are there
-    shared.P[i].read(P);
+    shared.dO_pipeline.wait(rows);
+    begin_scores(shared.V, shared.dO[rows.stage], dP);
+    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are there then
+    shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
-    if (own.leads()) arrive(shared.dO_empty[i]);
-    own.compute_dS(P, dP, shared.sums[i]);
-    pack_operands(dP, dS);
-    begin_sums(dK, dS, shared.Q[i]);
+    shared.dO_pipeline.release(rows);
+    own.compute_dS(PS, dP, shared.sums[rows.stage]);
+    pack_operands<scalar>(dP, dS);
+    begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
-    arrive(shared.Q_empty[i]);
-    turn.advance();
+    shared.Q_pipeline.arrive(rows);
+    rows.advance();
   }
 };
 
@@ -131,36 +125,35 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
+    const RowSums<Br>* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Work work = find_work(sizes, kv_heads, group);
+  const Task task = key_tile<Br, Bc>(sizes, kv_heads, group, heads);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_to_consumers();
+    decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())
-      produce(shared, work, Q_map, K_map, V_map, dO_map, row_sums, heads);
+      produce(shared, task, Q_map, K_map, V_map, dO_map, row_sums);
     return;
   }
-  take_from_producer();
-  const bool any = work.first_row < work.end_row;
+  increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const RepairKeys repair = {work.extent, Q,          K,
-                             V,           dO,         {row_sums, work.batch, heads, work.extent.M},
-                             scorer,      work.batch, work.kv_head};
+  const StatsOfTiles<Br> stats = {row_sums, task.batch, heads, task.extent.M};
+  const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
+      task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
+  const bool any = task.first_row < task.end_row;
   if (warpgroup == of_dV) {
     ValueConsumer values(shared, scorer);
-    if (any) wait(shared.K_full, 0);
-    work.for_tiles(heads, [&](int, int row, long long) {
-      values.advance({work.extent, row, work.first_key});
-    });
-    store_or_repair<true>(values.dV, dV, values.own, work, repair);
+    if (any) shared.K_pipeline.wait();
+    task.for_tiles(
+        [&](int, int row, long long) { values.advance({task.extent, row, task.first_key}); });
+    store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);
-    if (any) wait(shared.V_full, 0);
-    work.for_tiles(heads, [&](int, int, long long) { keys.advance(); });
-    store_or_repair<false>(keys.dK, dK, keys.own, work, repair);
+    if (any) shared.V_pipeline.wait();
+    task.for_tiles([&](int, int, long long) { keys.advance(); });
+    store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }
 }

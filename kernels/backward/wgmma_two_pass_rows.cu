@@ -7,12 +7,13 @@
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bk, stages, d, dv, causal, windowed, threads, shared_bytes
-#include <ptx/opaque.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <attention/score.cuh>
 #include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/row_sums.cuh>
+#include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
 
+constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 constexpr int own_rows = consumers * warpgroup_rows;
 
 struct Shared {
@@ -20,37 +21,34 @@ struct Shared {
   TmaTile<scalar, own_rows, dv> dO;
   TmaTile<scalar, Bk, d> K[stages];
   TmaTile<scalar, Bk, dv> V[stages];
-  Barrier Q_full, dO_full, K_full[stages], V_full[stages], empty[stages];
+  Pipeline<1> Q_pipeline, dO_pipeline;
+  Pipeline<stages, 2> pipeline;  // K, then V
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bk % step == 0, "tiles are made of whole products");
-static_assert(threads == (consumers + 1) * warpgroup_size, "one warpgroup more, for the producer");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-__device__ __forceinline__ void make_barriers(Shared& shared) {
-  init_barrier(shared.Q_full, 1);
-  init_barrier(shared.dO_full, 1);
-  for (int i = 0; i < stages; ++i) {
-    init_barrier(shared.K_full[i], 1);
-    init_barrier(shared.V_full[i], 1);
-    init_barrier(shared.empty[i], consumers);
-  }
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.Q_pipeline.init(1);
+  shared.dO_pipeline.init(1);
+  shared.pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// What the producer's one thread does.
-__device__ __forceinline__ void produce(Shared& shared, const RowTile& work, const TensorMap& Q,
+// The producer's thread loads Q and dO and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int kv_head) {
-  if (work.kv_begin >= work.kv_end) return;
-  load_async(shared.Q, Q, shared.Q_full, work.row, work.head, work.batch);
-  load_async(shared.dO, dO, shared.dO_full, work.row, work.head, work.batch);
-  PipelineState<stages> turn;
-#pragma unroll 1  // it has few registers
-  for (int first_key = work.kv_begin; first_key < work.kv_end; first_key += Bk, turn.advance()) {
-    const int i = turn.stage;
-    wait(shared.empty[i], turn.phase ^ 1);
-    load_async(shared.K[i], K, shared.K_full[i], first_key, kv_head, work.batch);
-    load_async(shared.V[i], V, shared.V_full[i], first_key, kv_head, work.batch);
+  if (task.kv_begin >= task.kv_end) return;
+  load_async(shared.Q, Q, shared.Q_pipeline.acquire(), task.row, task.head, task.batch);
+  load_async(shared.dO, dO, shared.dO_pipeline.acquire(), task.row, task.head, task.batch);
+  PipelineState<stages> keys;
+#pragma unroll 1  // the producer has few registers
+  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bk, keys.advance()) {
+    load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), first_key, kv_head,
+               task.batch);
+    load_async(shared.V[keys.stage], V, shared.pipeline.full[1][keys.stage], first_key, kv_head,
+               task.batch);
   }
 }
 
@@ -59,24 +57,6 @@ struct OwnRows {
   int first;  // of them
   float lse2[2], delta[2];
 };
-
-// S becomes P = 2^(S * scale2 - lse2).
-__device__ __forceinline__ void compute_P(Sums<Bk>& S, const OwnRows& rows, float scale2) {
-#pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) S[i] = exp2f(S[i] * scale2 - rows.lse2[i / 2 % 2]);
-}
-
-// For modified scores: S becomes P, and `slopes` the slopes.
-__device__ __forceinline__ void compute_P_and_slopes(Sums<Bk>& S, Sums<Bk>& slopes,
-                                                     const OwnRows& rows,
-                                                     const Scorer<float>& scorer) {
-#pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) {
-    const auto [score, slope] = scorer.with_slope(S[i]);
-    S[i] = exp2f(score * log2e - rows.lse2[i / 2 % 2]);
-    slopes[i] = slope;
-  }
-}
 
 // Sets P of masked pairs to 0. The mask depends only on how far a key is ahead of a row, which is
 // why it is written out here: Extent::sees would compare each pair anew.
@@ -92,49 +72,53 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// dP becomes dS = P * (dP - delta), without the scale.
-__device__ __forceinline__ void compute_dS(const Sums<Bk>& P, Sums<Bk>& dP, const OwnRows& rows) {
+// S becomes P = 2^(S * scale2 - lse2) times the slope of the modification.
+__device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
+                                           const Scorer<float>& scorer, const RowTile& task,
+                                           int first_key, const Extent& extent) {
+  Sums<Bk> slopes;
 #pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) dP[i] = P[i] * (dP[i] - rows.delta[i / 2 % 2]);
+  for (int i = 0; i < Bk / 2; ++i) {
+    const auto [exponent, slope] = scorer.exponent_with_slope(S[i]);
+    S[i] = exp2f(exponent - rows.lse2[i / 2 % 2]);
+    slopes[i] = slope;
+  }
+  if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
+#pragma unroll
+  for (int i = 0; i < Bk / 2; ++i) S[i] = score_gradient(S[i], 1.0f, slopes[i]);
 }
 
-// What a warpgroup of consumers does.
-__device__ __forceinline__ void consume(Shared& shared, const RowTile& work, int warpgroup,
-                                        const OwnRows& rows, Sums<d_width>& dQ,
-                                        const Extent& extent, const Scorer<float>& scorer) {
-  if (work.kv_begin >= work.kv_end) return;
-  PipelineState<stages> turn;
-  wait(shared.Q_full, 0);
-  wait(shared.dO_full, 0);
+// dP becomes dS = PS * (dP - delta), without the scale.
+__device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows) {
+#pragma unroll
+  for (int i = 0; i < Bk / 2; ++i) dP[i] = PS[i] * (dP[i] - rows.delta[i / 2 % 2]);
+}
+
+// A warpgroup of consumers sums dQ.
+__device__ __forceinline__ void consume(Shared& shared, const RowTile& task, int warpgroup,
+                                        const OwnRows& rows, Sums<depth>& dQ, const Extent& extent,
+                                        const Scorer<float>& scorer) {
+  if (task.kv_begin >= task.kv_end) return;
+  PipelineState<stages> keys;
+  shared.Q_pipeline.wait();
+  shared.dO_pipeline.wait();
 #pragma unroll 1
-  for (int first_key = work.kv_begin; first_key < work.kv_end; first_key += Bk, turn.advance()) {
-    const int i = turn.stage;
+  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bk, keys.advance()) {
+    const auto& K = shared.K[keys.stage];
     Sums<Bk> S, dP;
     Operands<Bk> dS;
-    wait(shared.K_full[i], turn.phase);
-    begin_scores<d_width>(S, shared.Q, shared.K[i], warpgroup);
-    wait(shared.V_full[i], turn.phase);
-    begin_scores<dv_width>(dP, shared.dO, shared.V[i], warpgroup);
+    shared.pipeline.wait(keys);
+    begin_scores(shared.Q, K, S, warpgroup * warpgroup_rows);
+    shared.pipeline.wait(keys, 1);
+    begin_scores(shared.dO, shared.V[keys.stage], dP, warpgroup * warpgroup_rows);
     wgmma_wait_group<1>(S);
-    const bool masked = extent.is_masked(work.row, own_rows, first_key, Bk);
-    if constexpr (has_score_mod) {
-      Sums<Bk> slopes;
-      compute_P_and_slopes(S, slopes, rows, scorer);
-      if (masked) mask(S, rows, first_key, extent);
-      wgmma_wait_group<0>(dP);
-#pragma unroll
-      for (int j = 0; j < Bk / 2; ++j)
-        dP[j] = score_gradient(S[j], dP[j] - rows.delta[j / 2 % 2], slopes[j]);
-    } else {
-      compute_P(S, rows, scorer.scale * log2e);
-      if (masked) mask(S, rows, first_key, extent);
-      wgmma_wait_group<0>(dP);
-      compute_dS(S, dP, rows);
-    }
-    pack_operands(dP, dS);
-    begin_sums(dQ, dS, shared.K[i]);
+    compute_PS(S, rows, scorer, task, first_key, extent);
+    wgmma_wait_group<0>(dP);
+    compute_dS(S, dP, rows);
+    pack_operands<scalar>(dP, dS);
+    begin_output(K, dS, dQ);
     wgmma_wait_group<0>(dQ);
-    if (threadIdx.x % warpgroup_size == 0) arrive(shared.empty[i]);
+    shared.pipeline.release(keys);
   }
 }
 
@@ -142,43 +126,43 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums* row_sums, Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
+    const RowSums<Br>* row_sums, Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  if (threadIdx.x == 0) make_barriers(shared);
+  if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int row_tiles = cdiv(sizes.M, own_rows);
   const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
   const Extent extent = extent_of(sizes, batch);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
-  const RowTile work =
+  const RowTile task =
       row_tile<own_rows, Bk>(extent, (row_tiles - 1 - tile) * own_rows, head, batch);
-  const int kv_head = work.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const int kv_head = task.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
-    give_to_consumers();
+    decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())
-      produce(shared, work, Q_map, K_map, V_map, dO_map, kv_head);
+      produce(shared, task, Q_map, K_map, V_map, dO_map, kv_head);
     return;
   }
-  take_from_producer();
+  increase_registers<consumer_registers>();
   const int lane = threadIdx.x % warp_size;
-  const int first = work.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
+  const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
   OwnRows rows = {first + lane / 4};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = rows.first + half * 8;
-    const RowSums* sums = row_sums + tile_of(work.batch, work.head, heads, row, extent.M);
+    const RowSums<Br>* sums = row_sums + tile_of<Br>(task.batch, task.head, heads, row, extent.M);
     rows.lse2[half] = row < extent.M ? sums->lse2[row % Br] : infinity;
     rows.delta[half] = row < extent.M ? sums->delta[row % Br] : 0;
   }
-  Sums<d_width> sums = {};
-  consume(shared, work, warpgroup, rows, sums, extent, scorer);
+  Sums<depth> sums = {};
+  consume(shared, task, warpgroup, rows, sums, extent, scorer);
   if (all_finite(sums)) {
     store_gradient<d>(sums, scale, first, dQ, batch, head, extent.M, lane);
   } else {
-    const Repair<d, dv, scalar, StatsOfTiles> repair = {
+    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, scorer, batch, kv_head};
-    repair.rows<d_width>(dQ, head, first, first + step, 0);
+    repair.rows<depth>(dQ, head, first, first + step, 0);
   }
 }

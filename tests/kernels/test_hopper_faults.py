@@ -38,8 +38,7 @@ HEADERS = {
     "tma_tile.cuh": "wgmma",
     "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
-    "gradient_warpgroups.cuh": "wgmma_two_pass",
-    "last_block.cuh": "wgmma_columns",
+    "add_dQ.cuh": "wgmma_columns",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
 # For files of their own above d = 128.
@@ -48,7 +47,7 @@ WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "caus
 AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
 AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Registers written since the last wait must be announced to a device's products alone.
-ANNOUNCES_REGISTERS = "own_keys = parts == 1 ? own.warpgroup : 0;\n    wgmma_fence();"
+ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
     "repair_gradients.cuh": ("return __all_sync(full_warp, finite);", "return true;"),

@@ -2,37 +2,38 @@
 // A block that owns Bc keys and goes through tiles of Br rows, transposed: a thread has two keys of
 // each tile, and two of each 8 rows.
 
-#include <ptx/opaque.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <attention/score.cuh>
-#include <tile/block_copy.cuh>
-#include <tile/tensor.cuh>
 #include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/row_sums.cuh>
+#include <ptx/opaque.cuh>
 
 // A block's keys, and the tiles of rows that see some of them, in each head of the group.
-struct Work {
+template <int Br, int Bc>
+struct KeyTile {
   Extent extent;
-  int first_key, kv_head, batch, first_row, end_row, group;
+  int first_key, kv_head, batch, first_row, end_row, group, heads;
 
   // body(head, first row, number of the tile) for each tile.
   template <class Body>
-  __device__ __forceinline__ void for_tiles(int heads, Body body) const {
+  __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int row = first_row; row < end_row; row += Br)
-        body(head, row, tile_of(batch, head, heads, row, extent.M));
+        body(head, row, tile_of<Br>(batch, head, heads, row, extent.M));
     }
   }
 };
 
-__device__ __forceinline__ Work find_work(const Sizes& sizes, int kv_heads, int group) {
+template <int Br, int Bc>
+__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, int kv_heads, int group,
+                                                    int heads) {
   // With a causal mask the first keys have the most rows.
   const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
   const Extent extent = extent_of(sizes, batch);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  return {extent, first_key, kv_head, batch, first_row, end_row, group};
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, heads};
 }
 
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
@@ -42,26 +43,35 @@ struct Own {
   __device__ __forceinline__ Own(int warpgroup)
       : warpgroup(warpgroup), warp(threadIdx.x / warp_size % 4), lane(threadIdx.x % warp_size) {}
 
-  __device__ __forceinline__ bool leads() const { return threadIdx.x % warpgroup_size == 0; }
   __device__ __forceinline__ int first_key() const {
     return opaque(warpgroup * warpgroup_rows + warp * step);
   }
   __device__ __forceinline__ int key() const { return first_key() + opaque(lane) / 4; }
   __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
 
-  // S^T becomes P^T = 2^(S^T * scale2 - lse2).
-  __device__ __forceinline__ void compute_P(Sums<Br>& S, const RowSums& sums, float scale2) const {
+  // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
+  template <int Br, int Bc>
+  __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
+                                            const Scorer<float>& scorer,
+                                            const TilePair<Br, Bc>& pair) const {
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        S[n * 4 + e] = exp2f(S[n * 4 + e] * scale2 - (e % 2 ? lse2.y : lse2.x));
+      for (int e = 0; e < 4; ++e) {
+        const auto [exponent, slope] = scorer.exponent_with_slope(S[n * 4 + e]);
+        S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
+        PS[n * 4 + e] = slope;
+      }
     }
+    mask(S, pair);
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) PS[i] = score_gradient(S[i], 1.0f, PS[i]);
   }
 
   // Sets P of masked pairs to 0. The mask depends only on how far the key is ahead of the row,
   // which is why it is written out here: Extent::sees would compare each pair anew.
+  template <int Br, int Bc>
   __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
     const Extent& extent = pair.extent;
     if (pair.first_key + Bc <= extent.N && pair.sees_all()) return;
@@ -78,46 +88,29 @@ struct Own {
     }
   }
 
-  // dP^T becomes dS^T = P^T * (dP^T - delta), without the scale.
-  __device__ __forceinline__ void compute_dS(const Sums<Br>& P, Sums<Br>& dP,
-                                             const RowSums& sums) const {
+  // dP^T becomes dS^T = PS^T * (dP^T - delta), without the scale.
+  template <int Br>
+  __device__ __forceinline__ void compute_dS(const Sums<Br>& PS, Sums<Br>& dP,
+                                             const RowSums<Br>& sums) const {
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        dP[n * 4 + e] = P[n * 4 + e] * (dP[n * 4 + e] - (e % 2 ? delta.y : delta.x));
+        dP[n * 4 + e] = PS[n * 4 + e] * (dP[n * 4 + e] - (e % 2 ? delta.y : delta.x));
     }
-  }
-
-  // For modified scores: S^T becomes P^T, and `slopes` P^T * slope, 0 where P^T is 0.
-  __device__ __forceinline__ void compute_P_and_slopes(Sums<Br>& S, Sums<Br>& slopes,
-                                                       const RowSums& sums,
-                                                       const Scorer<float>& scorer,
-                                                       const TilePair<Br, Bc>& pair) const {
-#pragma unroll
-    for (int i = 0; i < Br / 2; ++i) {
-      const auto [score, slope] = scorer.with_slope(S[i]);
-      S[i] = exp2f(score * log2e - sums.lse2[i / 4 * 8 + row() + i % 2]);
-      slopes[i] = slope;
-    }
-    mask(S, pair);
-#pragma unroll
-    for (int i = 0; i < Br / 2; ++i) slopes[i] = score_gradient(S[i], 1.0f, slopes[i]);
   }
 };
 
-using RepairKeys = Repair<d, dv, scalar, StatsOfTiles>;
-
 // Stores the warp's 16 keys of dK or dV, or computes them again if they are not finite.
-template <bool of_V, int count>
+template <bool of_V, int count, class Task, int d, int dv, class Stats>
 __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<scalar> gradient,
-                                                const Own& own, const Work& work,
-                                                const RepairKeys& repair) {
-  const int first = work.first_key + own.first_key();
+                                                const Own& own, const Task& task,
+                                                const Repair<d, dv, scalar, Stats>& repair) {
+  const int first = task.first_key + own.first_key();
   if (all_finite(sums))
     store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, first, gradient,
-                                  work.batch, work.kv_head, work.extent.N, own.lane);
+                                  task.batch, task.kv_head, task.extent.N, own.lane);
   else
-    repair.keys<of_V, of_V ? dv : d>(gradient, work.group, first, first + step, 0);
+    repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
 }

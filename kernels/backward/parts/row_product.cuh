@@ -17,7 +17,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 }
 
 // rowsum(dO * O) of a row, for all of its lanes; 0 for one that is not there.
-template <int lanes>
+template <int dv, int lanes>
 __device__ __forceinline__ float row_product(const Tensor<const scalar>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,
                                              int row, bool is_there) {

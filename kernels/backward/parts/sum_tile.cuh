@@ -3,23 +3,21 @@
 
 #include <backward/parts/row_product.cuh>
 #include <backward/parts/row_sums.cuh>
-#include <tile/tensor.cuh>
 
-constexpr int lanes = 8;  // for each row
-static_assert(threads % warp_size == 0 && Br % (threads / lanes) == 0, "rows in whole turns");
-
+template <int dv, int threads, int Br>
 __device__ __forceinline__ void sum_tile(Tensor<const scalar> O, Tensor<const scalar> dO,
-                                         Tensor<const real> lse, RowSums& sums, int tile, int head,
-                                         int batch, int M) {
+                                         Tensor<const real> lse, RowSums<Br>& sums, int tile,
+                                         int head, int batch, int M) {
+  constexpr int lanes = 8, together = threads / lanes;  // lanes of a row, rows at a time
+  static_assert(threads % warp_size == 0 && Br % together == 0, "each time a whole number of rows");
 #pragma unroll
-  for (int i = 0; i < Br; i += threads / lanes) {
+  for (int i = 0; i < Br; i += together) {
     const int own = i + threadIdx.x / lanes, row = tile * Br + own;
-    const float sum = row_product<lanes>(O, dO, batch, head, row, row < M);
+    const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);
     if (threadIdx.x % lanes == 0) {
-      const float own_lse = row < M ? *lse.row(batch, head, row) : -infinity;
-      const bool counts = own_lse != -infinity;
-      sums.lse2[own] = counts ? own_lse * log2e : infinity;
-      sums.delta[own] = counts ? sum : 0.0f;
+      const RowStats stats = row_stats(row < M ? *lse.row(batch, head, row) : -infinity, delta);
+      sums.lse2[own] = stats.lse2;
+      sums.delta[own] = stats.delta;
     }
   }
 }

@@ -47,6 +47,12 @@ struct Scorer {
   __device__ __forceinline__ Scored<T> with_slope(T product) const {
     return modified(product * scale);
   }
+  // The same with the score as an exponent of two.
+  __device__ __forceinline__ Scored<T> exponent_with_slope(T product) const {
+    if constexpr (!has_score_mod) return {product * (scale * T(log2e)), T(1)};
+    const auto [score, slope] = with_slope(product);
+    return {score * T(log2e), slope};
+  }
 
   // Kernels on tensor cores take exponents of two, exp2(x * scale2 - maximum), and fold the scale
   // into scale2: x is the product, with the sign of the scale so that maxima stay maxima, or the

@@ -36,18 +36,23 @@ struct Pipeline {
 
   // The producer waits until the stage is empty, and gets the barrier that its load completes. The
   // first round waits for nothing.
-  __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state) {
+  __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state = {}) {
     ::wait(empty[state.stage], state.phase ^ 1);
     return full[0][state.stage];
   }
 
   // Consumers wait until the stage, or a part of it, is full.
-  __device__ __forceinline__ void wait(PipelineState<stages> state, int part = 0) {
+  __device__ __forceinline__ void wait(PipelineState<stages> state = {}, int part = 0) {
     ::wait(full[part][state.stage], state.phase);
+  }
+
+  // A thread has read the stage.
+  __device__ __forceinline__ void arrive(PipelineState<stages> state) {
+    ::arrive(empty[state.stage]);
   }
 
   // A warpgroup has read the stage; its first thread says so.
   __device__ __forceinline__ void release(PipelineState<stages> state) {
-    if (threadIdx.x % warpgroup_size == 0) arrive(empty[state.stage]);
+    if (threadIdx.x % warpgroup_size == 0) arrive(state);
   }
 };

@@ -1,0 +1,116 @@
+#pragma once
+// dQ = dS K of each tile, summed in memory. A warpgroup leaves its part in shared memory to a warp
+// that has the copy engine add it, and goes on. The last block of a key head finishes dQ of the
+// heads that share it: the sums are still in L2 then, and the products of other heads go on
+// meanwhile. For long sequences a launch of its own does it: many multiprocessors would wait.
+
+#include <backward/parts/finish_dQ.cuh>
+#include <backward/parts/own_keys.cuh>
+#include <ptx/named_barrier.cuh>
+#include <ptx/stmatrix.cuh>
+
+// Named barriers: a warpgroup's part is there; it was read; all additions of the block have ended.
+__device__ __forceinline__ int dQ_full(int warpgroup) {
+  return 3 + warpgroup;
+}
+__device__ __forceinline__ int dQ_empty(int warpgroup) {
+  return 3 + consumers + warpgroup;
+}
+constexpr int sums_left = 3 + 2 * consumers;
+constexpr int adding_threads = warpgroup_size + warp_size;
+constexpr int leaving_threads = consumers * adding_threads;
+
+// Writes the warp's columns of dS, whose transpose these operands are.
+template <int Br, int Bc>
+__device__ __forceinline__ void store_dS(const Operands<Br>& operands, TmaTile<scalar, Br, Bc>& dS,
+                                         const Own& own) {
+  const int lane = opaque(own.lane), chunk = own.first_key() / 8 + lane / 8 % 2;
+#pragma unroll
+  for (int i = 0; i < Br / step; ++i)
+    store_matrices_transposed(dS.at(i * step + lane % 8 + lane / 16 * 8, chunk), operands[i]);
+}
+
+// Begins dQ = dS K of 64 rows from first_row on, `keys` keys from first_key on, and columns of K
+// from a box on.
+template <int keys, int Br, int Bc, int d, int count>
+__device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
+                                         const TmaTile<scalar, Bc, d>& K, float (&dQ)[count],
+                                         int first_row, int first_key, int first_box) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < keys / step; ++k)
+    multiply_columns<scalar>(
+        dQ, by_rows(dS.box[k / 4 + first_key / 64][first_row]) + k % 4 * wgmma_bytes,
+        by_columns(K.box[first_box][first_key], Bc) + k * step * box_row_bytes, k > 0);
+  wgmma_commit_group();
+}
+
+// Leaves a part of dQ, which begins with number `first` of the registers, to the warp that adds it.
+template <int columns, int count>
+__device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<columns>& part,
+                                        int warpgroup, int first = 0) {
+  barrier_sync(dQ_empty(warpgroup), adding_threads);
+  part.write(dQ, first);
+  fence_proxy_async();
+  barrier_arrive(dQ_full(warpgroup), adding_threads);
+}
+
+// What a warp does for a warpgroup: it has parts `first` … `end` - 1 of dQ of each tile added to
+// the sums in memory.
+template <class Parts, class Task>
+__device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
+                                       RegisterTile<Parts::width>* dQ_sum, const Task& task,
+                                       int warpgroup, int first, int end) {
+  const bool elected = elect_one();
+  task.for_tiles([&](int, int, long long tile) {
+#pragma unroll 1
+    for (int i = first; i < end; ++i) {
+      barrier_arrive(dQ_empty(warpgroup), adding_threads);
+      barrier_sync(dQ_full(warpgroup), adding_threads);
+      if (elected) {
+        bulk_add(&dQ_sum[tile * Parts::count + i].fours[0][0].x, &part.fours[0][0].x,
+                 sizeof part / sizeof(float));
+        bulk_commit_group();
+        bulk_wait_group_read();
+      }
+      __syncwarp();  // before another thread says that there is room
+    }
+  });
+}
+
+// Whether a thread is the last of `all` that come here. It then sees what the others wrote before.
+__device__ __forceinline__ bool is_last(int& count, int all) {
+  __threadfence();
+  const bool last = atomicAdd(&count, 1) == all - 1;
+  __threadfence();
+  return last;
+}
+
+// The end of a warp that adds.
+__device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
+  if (elect_one()) {
+    bulk_wait_group();
+    was_last = is_last(count, all);
+  }
+  __syncwarp();
+  barrier_arrive(sums_left, leaving_threads);
+}
+
+// The block's consumers finish dQ warp by warp, the loads of two pieces under way together.
+template <int Br, int d, int dv>
+__device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
+  using Rows = Piece<Br, d, dv>;
+  constexpr int warps = consuming_threads / warp_size, parts = Rows::Parts::count;
+  const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
+  const auto piece = [&](int number) {
+    const int rest = number / Rows::in_part, head = rest / parts / tiles;
+    return Rows(in, head < group ? in.repair.kv_head * group + head : in.repair.stats.heads,
+                rest / parts % tiles, rest % parts, number % Rows::in_part);
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x / warp_size % warps; i < pieces; i += 2 * warps) {
+    const Rows one = piece(i), other = piece(i + warps);
+    one.finish(in);
+    other.finish(in);
+  }
+}

@@ -1,0 +1,15 @@
+#pragma once
+// What the forward pass left of a row: lse in powers of two, and delta. A row that sees no key has
+// infinity and 0, which make its P 0; an lse that is infinite otherwise comes with delta = NaN.
+
+#include <tile/math.cuh>
+
+struct RowStats {
+  float lse2 = infinity, delta = 0;
+
+  __device__ __forceinline__ bool sees_keys() const { return lse2 != infinity || delta != 0; }
+};
+
+__device__ __forceinline__ RowStats row_stats(float lse, float delta) {
+  return lse == -infinity ? RowStats{} : RowStats{lse * log2e, delta};
+}
