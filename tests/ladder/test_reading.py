@@ -64,8 +64,11 @@ def lines(text):
 def limit(name):
     """The most lines that a reader of one kernel is asked to read."""
     folder, kernel = name.split("/")
-    if kernel.startswith("wgmma"):
-        return 1100 if folder == "backward" else 900
+    is_gradient = folder == "backward"
+    if kernel.startswith("wgmma") or kernel == "finish_dQ":
+        return 1100 if is_gradient else 900
+    if kernel.startswith("mma"):
+        return 900 if is_gradient else 600
     return 264 if kernel == "fa2" else 600
 
 
