@@ -1,5 +1,6 @@
 """Short runs of soak.py, in processes of their own."""
 
+import os
 from functools import partial
 
 import pytest
@@ -20,7 +21,8 @@ def test_calls_are_right_after_ctrl_c():
 
 @pytest.mark.gpu
 def test_calls_from_many_threads_on_the_gpu(cuda):
-    assert "nothing has leaked" in soak("--backend", "cuda", "--calls", 3000)
+    shared = ["--shared"] if "PYTEST_XDIST_WORKER" in os.environ else []
+    assert "nothing has leaked" in soak("--backend", "cuda", "--calls", 3000, *shared)
 
 
 @pytest.mark.gpu
