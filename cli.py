@@ -124,7 +124,7 @@ def notes_to_stderr() -> None:
 @click.group(
     cls=Program,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, prog_name="cupyfa")
 @click.pass_context

@@ -15,16 +15,7 @@ from cupyfa import store
 from cupyfa.bench import peers, sweeps
 from cupyfa.bench.bench import bench as measure
 from cupyfa.bench.results import Measurement, Results
-from cupyfa.commands import WRONG
-from cupyfa.commands.options import (
-    backend_option,
-    format_option,
-    input_options,
-    kernels_argument,
-    problem_options,
-    progress_bar,
-    seed_option,
-)
+from cupyfa.commands import WRONG, options
 from cupyfa.commands.signals import take_time
 from cupyfa.errors import Unsupported
 from cupyfa.report.tables import measurements, render
@@ -39,14 +30,13 @@ DEFAULTS = {  # not printed
 }
 budget_option = click.option(
     "--budget",
-    type=click.FloatRange(0),
+    type=options.SECONDS,
     default=1.0,
-    show_default=True,
     help="Seconds for each kernel and problem.",
 )
 save_option = click.option(
     "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="Write all measurements to a JSON file, for `cupyfa compare`.",
 )
 sweep_option = click.option(
@@ -60,36 +50,35 @@ sweep_option = click.option(
 
 
 @click.command()
-@kernels_argument
-@problem_options()
-@input_options
+@options.kernels_argument
+@options.problem_options()
+@options.input_options
 @sweep_option
 @click.option("--tokens", type=click.IntRange(1), help="batch * M, instead of the batch.")
 @click.option("--width", type=click.IntRange(1), help="heads * d, instead of the heads.")
-@seed_option
+@options.seed_option
 @click.option("--hot", is_flag=True, help="Do not overwrite the caches before each launch.")
 @click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
 @budget_option
 @click.option(
     "--against",
     metavar="PEERS",
-    default="",
     help=f"Other libraries, where installed: {','.join(peers.NAMES)}.",
 )
 @click.option(
     "--patience",
-    type=click.FloatRange(0),
+    type=options.SECONDS,
     help="Skip a kernel if a smaller problem shows that it would take longer than these seconds.",
 )
 @click.option("--alone", is_flag=True, help="Measure a single kernel without comparison.")
 @save_option
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def bench(
     kernels: list[str],
     swept: tuple[str, ...],
     hot: bool,
-    against: str,
+    against: str | None,
     save: Path | None,
     backend: str,
     form: str,
@@ -107,7 +96,7 @@ def bench(
     if how["graph"] and engine.name == "simulator":
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
     sizes, constants = split(swept, how)
-    others = [name.strip() for name in against.split(",") if name.strip()]
+    others = [name.strip() for name in (against or "").split(",") if name.strip()]
     about = {
         "values": how["values"],
         "layout": how["layout"],
@@ -131,7 +120,7 @@ def bench(
 
     with (
         partial_results(partial(show, err=True)) as keep,
-        progress_bar("measuring") as progress,
+        options.progress_bar("measuring") as progress,
     ):
         rows = measure(
             kernels,
@@ -165,13 +154,11 @@ def partial_results(
             show(rows)
             is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
             why = "interrupted" if is_asked else "ended by an error"
-            click.echo(f"note: {why}; these are the measurements so far", err=True)
+            options.note(f"{why}; these are the measurements so far")
         raise
 
 
-def split(
-    swept: Sequence[str], options: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sizes and the constants among NAME=VALUES. Raises ValueError for names given twice."""
     sizes: dict[str, Any] = {}
     constants: dict[str, Any] = {}
@@ -180,9 +167,9 @@ def split(
         group = sizes if name in (*sweeps.AXES, "tokens", "width") else constants
         if name in group:
             raise ValueError(f"-p {name} is given twice; list its values in one")
-        if options.get(name) is not None:
+        if given.get(name) is not None:
             raise ValueError(
-                f"{name} is given twice, as {options[name]} and by -p {text}; leave one out"
+                f"{name} is given twice, as {given[name]} and by -p {text}; leave one out"
             )
         group[name] = values
     return sizes, constants

@@ -10,18 +10,7 @@ import click
 
 from cupyfa.analysis import caches
 from cupyfa.bench import sweeps
-from cupyfa.commands import UNSUPPORTED
-from cupyfa.commands.options import (
-    attention_options,
-    backend_option,
-    dtype_choice,
-    format_option,
-    given_sizes,
-    kernels_argument,
-    progress_bar,
-    refuse_foreign,
-    size_option,
-)
+from cupyfa.commands import UNSUPPORTED, options
 from cupyfa.ladder.lookup import operation_of
 from cupyfa.options import AttentionOptions
 from cupyfa.report.tables import render
@@ -46,7 +35,7 @@ def cache() -> None:
 
 
 @cache.command("list")
-@format_option
+@options.format_option
 def list_kinds(form: str) -> None:
     """List each kind of file: how many, their bytes, the newest, and the folder.
 
@@ -56,7 +45,7 @@ def list_kinds(form: str) -> None:
 
 
 @cache.command()
-@format_option
+@options.format_option
 def size(form: str) -> None:
     """Print the bytes of each kind, and of all kinds that only cupyfa uses."""
     sizes = {kind: caches.kept(kind).bytes for kind in caches.KINDS}
@@ -68,7 +57,7 @@ def size(form: str) -> None:
 @click.argument("kinds", nargs=-1, metavar="[KIND]...", type=_Kind(_OURS))
 @click.option("--cupy", is_flag=True, help="Also CuPy's files, which other programs use too.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed.")
-@format_option
+@options.format_option
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
     """Remove the files of these KINDs; by default of all but cupy.
 
@@ -78,20 +67,20 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
     removed = [caches.clear(kind, dry_run=dry_run) for kind in chosen]
     click.echo(render([x._asdict() for x in removed], form))
     if dry_run:
-        click.echo("note: nothing was removed", err=True)
+        options.note("nothing was removed")
     sys.exit(UNSUPPORTED if any(x.left for x in removed) and not dry_run else 0)
 
 
 @cache.command()
-@kernels_argument
-@click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, default=("float32",))
-@click.option("-d", "ds", default="64", show_default=True, help="Head dimensions, as 64,128.")
-@size_option("dv", type=click.IntRange(1))
+@options.kernels_argument
+@click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, default=("float32",))
+@click.option("-d", "ds", default="64", help="Head dimensions, as 64,128.")
+@options.size_option("dv", type=click.IntRange(1))
 @click.option("--group", type=click.IntRange(1), default=1, help="Query heads for each key head.")
-@attention_options
+@options.attention_options
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def warm(
     kernels: list[str],
     dtypes: tuple[str, ...],
@@ -109,21 +98,21 @@ def warm(
     Tiles are those of long sequences, of short ones, and of few queries or heads.
     """
     operations = {operation_of(name) for name in kernels}
-    refuse_foreign(operations, "ds", "dv", "group", "both", *given)
+    options.refuse_foreign(operations, "ds", "dv", "group", "both", *given)
     if given["causal"] and both:
         raise ValueError("--causal and --both say different things; leave one out")
-    options = AttentionOptions(**given_sizes(given))
-    masks = (None, "bottom-right") if both else (options.causal,)
+    base = AttentionOptions(**options.given_sizes(given))
+    masks = (None, "bottom-right") if both else (base.causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
     engine = backend_named(backend)
-    with progress_bar("compiling") as progress, engine.working_on(None):
+    with options.progress_bar("compiling") as progress, engine.working_on(None):
         done = caches.warm(
             engine,
             kernels,
             dtypes,
             sizes,
             dv=dv,
-            options=[replace(options, causal=mask) for mask in masks],
+            options=[replace(base, causal=mask) for mask in masks],
             group=group,
             progress=progress,
         )

@@ -10,16 +10,7 @@ from typing import Any
 
 import click
 
-from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG
-from cupyfa.commands.options import (
-    attention_options,
-    dtype_choice,
-    engine_options,
-    format_option,
-    kernels_argument,
-    progress_bar,
-    reruns_option,
-)
+from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG, options
 from cupyfa.commands.signals import take_time
 from cupyfa.ladder.lookup import record_named
 from cupyfa.options import Precision
@@ -35,12 +26,11 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 
 
 @click.command()
-@kernels_argument
+@options.kernels_argument
 @click.option(
     "--grid",
     type=click.Choice(list(GRIDS)),
     default="smoke",
-    show_default=True,
     help=" ".join(f"{name}: {what}." for name, what in GRIDS.items()),
 )
 @click.option(
@@ -50,17 +40,17 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     f"[default: all; of fuzz {FUZZ_SAMPLES}]",
 )
 @click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Of the drawn cases and the inputs.",
+    "--seed", type=click.IntRange(0), default=0, help="Of the drawn cases and the inputs."
 )
 @click.option(
-    "--dtype", "dtypes", multiple=True, type=dtype_choice, help="Instead of those of the grid."
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=options.dtype_choice,
+    help="Instead of those of the grid.",
 )
-@attention_options
-@reruns_option
+@options.attention_options
+@options.reruns_option
 @click.option(
     "--jobs",
     type=click.IntRange(0),
@@ -71,18 +61,16 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     default=60.0,
-    show_default=True,
     help="Seconds after which a running kernel has failed.",
 )
 @click.option(
     "--failures",
     type=click.Path(file_okay=False, path_type=Path),
     default="cupyfa-failures",
-    show_default=True,
     help="Folder for the files of failures, which `cupyfa replay` reads.",
 )
-@engine_options
-@format_option
+@options.engine_options
+@options.format_option
 def check(
     kernels: list[str],
     dtypes: tuple[str, ...],
@@ -104,7 +92,7 @@ def check(
     cores = len(os.sched_getaffinity(0))
     take_time()  # to print the results so far after a signal
     try:
-        with progress_bar("checking") as progress:
+        with options.progress_bar("checking") as progress:
             done = checking.check(
                 kernels,
                 dtypes=dtypes or None,
@@ -116,7 +104,7 @@ def check(
             )
     except checking.Interrupted as interrupted:
         _print(interrupted.checked, err=True)
-        click.echo("note: interrupted", err=True)
+        options.note("interrupted")
         cause = interrupted.__cause__
         sys.exit(cause.code if isinstance(cause, SystemExit) else INTERRUPTED)
     if form == "table":
@@ -131,7 +119,7 @@ def check(
             for tally in done.tallies
         ]
         click.echo(render(rows, form))
-        click.echo(f"note: {done}", err=True)
+        options.note(done)
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
 
 
@@ -139,7 +127,7 @@ def _print_precisions(names: Sequence[str]) -> None:
     """The kernels that compute float32 in a lower precision, which their error bounds follow."""
     for record in map(record_named, names):
         if record.float32_as and "float32" not in record.float32_as:
-            click.echo(f"note: {record.name} computes float32 in {record.float32_as[0]}", err=True)
+            options.note(f"{record.name} computes float32 in {record.float32_as[0]}")
 
 
 def _print(done: checking.Checked, *, err: bool = False) -> None:

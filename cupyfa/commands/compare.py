@@ -11,8 +11,7 @@ import click
 from cupyfa.bench.compare import compare as compared
 from cupyfa.bench.compare import differences
 from cupyfa.bench.results import Results
-from cupyfa.commands import WRONG
-from cupyfa.commands.options import format_option
+from cupyfa.commands import WRONG, options
 from cupyfa.report.tables import comparisons, render
 
 
@@ -42,7 +41,7 @@ class Percent(click.ParamType):
     metavar="PERCENT",
     help="Exit with 1 if a row of B is slower by more than this beyond the noise, or is missing.",
 )
-@format_option
+@options.format_option
 def compare(before: str, after: str, fail_slower: float | None, form: str) -> None:
     """Compare two files of `cupyfa bench --save`: A before, B after.
 
@@ -51,13 +50,13 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
     """
     old, new = Results.load(before), Results.load(after)
     for difference in differences(old, new):
-        click.echo(f"note: {difference}", err=True)
+        options.note(difference)
     found = compared(old, new)
     table = comparisons(found) if form == "table" else render([x.row() for x in found], form)
     click.echo(table)
     counts = Counter(one.verdict for one in found)
     if counts:
-        click.echo(f"note: {', '.join(f'{n} {x}' for x, n in counts.items())}", err=True)
+        options.note(f"{', '.join(f'{n} {x}' for x, n in counts.items())}")
     slower = [one for one in found if one.certain_slowdown > (fail_slower or 0)]
     gone = counts["WRONG"] + counts["only before"] + counts["not timed after"]
     if fail_slower is not None and (slower or gone):

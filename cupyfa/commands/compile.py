@@ -8,16 +8,7 @@ import click
 
 from cupyfa.analysis.resources import compile_launch, plans
 from cupyfa.analysis.tables import compilations, compiled_row
-from cupyfa.commands.options import (
-    attention_options,
-    dtype_choice,
-    format_option,
-    given_sizes,
-    kernels_argument,
-    progress_bar,
-    refuse_foreign,
-    size_option,
-)
+from cupyfa.commands import options
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import record_named
@@ -25,19 +16,18 @@ from cupyfa.options import AttentionOptions
 
 
 @click.command("compile")
-@kernels_argument
+@options.kernels_argument
 @click.option(
     "--arch",
     "arches",
     default=",".join(ARCHES),
-    show_default=True,
     help="Compute capabilities; those that a kernel does not support are skipped.",
 )
-@click.option("--dtype", "dtypes", multiple=True, type=dtype_choice, help="[default: all]")
-@size_option("d", type=click.IntRange(1), default=64, show_default=True)
-@size_option("dv", type=click.IntRange(1))
-@attention_options
-@format_option
+@click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, help="[default: all]")
+@options.size_option("d", type=click.IntRange(1), default=64)
+@options.size_option("dv", type=click.IntRange(1))
+@options.attention_options
+@options.format_option
 def compile_kernels(
     kernels: list[str],
     arches: str,
@@ -54,13 +44,13 @@ def compile_kernels(
     sm_90a is compiled for sm_90a.
     """
     chosen = [record_named(name) for name in kernels]
-    refuse_foreign({x.operation for x in chosen}, "d", "dv", *given)
-    options = AttentionOptions(**given_sizes(given))
-    wanted = dtypes or (("float32",) if options.precision else tuple(DTYPES))
+    options.refuse_foreign({x.operation for x in chosen}, "d", "dv", *given)
+    attention = AttentionOptions(**options.given_sizes(given))
+    wanted = dtypes or (("float32",) if attention.precision else tuple(DTYPES))
     architectures = [x.strip() for x in arches.split(",")]
-    planned = plans(chosen, architectures, wanted, d, dv, options)
+    planned = plans(chosen, architectures, wanted, d, dv, attention)
     rows = []
-    with progress_bar("compiling") as progress:
+    with options.progress_bar("compiling") as progress:
         for done, (plan, arch) in enumerate(planned):
             progress(done, len(planned), f"{plan.kernel.name} for sm_{arch}")
             rows += [compiled_row(plan, compile_launch(x, arch)) for x in plan.programs]

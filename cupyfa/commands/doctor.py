@@ -8,24 +8,23 @@ import click
 
 from cupyfa.analysis.doctor import doctor as examined
 from cupyfa.analysis.doctor import runs_on
-from cupyfa.commands import UNSUPPORTED
-from cupyfa.commands.options import format_option, progress_bar
+from cupyfa.commands import UNSUPPORTED, options
 from cupyfa.report.tables import render
 
 
 @click.command()
-@format_option
+@options.format_option
 def doctor(form: str) -> None:
     """Report versions, devices, caches, and whether a kernel compiles and runs.
 
     The exit code is 3 if neither a GPU nor the simulator can run kernels.
     """
-    with progress_bar("examining") as progress:
+    with options.progress_bar("examining") as progress:
         findings = examined(progress)
     rows = [x.row() for x in findings]
     if form == "table":
         rows = [{name: row[name] for name in ("thing", "state", "found")} for row in rows]
     click.echo(render(rows, form))
     places = runs_on(findings)
-    click.echo(f"note: cupyfa can run on: {', '.join(places) or 'nothing'}", err=True)
+    options.note(f"cupyfa can run on: {', '.join(places) or 'nothing'}")
     sys.exit(0 if places else UNSUPPORTED)

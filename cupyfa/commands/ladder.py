@@ -12,15 +12,8 @@ import click
 
 from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
-from cupyfa.commands import WRONG
+from cupyfa.commands import WRONG, options
 from cupyfa.commands.bench import budget_option, check_target, partial_results, save_option
-from cupyfa.commands.options import (
-    backend_option,
-    format_option,
-    given_options,
-    problem_options,
-    progress_bar,
-)
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.report import plots, publish
@@ -34,13 +27,11 @@ _PATIENCE = 5  # budgets
 
 @click.command()
 @click.option("--backward", is_flag=True, help="The gradients' rungs.")
-@problem_options(dtype="float16")
+@options.problem_options(dtype="float16")
 @budget_option
 @click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
 @click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file.",
+    "--plot", type=options.FILE, help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file."
 )
 @save_option
 @click.option(
@@ -49,8 +40,8 @@ _PATIENCE = 5  # budgets
     type=click.Path(dir_okay=False),
     help="Take the measurements of an earlier --save.",
 )
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def ladder(
     backward: bool,
     budget: float,
@@ -67,7 +58,9 @@ def ladder(
     The default problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
     float16, which most rungs take and for which the baseline uses tensor cores.
     """
-    if saved and (idle := given_options("backward", "budget", "backend", *(sizes.keys() - {"M"}))):
+    if saved and (
+        idle := options.given_options("backward", "budget", "backend", *(sizes.keys() - {"M"}))
+    ):
         names, has = ", ".join(idle.values()), "has" if len(idle) == 1 else "have"
         raise ValueError(f"--from measures nothing, so {names} {has} no effect; leave one out")
     check_target(save)
@@ -98,7 +91,7 @@ def ladder(
         plots.draw(results.rows, plot, publish.title(results, publish.problem_of(rows)))
     if readme:
         for page in publish.publish(source.ROOT, results, rows):
-            click.echo(f"note: wrote {page}", err=True)
+            options.note(f"wrote {page}")
     sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)
 
 
@@ -106,7 +99,7 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     """The notes of all rows, and the table of one length."""
     for row in results.rows:
         if row.note:
-            click.echo(f"note: {row.kernel} on {row.problem}: {row.note}", err=True)
+            options.note(f"{row.kernel} on {row.problem}: {row.note}")
     if form == "table":
         click.echo(f"{results.environment['device']}: {publish.problem_of(rows)}", err=err)
     click.echo(render(publish.rungs(rows), form), err=err)
@@ -131,7 +124,7 @@ def _measure(
     def show_partial(rows: list[Measurement]) -> None:
         show(Results(about, rows), M if M in {row.problem.M for row in rows} else None)
 
-    with partial_results(show_partial) as keep, progress_bar("measuring") as progress:
+    with partial_results(show_partial) as keep, options.progress_bar("measuring") as progress:
         rows = bench(
             names,
             backend=engine,

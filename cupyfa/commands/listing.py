@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.commands.options import DTYPE, backend_option, dtype_choice, format_option
+from cupyfa.commands import options
 from cupyfa.ladder import LADDER
 from cupyfa.planner.select import largest_d
 from cupyfa.report.tables import kernel_row, listing, render
@@ -15,12 +15,12 @@ from cupyfa.runtime.select import backend_named
 @click.command("list")
 @click.option(
     "--dtype",
-    type=dtype_choice,
-    show_default=DTYPE,
+    type=options.dtype_choice,
+    show_default=options.DTYPE,
     help="The dtype of the largest d.",
 )
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def list_kernels(dtype: str | None, backend: str, form: str) -> None:
     """List the kernels: what each adds, and what it can do."""
     limits = backend_named(backend).limits
@@ -31,7 +31,7 @@ def list_kernels(dtype: str | None, backend: str, form: str) -> None:
     ]
     click.echo(listing(rows) if form == "table" else render(rows, form))
     click.echo(
-        f"note: largest d for {dtype or DTYPE}, with the smallest tile, in the "
+        f"note: largest d for {dtype or options.DTYPE}, with the smallest tile, in the "
         f"{limits.shared_bytes:,} bytes of shared memory a block of {limits.device}",
         err=True,
     )

@@ -7,22 +7,17 @@ from typing import Any
 import click
 
 from cupyfa.analysis.memory import memory as footprints
-from cupyfa.commands.options import (
-    backend_option,
-    format_option,
-    problem_options,
-    progress_bar,
-)
+from cupyfa.commands import options
 from cupyfa.report.tables import render
 
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@problem_options()
+@options.problem_options()
 @click.option("--backward", is_flag=True, help="Gradients instead of the forward pass.")
 @click.option("--no-ncu", is_flag=True, help="Do not run Nsight Compute.")
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def memory(
     kernels: tuple[str, ...], backward: bool, no_ncu: bool, backend: str, form: str, **sizes: Any
 ) -> None:
@@ -39,7 +34,7 @@ def memory(
     peak             most memory allocated during a run, measured on a GPU
     DRAM             read and written by the kernels, measured by Nsight Compute
     """
-    with progress_bar("counting") as progress:
+    with options.progress_bar("counting") as progress:
         rows = footprints(
             kernels, backward=backward, backend=backend, ncu=not no_ncu, progress=progress, **sizes
         )

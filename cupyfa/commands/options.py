@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -39,30 +40,23 @@ _SIZES = {
     "d": ("-d", "Head dimension."),
     "dv": (None, "Value dimension.  [default: d]"),
 }
+SECONDS = click.FloatRange(0)
+FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="table",
-    show_default=True,
-    help="Of the output.",
+    "--format", "form", type=click.Choice(FORMATS), default="table", help="Of the output."
 )
 backend_option = click.option(
     "--backend",
     type=click.Choice(NAMES),
     default="auto",
-    show_default=True,
     help="auto is cuda if there is a GPU, else the simulator.",
 )
-seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs."
-)
+seed_option = click.option("--seed", type=click.IntRange(0), default=0, help="Of the inputs.")
 reruns_option = click.option(
     "--reruns",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="Further runs, whose results must be equal bit by bit.",
 )
 
@@ -116,10 +110,8 @@ class _Value(click.ParamType):
         self.name, self._parse = option.metavar or "TEXT", option.parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
         try:
-            return self._parse(value)
+            return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -129,7 +121,7 @@ def attention_options(command: Command) -> Command:
     for name, option in reversed(OPTIONS.items()):
         optional: dict[str, Any] = {"is_flag": False, "flag_value": option.flag}
         command = click.option(
-            f"--{name.replace('_', '-')}",
+            _long(name),
             type=click.Choice(option.choices) if option.choices else _Value(option),
             metavar=option.metavar,
             help=option.help,
@@ -138,12 +130,17 @@ def attention_options(command: Command) -> Command:
     return command
 
 
+def _long(name: str) -> str:
+    """The long option of a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command line, with a value for each option that may stand without one.
 
     Else such an option would take the next argument as its value, for example a kernel's name.
     """
-    flags = {f"--{name.replace('_', '-')}": x for name, x in OPTIONS.items() if x.flag}
+    flags = {_long(name): x for name, x in OPTIONS.items() if x.flag}
     following = [*arguments[1:], ""]
     return [
         f"{word}={flags[word].flag}"
@@ -156,7 +153,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 def size_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
     """The option of one size."""
     short, text = _SIZES[name]
-    long = f"--{name.replace('_', '-')}" if len(name) > 1 else None
+    long = _long(name) if len(name) > 1 else None
     attributes = {"type": click.IntRange(0), "help": text, **attributes}
     return click.option(*filter(None, (short, long)), name, **attributes)
 
@@ -167,9 +164,7 @@ def problem_options(
     """Sizes, dtype and options of one problem; those named in ``several`` may be repeated."""
 
     def decorate(command: Command) -> Command:
-        of_dtype: dict[str, Any] = {"default": dtype, "show_default": True}
-        if dtype is None:
-            of_dtype = {"help": f"[default: {usual}]"}
+        of_dtype: Any = {"default": dtype} if dtype else {"help": f"[default: {usual}]"}
         multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
         return _with(
             command,
@@ -183,22 +178,11 @@ def problem_options(
 
 def input_options(command: Command) -> Command:
     """Values and layout of the inputs."""
+    layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
     return _with(
         command,
-        click.option(
-            "--layout",
-            type=click.Choice(list(LAYOUTS)),
-            default="bhsd",
-            show_default=True,
-            help="Order of the axes in memory.",
-        ),
-        click.option(
-            "--values",
-            type=click.Choice(list(VALUES)),
-            default="normal",
-            show_default=True,
-            help="Distribution of the inputs.",
-        ),
+        click.option("--layout", type=layouts, default="bhsd", help="Order of the axes in memory."),
+        click.option("--values", type=values, default="normal", help="Distribution of the inputs."),
     )
 
 
@@ -300,6 +284,11 @@ def engine_named(backend: str, schedule: int | None) -> Backend:
     if not isinstance(engine, Simulator):
         raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
     return Simulator(schedule=schedule)
+
+
+def note(text: object) -> None:
+    """Prints a note, which is no data, on stderr."""
+    click.echo(f"note: {text}", err=True)
 
 
 @contextmanager

@@ -10,17 +10,7 @@ import click
 
 from cupyfa.analysis import profile as profiling
 from cupyfa.bench import sweeps
-from cupyfa.commands.options import (
-    backend_option,
-    format_option,
-    given_sizes,
-    input_options,
-    problem_of,
-    problem_options,
-    progress_bar,
-    seed_option,
-    tile_options,
-)
+from cupyfa.commands import options
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
@@ -31,9 +21,9 @@ from cupyfa.verify.case import Case
 
 @click.command()
 @click.argument("kernel")
-@problem_options()
-@input_options
-@seed_option
+@options.problem_options()
+@options.input_options
+@options.seed_option
 @click.option(
     "--tool",
     type=click.Choice(list(profiling.TOOLS)),
@@ -43,9 +33,9 @@ from cupyfa.verify.case import Case
     "--print", "only_print", is_flag=True, help="Print the command lines and do not run them."
 )
 @click.option("--once", is_flag=True, hidden=True, help="Run as the program that is profiled.")
-@backend_option
-@tile_options
-@format_option
+@options.backend_option
+@options.tile_options
+@options.format_option
 def profile(
     kernel: str,
     seed: int,
@@ -82,7 +72,7 @@ def profile(
         click.echo("\n".join(lines.values()) if form == "table" else table)
     if only_print:
         return
-    with progress_bar("profiling") as progress:
+    with options.progress_bar("profiling") as progress:
         run: Any = profiling.timeline if tool == "nsys" else profiling.profile
         rows = [x.row() for x in run(kernel, case, progress=progress, tiles=constants)]
     click.echo(render(rows, form))
@@ -90,7 +80,7 @@ def profile(
 
 def _problem(record: Kernel, seed: int, sizes: dict[str, Any]) -> Problem:
     """The problem of the given sizes, and the usual ones for the others."""
-    given = given_sizes(sizes)
+    given = options.given_sizes(sizes)
     dtype = sweeps.usual_dtype(record, precision=given.get("precision"))
     sizes = {**sweeps.USUAL[record.operation], "dtype": dtype, **given}
-    return problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})
+    return options.problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from cupyfa.commands import WRONG
-from cupyfa.commands.options import engine_options
+from cupyfa.commands import WRONG, options
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.check import replay as replayed
 from cupyfa.verify.failures import RIGHT, Outcome
@@ -17,7 +16,7 @@ from cupyfa.verify.failures import RIGHT, Outcome
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--kernel", help="Run this kernel instead of the one that failed.")
-@engine_options
+@options.engine_options
 def replay(file: Path, kernel: str | None, engine: Backend) -> None:
     """Run a failure of `cupyfa check` again on the inputs in its FILE.
 

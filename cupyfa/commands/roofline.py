@@ -13,16 +13,15 @@ from cupyfa.analysis.roofline import roofline as roofs_of
 from cupyfa.analysis.roofline_plot import draw_roofs
 from cupyfa.analysis.tables import roofs
 from cupyfa.bench.devices import DEVICES
-from cupyfa.commands import WRONG
+from cupyfa.commands import WRONG, options
 from cupyfa.commands.bench import check_target, split, sweep_option
-from cupyfa.commands.options import format_option, problem_options, progress_bar
 from cupyfa.report import plots
 from cupyfa.report.tables import render
 
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@problem_options(usual="float16, or the first that the kernels can do")
+@options.problem_options(usual="float16, or the first that the kernels can do")
 @sweep_option
 @click.option("--backward", is_flag=True, help="The gradients.")
 @click.option(
@@ -33,18 +32,10 @@ from cupyfa.report.tables import render
 )
 @click.option("--no-measure", is_flag=True, help="Do not measure kernels on this GPU.")
 @click.option(
-    "--budget",
-    type=click.FloatRange(0),
-    default=0.2,
-    show_default=True,
-    help="Seconds for each kernel that is measured.",
+    "--budget", type=options.SECONDS, default=0.2, help="Seconds for each kernel that is measured."
 )
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the roofline to an .svg or .png file.",
-)
-@format_option
+@click.option("--plot", type=options.FILE, help="Draw the roofline to an .svg or .png file.")
+@options.format_option
 def roofline(
     kernels: tuple[str, ...],
     swept: tuple[str, ...],
@@ -68,7 +59,7 @@ def roofline(
     several, constants = split(swept, sizes)
     if constants:
         raise ValueError(f"{', '.join(constants)} is no size; -p takes sizes and options")
-    with progress_bar("measuring") as progress:
+    with options.progress_bar("measuring") as progress:
         rows = roofs_of(
             kernels,
             device=device or "auto",

@@ -9,16 +9,7 @@ from typing import Any
 import click
 
 from cupyfa.bench.trial import trial
-from cupyfa.commands import WRONG
-from cupyfa.commands.options import (
-    engine_options,
-    format_option,
-    input_options,
-    problem_of,
-    problem_options,
-    reruns_option,
-    tile_options,
-)
+from cupyfa.commands import WRONG, options
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan, select
 from cupyfa.report.tables import render, trial_lines, trial_row
@@ -28,13 +19,13 @@ from cupyfa.verify.case import Case
 
 @click.command()
 @click.argument("kernel")
-@problem_options()
-@input_options
+@options.problem_options()
+@options.input_options
 @click.option("--seed", type=click.IntRange(0), help="Of sizes and inputs.  [default: random]")
-@reruns_option
-@engine_options
-@tile_options
-@format_option
+@options.reruns_option
+@options.engine_options
+@options.tile_options
+@options.format_option
 def run(
     kernel: str,
     engine: Backend,
@@ -54,14 +45,14 @@ def run(
     seed = random.randrange(2**31) if seed is None else seed
     record = None if kernel == "auto" else record_named(kernel)
     operation = record.operation if record else "forward"
-    case = Case(operation, problem_of(operation, record, seed, sizes), seed, values, layout)
+    case = Case(operation, options.problem_of(operation, record, seed, sizes), seed, values, layout)
     chosen = select(record or "auto", operation, case.problem, engine.limits)
     planned = plan(chosen, case.problem, engine.limits, **constants)
     try:
         with engine.working_on(None):
             result = trial(engine, planned, case.inputs(engine), reruns=reruns)
     except Exception:
-        click.echo(f"note: this was {case}", err=True)
+        options.note(f"this was {case}")
         raise
     if form == "table":
         click.echo(trial_lines(result, case, engine))

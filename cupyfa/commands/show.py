@@ -9,13 +9,7 @@ import click
 from cupyfa.analysis.resources import compile_launch, limits_of, ptx, sass
 from cupyfa.analysis.tables import compiled_row
 from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.commands.options import (
-    Command,
-    given_sizes,
-    problem_options,
-    refuse_foreign,
-    tile_options,
-)
+from cupyfa.commands import options
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan
 from cupyfa.planner.source import text
@@ -32,7 +26,7 @@ VIEWS = {
 _DEFAULTS = {"M": 1024, "d": 64}
 
 
-def view_options(command: Command) -> Command:
+def view_options(command: options.Command) -> options.Command:
     """A flag for each of VIEWS; with one name for all, two given flags would go unnoticed."""
     for name in reversed(VIEWS):
         command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
@@ -42,9 +36,9 @@ def view_options(command: Command) -> Command:
 @click.command()
 @click.argument("kernel")
 @view_options
-@click.option("--arch", default="90", show_default=True, help="Compute capability.")
-@problem_options()
-@tile_options
+@click.option("--arch", default="90", help="Compute capability.")
+@options.problem_options()
+@options.tile_options
 def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> None:
     """Show what KERNEL becomes: source text, plan, PTX, machine code or resources.
 
@@ -56,9 +50,9 @@ def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> Non
         raise ValueError(f"--{' and --'.join(views)} are {len(views)} views; ask for one at a time")
     view = views[0] if views else "resources"
     record = record_named(kernel)
-    refuse_foreign([record.operation], *sizes)
+    options.refuse_foreign([record.operation], *sizes)
     dtype = usual_dtype(record, precision=sizes["precision"])
-    given = {**_DEFAULTS, "dtype": dtype, **given_sizes(sizes)}
+    given = {**_DEFAULTS, "dtype": dtype, **options.given_sizes(sizes)}
     if record.operation == "softmax":
         problem = Problem.of_row_sizes(given["M"], given.get("N", given["M"]), given["dtype"])
     else:

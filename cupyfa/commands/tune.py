@@ -11,14 +11,7 @@ import click
 
 from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
-from cupyfa.commands import WRONG
-from cupyfa.commands.options import (
-    backend_option,
-    format_option,
-    given_sizes,
-    problem_options,
-    progress_bar,
-)
+from cupyfa.commands import WRONG, options
 from cupyfa.problem import Problem
 from cupyfa.report.tables import render, table_or_fields, text
 
@@ -27,17 +20,11 @@ _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shar
 
 @click.command()
 @click.argument("kernel")
-@problem_options(several=("d", "dtype"))
-@click.option(
-    "--budget",
-    type=click.FloatRange(0),
-    default=120.0,
-    show_default=True,
-    help="Seconds for each problem.",
-)
+@options.problem_options(several=("d", "dtype"))
+@click.option("--budget", type=options.SECONDS, default=120.0, help="Seconds for each problem.")
 @click.option("--fresh", is_flag=True, help="Ignore stored measurements.")
-@backend_option
-@format_option
+@options.backend_option
+@options.format_option
 def tune(kernel: str, form: str, **how: Any) -> None:
     """Measure the tile sizes of KERNEL on this device, and store the fastest.
 
@@ -52,8 +39,8 @@ def tune(kernel: str, form: str, **how: Any) -> None:
     regs     registers of a thread
     shared   bytes of shared memory of a block
     """
-    with progress_bar("tuning") as progress:
-        found = tuning.tune(kernel, progress=progress, **given_sizes(how))
+    with options.progress_bar("tuning") as progress:
+        found = tuning.tune(kernel, progress=progress, **options.given_sizes(how))
     if form == "table":
         _print_notes(found)
         rows = [_short(candidate) for candidate in found]
@@ -67,7 +54,7 @@ def tune(kernel: str, form: str, **how: Any) -> None:
         if x.state == RIGHT:
             constants = text(x.measurement.constants) or "there are no tiles to choose"
             columns = "" if p.is_softmax else f", d={p.d}"
-            click.echo(f"note: fastest for {p.arithmetic}{columns}: {constants}", err=True)
+            options.note(f"fastest for {p.arithmetic}{columns}: {constants}")
     sys.exit(0 if all(x.state == RIGHT for x in best.values()) else WRONG)
 
 
@@ -90,8 +77,8 @@ def _print_notes(found: Sequence[Candidate]) -> None:
     for (state, note), alike in reasons.items():
         more = len(alike) - 1
         others = f" and {more} {'other' if more == 1 else 'others'}" if more else ""
-        click.echo(f"note: {alike[0]}{others}: {state}: {note}", err=True)
+        options.note(f"{alike[0]}{others}: {state}: {note}")
     if untried := sum(x.state == UNTRIED for x in found):
         were = "was" if untried == 1 else "were"
         remedy = "the same command continues" if tuning.is_kept() else "give a larger --budget"
-        click.echo(f"note: {untried} {were} not tried in time; {remedy}", err=True)
+        options.note(f"{untried} {were} not tried in time; {remedy}")
