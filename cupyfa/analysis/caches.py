@@ -28,20 +28,20 @@ from cupyfa.runtime.environment import Progress, no_progress
 
 FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
-    "compiled": "kernels compiled for the simulator",
+    "compiled": "compiled kernels",
     "peaks": "measured peak rates of devices",
     "tuned": "the fastest constants on each device",
     "tuning": "measurements of `cupyfa tune`",
     "zig": "the cache of zig, the compiler of the ziglang wheel",
     "leftovers": "unfinished files of killed processes, at least an hour old",
-    "cupy": "kernels compiled for GPUs, by CuPy for all programs",
+    "cupy": "kernels that CuPy compiled, for all programs",
 }
 # Key heads, queries and keys: their tiles and kernels are also those of most other sizes.
 _SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
 _HOUR = 3600
 _RANDOM = "[a-z0-9_]{8}"  # in names by tempfile
 _NAMES = {
-    "compiled": r"\w[\w-]*-[0-9a-f]{32}\.so",
+    "compiled": r"\w[\w-]*-[0-9a-f]{32}\.(so|cubin)",
     **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
     "zig": r"zig",
     "leftovers": rf"build-{_RANDOM}|\..+-{_RANDOM}",
@@ -137,9 +137,9 @@ def warm(
     start, new = time.perf_counter(), 0
     for done, launch in enumerate(launches):
         progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
-        before = _compiled()
+        before = set(_items("compiled"))
         engine.prepare(launch)
-        new += bool(_compiled() - before)
+        new += bool(set(_items("compiled")) - before)
     return Warmed(len(launches), new, time.perf_counter() - start)
 
 
@@ -166,10 +166,6 @@ def _launches(
     if not found:
         raise refused
     return list(found.values())
-
-
-def _compiled() -> set[Path]:
-    return {*_items("compiled"), *_items("cupy")}
 
 
 def folder_of(kind: str) -> Path | None:

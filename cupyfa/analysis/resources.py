@@ -161,11 +161,11 @@ def problem_to_compile(
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:
     """The PTX of a launch for an architecture, or for the one of its kernel."""
-    from cupyfa.runtime.cuda.device import compile_without_gpu
+    from cupyfa.runtime.cuda.compiler import compile_text
 
     arch = launch.target or arch
     text, folders = source.text(launch), source.include_folders(launch)
-    made, _ = compile_without_gpu(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
+    made, _ = compile_text(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
     return made.rstrip(b"\0").decode()
 
 
@@ -191,10 +191,10 @@ def sass(compiled: Compiled) -> str:
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
     """A launch compiled for an architecture, or for the one of its kernel."""
-    from cupyfa.runtime.cuda.device import compile_without_gpu
+    from cupyfa.runtime.cuda.compiler import compile_text
 
     arch = launch.target or arch
-    cubin, log = compile_without_gpu(
+    cubin, log = compile_text(
         source.text(launch), f"{launch.entry}.cu", arch, source.include_folders(launch)
     )
     if f"entry function '{launch.entry}'" not in log:

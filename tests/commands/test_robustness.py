@@ -788,44 +788,38 @@ class DriverError(RuntimeError):
         self.status = status
 
 
-def stub(status=None, **attributes):
-    """What stands for cupy.RawModule: a function with these attributes, or an error."""
-
-    class Module:
-        def __init__(self, **_):
-            pass
-
-        def get_function(self, name):
-            if status is not None:
-                raise DriverError(status)
-            return SimpleNamespace(**attributes)
-
-    return Module
-
-
 @pytest.fixture
-def compiled(monkeypatch):
-    """Has a launch compiled by a stub, on a machine that need not have a device."""
+def compiled(monkeypatch, tmp_path):
+    """Prepares a launch with a stub for its loaded kernel, on a machine without a device."""
+    from cupyfa.runtime.cuda import compiler
     from cupyfa.runtime.cuda import device as cuda
 
-    def prepare(module):
-        monkeypatch.setattr(cuda.cupy, "RawModule", module)
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
+
+    def prepare(kernel):
+        monkeypatch.setattr(compiler, "Kernel", kernel)
+        monkeypatch.setattr(compiler, "compile_text", lambda *_, **__: (b"binary", ""))
         monkeypatch.setattr(cuda.driver, "CUDADriverError", DriverError)
-        monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
+        here = SimpleNamespace(id=0, compute_capability="90")
+        monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: here)
         return cuda.Cuda().prepare(cupyfa.plan(M=4, d=3, backend="simulator").launches[0])
 
     return prepare
 
 
 def test_a_kernel_that_the_driver_does_not_find(compiled):
+    def missing(binary, entry):
+        raise DriverError(500)
+
     with pytest.raises(ValueError) as raised:
-        compiled(stub(status=500))
+        compiled(missing)
     says(str(raised.value), r"fa2_coalesced\.cu has no kernel fa2_coalesced", "write there")
 
 
 def test_more_registers_than_a_block_has_by_what_the_driver_tells(compiled):
+    attributes = {"NUM_REGS": 200, "MAX_THREADS_PER_BLOCK": 32}
     with pytest.raises(cupyfa.Unsupported) as raised:
-        compiled(stub(num_regs=200, max_threads_per_block=32))
+        compiled(lambda binary, entry: SimpleNamespace(attribute=attributes.get))
     says(str(raised.value), "takes 200 registers", "128 threads", "at most 32 fit", "smaller tiles")
 
 

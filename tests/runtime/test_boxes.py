@@ -118,49 +118,86 @@ def test_it_is_compiled_for_its_own_architecture(kernel):
     assert ".target sm_90a" in compiling.ptx(plan.launches[0], arch)
 
 
-def test_cupy_is_told_the_architecture(kernel, monkeypatch):
-    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
-    asked = []
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """NVRTC and the driver's modules, which a kernel is loaded with, replaced by lists."""
+    module = pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="CuPy is not installed")
+    from cupyfa.runtime.cuda import device
 
-    class Module:
-        def __init__(self, code, options):
-            asked.append(options)
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "cache"))
+    made = SimpleNamespace(compiled=[], kernels=[])
 
-        def get_function(self, name):
-            return SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
+    class Loaded:
+        def __init__(self, binary, entry):
+            self.binary, self.entry = binary, entry
+            self.attributes = {"MAX_THREADS_PER_BLOCK": 1024, "NUM_REGS": 30}
+            self.attributes["MAX_DYNAMIC_SHARED_SIZE_BYTES"] = 49152
+            self.attribute, self.set_attribute = self.attributes.get, self.attributes.__setitem__
+            made.kernels.append(self)
 
-    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
+    def compile_text(text, name, arch, folders, **options):
+        made.compiled.append((arch, options["to_ptx"]))
+        return b"binary of " + text.encode(), ""
+
+    monkeypatch.setattr(module, "Kernel", Loaded)
+    monkeypatch.setattr(module, "compile_text", compile_text)
+    here = SimpleNamespace(id=0, compute_capability="90")
+    monkeypatch.setattr(device.cupy.cuda, "Device", lambda: here)
+    return made
+
+
+def cuda():
+    from cupyfa.runtime.cuda.device import Cuda
+
+    return Cuda()
+
+
+def step_of(record):
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")
+    return planning.plan(record, problem, compiling.limits_of("90")).launches[0]
+
+
+def test_kernels_are_compiled_for_the_device_or_for_their_own_architecture(kernel, compiler):
     for record in (kernel, LADDER["forward"]["fa2"]):
-        (step,) = planning.plan(record, problem, compiling.limits_of("90")).launches
-        cuda.Cuda()._build("", step)
-    assert "-arch=sm_90a" in asked[0]
-    assert not any(option.startswith("-arch") for option in asked[1])
+        cuda().prepare(step_of(record))
+    assert compiler.compiled == [("90a", False), ("90", False)]
 
 
-def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(monkeypatch, tmp_path):
-    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
-    made = {}
+def test_a_device_newer_than_nvrtc_gets_ptx():
+    from cupyfa.runtime.cuda.compiler import _target
 
-    class Module:
-        def __init__(self, code, options):
-            pass
+    newest, to_ptx = _target("990")
+    assert to_ptx and _target(newest) == (newest, False)
 
-        def get_function(self, name):
-            usual = SimpleNamespace(max_threads_per_block=1024, max_dynamic_shared_size_bytes=49152)
-            return made.setdefault(name, usual)  # a module has one function of a name
 
-    monkeypatch.setattr(cuda.cupy, "RawModule", Module)
-    monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
+def test_a_second_process_finds_the_binary_unless_it_is_damaged(compiler, tmp_path):
+    step = step_of(LADDER["forward"]["fa2"])
+    for _ in range(2):
+        cuda().prepare(step)
+    assert len(compiler.compiled) == 1 and len(compiler.kernels) == 2
+    first, second = compiler.kernels
+    assert first.binary == second.binary and first.entry == second.entry == "fa2"
+    (file,) = (tmp_path / "cache").glob("*.cubin")
+    whole = file.read_bytes()
+    for content in (whole[:-1], b"", whole[:40], b"x" + whole[1:]):
+        file.write_bytes(content)
+        cuda().prepare(step)
+        assert compiler.kernels[-1].binary == first.binary and file.read_bytes() == whole
+    assert len(compiler.compiled) == 5
+    cuda().prepare(step_of(LADDER["forward"]["v2"]))
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == 2
+
+
+def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(compiler, tmp_path):
     (tmp_path / "two.cu").write_text("")
-    problem = Problem.of_sizes(M=64, d=64)
-    (step,) = planning.plan(LADDER["forward"]["fa2"], problem, compiling.limits_of("90")).launches
-    step, engine = replace(step, path=tmp_path / "two.cu", shared_bytes=0), cuda.Cuda()
+    step = step_of(LADDER["forward"]["fa2"])
+    step, backend = replace(step, path=tmp_path / "two.cu", shared_bytes=0), cuda()
     first, second = (replace(step, launch=replace(step.launch, entry=x)) for x in ("one", "two"))
-    assert engine.prepare(first) is made["one"] and engine.prepare(second) is made["two"]
+    assert [backend.prepare(x).entry for x in (first, second, first)] == ["one", "two", "one"]
+    assert len(compiler.kernels) == 2
     for size, granted in ((1000, 49152), (80_000, 80_000), (60_000, 80_000)):
-        engine.prepare(replace(first, shared_bytes=size))
-        assert made["one"].max_dynamic_shared_size_bytes == granted
+        made = backend.prepare(replace(first, shared_bytes=size))
+        assert made.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES") == granted
 
 
 def test_an_interrupted_call_leaves_no_address_of_another():

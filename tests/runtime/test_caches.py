@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
     for name, text in {
         f"ours/{OBJECT}": "12345",
-        f"ours/cupyfa-runtime-{HEX * 2}.so": "1",
+        f"ours/v2-{HEX * 2}.cubin": "1",
         "ours/peaks/NVIDIA-H100.json": "{}",
         "ours/tuned/the-simulator.json": "{}",
         "ours/tuning/v1-0123.json": "{}",

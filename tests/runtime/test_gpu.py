@@ -73,7 +73,7 @@ CALL = (
 @pytest.fixture
 def process(cuda, tmp_path):
     """Starts a process that makes one call, with an empty cache of compiled kernels."""
-    where = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1]), "CUPY_CACHE_DIR": str(tmp_path)}
+    where = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1]), "CUPYFA_CACHE_DIR": str(tmp_path)}
 
     def start():
         command = [sys.executable, "-c", CALL]

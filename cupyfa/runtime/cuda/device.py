@@ -1,4 +1,4 @@
-"""The CUDA backend, on CuPy: NVRTC through RawModule, device arrays, streams and events."""
+"""The CUDA backend, on CuPy: device arrays, launches, streams and events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from cupy.cuda import nvrtc  # noqa: E402
 from cupy.cuda.stream import get_current_stream  # noqa: E402
 from cupy_backends.cuda.api import driver, runtime  # noqa: E402
 
+from cupyfa.runtime.cuda import compiler  # noqa: E402
+
 ARRAY = cupy.ndarray
-_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _STATIC_LIMIT = 48 * 1024  # bytes; more shared memory must be requested
 _CAPTURING = range(900, 909)  # errors of calls that are not allowed during a capture
 # Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
@@ -50,33 +51,6 @@ def unavailable() -> str | None:
         return None if runtime.getDeviceCount() else "no CUDA device is visible"
     except runtime.CUDARuntimeError as error:
         return f"no CUDA device ({str(error).partition(':')[2].strip() or error})"
-
-
-def compile_without_gpu(
-    text: str, name: str, arch: str, folders: Sequence[Any], *, to_ptx: bool = False
-) -> tuple[bytes, str]:
-    """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
-
-    With ``to_ptx`` the PTX instead. Raises cupy.cuda.compiler.CompileException with NVRTC's words.
-    """
-    from cuda.pathfinder import find_nvidia_header_directory
-
-    target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
-    options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--ptxas-options=-v"]  # as CuPy does
-    options += ["--no-cache"]  # NVRTC's own cache has no log
-    options += ["--diag-suppress=177"]  # constants that a kernel does not use
-    options += [f"-I{folder}" for folder in folders]
-    options += [f"-I{find_nvidia_header_directory('cudart')}"]
-    program = nvrtc.createProgram(text, name, [], [])
-    try:
-        nvrtc.compileProgram(program, options)
-        made = nvrtc.getPTX(program) if to_ptx else nvrtc.getCUBIN(program)
-        return made, nvrtc.getProgramLog(program)
-    except nvrtc.NVRTCError:
-        log = nvrtc.getProgramLog(program)
-        raise cupy.cuda.compiler.CompileException(log, text, name, options, "nvrtc") from None
-    finally:
-        nvrtc.destroyProgram(program)
 
 
 class _Working:
@@ -180,7 +154,7 @@ class Cuda(Backend):
     """The current CUDA device. Work goes to CuPy's current stream."""
 
     name = "cuda"
-    compile_errors = (cupy.cuda.compiler.CompileException,)
+    compile_errors = (compiler.CompileException,)
     failures = (
         cupy.cuda.memory.OutOfMemoryError,
         runtime.CUDARuntimeError,
@@ -194,7 +168,7 @@ class Cuda(Backend):
 
     def __init__(self) -> None:
         self.known, self.spaces = {}, {}
-        self._modules: dict[tuple[Any, ...], Any] = {}
+        self._kernels: dict[tuple[Any, ...], compiler.Kernel] = {}
         self._building: dict[tuple[Any, ...], threading.Lock] = {}
         self._lock = threading.Lock()
         self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # not in use
@@ -255,36 +229,26 @@ class Cuda(Backend):
 
     def prepare(self, launch: PlannedLaunch) -> Any:
         text = sources.text(launch)
-        wants = launch.target, launch.entry, launch.threads, launch.shared_bytes
-        key = (cupy.cuda.Device().id, text, *wants)
+        key = (cupy.cuda.Device().id, text, launch.target, launch.entry)
         with self._lock:
             lock = self._building.setdefault(key, threading.Lock())
         with lock:  # other kernels may be compiled meanwhile
-            if key not in self._modules:
-                self._modules[key] = self._build(text, launch)
-            return self._modules[key]
-
-    def _build(self, text: str, launch: PlannedLaunch) -> Any:
-        options = tuple(f"-I{folder}" for folder in sources.include_folders(launch))
-        if launch.target:  # takes precedence over CuPy's own, which lacks the letter
-            options += (f"-arch=sm_{launch.target}",)
-        module = cupy.RawModule(code=text, options=options)
-        try:
-            kernel = module.get_function(launch.entry)
-        except driver.CUDADriverError as error:
-            if error.status != _NOT_FOUND:
-                raise
-            raise sources.without_entry(launch) from None
-        if launch.threads > kernel.max_threads_per_block:
+            kernel = self._kernels.get(key)
+            if kernel is None:
+                capability = cupy.cuda.Device().compute_capability
+                kernel = self._kernels[key] = compiler.load(launch, text, capability)
+        most = kernel.attribute("MAX_THREADS_PER_BLOCK")
+        if launch.threads > most:
             raise Unsupported(
-                f"{launch.entry} takes {kernel.num_regs} registers a thread, which a block of "
-                f"{launch.threads} threads does not have: at most {kernel.max_threads_per_block} "
-                "fit; choose smaller tiles, or write __launch_bounds__(threads) to spill them",
+                f"{launch.entry} takes {kernel.attribute('NUM_REGS')} registers a thread, which a "
+                f"block of {launch.threads} threads does not have: at most {most} fit; choose "
+                "smaller tiles, or write __launch_bounds__(threads) to spill them",
                 "too many registers a block",
             )
-        # All launches of a module share its function, so a larger limit is not reduced.
-        if launch.shared_bytes > max(_STATIC_LIMIT, kernel.max_dynamic_shared_size_bytes):
-            kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
+        # All launches of a kernel share its function, so a larger limit is not reduced.
+        granted = max(_STATIC_LIMIT, kernel.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES"))
+        if launch.shared_bytes > granted:
+            kernel.set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", launch.shared_bytes)
         return kernel
 
     def starter(
@@ -385,7 +349,8 @@ class Cuda(Backend):
         cupy.get_default_memory_pool().free_all_blocks()
 
     def resources(self, prepared: Any) -> dict[str, int]:
-        return {"registers": prepared.num_regs, "spilled bytes": prepared.local_size_bytes}
+        names = {"registers": "NUM_REGS", "spilled bytes": "LOCAL_SIZE_BYTES"}
+        return {what: prepared.attribute(name) for what, name in names.items()}
 
     def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
         return driver.occupancyMaxActiveBlocksPerMultiprocessor(
@@ -585,7 +550,7 @@ def _tried(index: int) -> dict[str, Any]:
 def try_nvrtc() -> dict[str, str]:
     """NVRTC's version, and the architecture that it compiled a kernel for."""
     arch = "90" if unavailable() else cupy.cuda.Device().compute_capability
-    compile_without_gpu(_TRIAL, "trial.cu", arch, ())
+    compiler.compile_text(_TRIAL, "trial.cu", arch, ())
     return {"nvrtc": ".".join(map(str, nvrtc.getVersion())), "arch": arch}
 
 

@@ -1,0 +1,131 @@
+"""Compiles kernels with NVRTC; the binaries are kept in the cache directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import cupy
+from cupy.cuda import nvrtc
+from cupy.cuda.compiler import CompileException
+from cupy.cuda.function import Module
+from cupy_backends.cuda.api import driver
+
+from cupyfa import store
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import PlannedLaunch
+
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
+_DIGEST_BYTES = 32
+
+
+class Kernel:
+    """A kernel of a loaded module."""
+
+    def __init__(self, binary: bytes, entry: str) -> None:
+        self._module = Module()
+        self._module.load(binary)
+        self.kernel = self._module.get_function(entry)
+
+    def attribute(self, name: str) -> int:
+        """A CU_FUNC_ATTRIBUTE, such as NUM_REGS."""
+        return driver.funcGetAttribute(_number(name), self.kernel.ptr)
+
+    def set_attribute(self, name: str, value: int) -> None:
+        """Sets a CU_FUNC_ATTRIBUTE."""
+        driver.funcSetAttribute(self.kernel.ptr, _number(name), value)
+
+
+def _number(name: str) -> int:
+    return getattr(driver, f"CU_FUNC_ATTRIBUTE_{name}")
+
+
+def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
+    """The kernel of a launch, compiled for the current device or found in the cache directory.
+
+    Raises CompileException with NVRTC's message.
+    """
+    arch, to_ptx = _target(launch.target or capability)
+    version = ".".join(map(str, nvrtc.getVersion()))
+    key = "\0".join((text, arch, version, cupy.__version__))
+    path = store.folder() / f"{launch.entry}-{sha256(key.encode()).hexdigest()[:32]}.cubin"
+    try:
+        binary = _recall(path)
+        if binary is None:
+            folders = sources.include_folders(launch)
+            binary, _ = compile_text(
+                text, f"{launch.entry}.cu", arch, folders, to_ptx=to_ptx, log=False
+            )
+            with suppress(OSError):  # a full disk
+                store.write_whole(path, binary + sha256(binary).digest())
+        return Kernel(binary, launch.entry)
+    except driver.CUDADriverError as error:
+        if error.status != _NOT_FOUND:
+            raise
+        raise sources.without_entry(launch) from None
+
+
+def _recall(path: Path) -> bytes | None:
+    """The binary in a file; None if there is none, or a damaged one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    binary, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return binary if binary and sha256(binary).digest() == digest else None
+
+
+def _target(arch: str) -> tuple[str, bool]:
+    """The architecture to compile for, and whether to PTX: for devices newer than NVRTC."""
+    known = nvrtc.getSupportedArchs()
+    if not arch.isdigit() or int(arch) in known:
+        return arch, False
+    return str(max((x for x in known if x < int(arch)), default=min(known))), True
+
+
+def compile_text(
+    text: str,
+    name: str,
+    arch: str,
+    folders: Sequence[Any],
+    *,
+    to_ptx: bool = False,
+    log: bool = True,
+) -> tuple[bytes, str]:
+    """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
+
+    With ``to_ptx`` the PTX instead. Raises cupy.cuda.compiler.CompileException with NVRTC's words.
+    """
+    target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
+    options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--device-as-default-execution-space"]
+    options += ["--diag-suppress=177"]  # constants that a kernel does not use
+    if log:
+        options += ["--ptxas-options=-v", "--no-cache"]  # NVRTC's own cache has no log
+    options += [f"-I{folder}" for folder in (*folders, *_include_folders())]
+    program = nvrtc.createProgram(text, name, [], [])
+    try:
+        nvrtc.compileProgram(program, options)
+        made = nvrtc.getPTX(program) if to_ptx else nvrtc.getCUBIN(program)
+        return made, nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError:
+        found = nvrtc.getProgramLog(program)
+        raise CompileException(found, text, name, options, "nvrtc") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@cache
+def _include_folders() -> tuple[Path, ...]:
+    """The folders of CUDA's headers, of CuPy's and of the C++ core libraries in CuPy."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    toolkit, found = cupy.cuda.get_cuda_path(), find_nvidia_header_directory("cudart")
+    cuda = [Path(found)] if found else []
+    if toolkit:
+        cuda.append(Path(toolkit) / "include")
+    own = Path(cupy.__file__).parent / "_core" / "include"
+    return (*cuda, own, *(own / "cupy" / "_cccl" / x for x in ("libcudacxx", "cub", "thrust")))
