@@ -6,11 +6,6 @@ struct E4m3 {
   unsigned char bits;
 };
 
-template <class T>
-constexpr bool is_e4m3 = false;
-template <>
-constexpr bool is_e4m3<E4m3> = true;
-
 // Four floats rounded to nearest, ties to even, the first in the lowest bits. What is larger than
 // 448, infinity too, becomes 448; NaN stays.  cvt.rn.satfinite.e4m3x2.f32, from sm_89 on
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {

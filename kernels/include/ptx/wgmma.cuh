@@ -1,21 +1,17 @@
 #pragma once
-// Tensor-core products of a warpgroup, four warps in a row of which the first is a multiple of
-// four: D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads begin each
-// product together and go on; a product reads shared memory and writes D until it was waited for.
+// Tensor-core products of a warpgroup (four warps, the first of them a multiple of four):
+// D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads start each
+// product together and go on; until it was waited for, it reads shared memory and writes D.
 //
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //
 //   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] of row r + 8
 //   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
 //
-// So two columns of D, packed in pairs, are an A, as with the products of one warp.
-//
-// Of e4m3, which is 8 bits (e4m3.cuh), a product takes as many bytes: A [64][32] B [32][n].
-//
-//   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
-// PTX: wgmma.mma_async, for sm_90a alone.
+// So two columns of D, packed in pairs, are an A, as with the products of one warp. Of numbers of
+// 8 bits, which are e4m3, a product takes as many bytes: A [64][32] B [32][n], and a[0] is
+// A[r][4 * (l % 4) … + 3].  PTX: wgmma.mma_async, for sm_90a alone.
 #include <ptx/mbarrier.cuh>
-#include <ptx/e4m3.cuh>
 #include <ptx/pack.cuh>
 
 constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
@@ -23,6 +19,14 @@ constexpr int wgmma_bytes = 32;  // of each row of A and B that one product take
 // A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
 struct Matrix {
   unsigned long long descriptor;
+
+  // From the lower half, computed in 32 bits. The upper half is the same for all: the swizzle of
+  // boxes, and 1024 bytes from eight rows to the next eight.
+  static __device__ __forceinline__ Matrix of(unsigned low) {
+    Matrix matrix;
+    asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(matrix.descriptor) : "r"(low));
+    return matrix;
+  }
 };
 
 // The same `bytes` further on.
@@ -30,19 +34,16 @@ __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
   return {matrix.descriptor + bytes / 16};
 }
 
-// What both kinds have: the swizzle of boxes, and 1024 bytes from eight rows to the next eight.
-constexpr unsigned long long in_boxes = 1ull << 62 | 1024ull / 16 << 32;
-
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
 // The next 16 columns (32 of e4m3) are 32 bytes on, up to the end of the box.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
-  return {in_boxes | 1 << 16 | shared_address(box) / 16};
+  return Matrix::of(1 << 16 | shared_address(box) / 16);
 }
 
-// For B [16][n] as its own rows, whose n columns are in boxes of so many rows: sums go across rows.
+// For B [16][n] as its own rows, whose n columns are in boxes of `rows` rows: sums go across rows.
 // The next 16 rows are 2048 bytes on.
 __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
-  return {in_boxes | (unsigned long long)(rows * 128 / 16) << 16 | shared_address(box) / 16};
+  return Matrix::of(unsigned(rows * 128 / 16) << 16 | shared_address(box) / 16);
 }
 
 // Before the first product, and before one that takes registers which were written since.
@@ -77,119 +78,78 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The instruction for operands of type T and n columns; defined below for each.
-template <class T, int n>
-struct Product;
+// The registers of D, which an instruction names one by one, as text and as operands; those before
+// them are the other operands.
+#define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
+#define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
+#define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])
+#define WGMMA_AND_D(i, j, k, l) , WGMMA_D(i, j, k, l)
+#define WGMMA_16(FIRST, NEXT) FIRST(7, 8, 9, 10) NEXT(11, 12, 13, 14)
+#define WGMMA_32(FIRST, NEXT) WGMMA_16(FIRST, NEXT) NEXT(15, 16, 17, 18) NEXT(19, 20, 21, 22)
+#define WGMMA_48(FIRST, NEXT) WGMMA_32(FIRST, NEXT) NEXT(23, 24, 25, 26) NEXT(27, 28, 29, 30)
+#define WGMMA_64(FIRST, NEXT) WGMMA_48(FIRST, NEXT) NEXT(31, 32, 33, 34) NEXT(35, 36, 37, 38)
+#define WGMMA_80(FIRST, NEXT) WGMMA_64(FIRST, NEXT) NEXT(39, 40, 41, 42) NEXT(43, 44, 45, 46)
+#define WGMMA_96(FIRST, NEXT) WGMMA_80(FIRST, NEXT) NEXT(47, 48, 49, 50) NEXT(51, 52, 53, 54)
+#define WGMMA_112(FIRST, NEXT) WGMMA_96(FIRST, NEXT) NEXT(55, 56, 57, 58) NEXT(59, 60, 61, 62)
+#define WGMMA_128(FIRST, NEXT) WGMMA_112(FIRST, NEXT) NEXT(63, 64, 65, 66) NEXT(67, 68, 69, 70)
+#define WGMMA_144(FIRST, NEXT) WGMMA_128(FIRST, NEXT) NEXT(71, 72, 73, 74) NEXT(75, 76, 77, 78)
+#define WGMMA_160(FIRST, NEXT) WGMMA_144(FIRST, NEXT) NEXT(79, 80, 81, 82) NEXT(83, 84, 85, 86)
+#define WGMMA_176(FIRST, NEXT) WGMMA_160(FIRST, NEXT) NEXT(87, 88, 89, 90) NEXT(91, 92, 93, 94)
+#define WGMMA_192(FIRST, NEXT) WGMMA_176(FIRST, NEXT) NEXT(95, 96, 97, 98) NEXT(99, 100, 101, 102)
+#define WGMMA_208(FIRST, NEXT) \
+  WGMMA_192(FIRST, NEXT) NEXT(103, 104, 105, 106) NEXT(107, 108, 109, 110)
+#define WGMMA_224(FIRST, NEXT) \
+  WGMMA_208(FIRST, NEXT) NEXT(111, 112, 113, 114) NEXT(115, 116, 117, 118)
+#define WGMMA_240(FIRST, NEXT) \
+  WGMMA_224(FIRST, NEXT) NEXT(119, 120, 121, 122) NEXT(123, 124, 125, 126)
+#define WGMMA_256(FIRST, NEXT) \
+  WGMMA_240(FIRST, NEXT) NEXT(127, 128, 129, 130) NEXT(131, 132, 133, 134)
 
-// D = A B, or D += A B if it is to be `added`; A and B by_rows.
-template <class T, int count>
-__device__ __forceinline__ void multiply(float (&d)[count], Matrix a, Matrix b, bool added) {
-  Product<T, 2 * count>::multiply(d, a, b, added);
-}
-
-// The same with B by_columns.
-template <class T, int count>
-__device__ __forceinline__ void multiply_columns(float (&d)[count], Matrix a, Matrix b,
-                                                 bool added) {
-  Product<T, 2 * count>::multiply_columns(d, a, b, added);
-}
-
-// The same with A in registers and B by_columns, or of e4m3 by_rows.
-template <class T, int count>
-__device__ __forceinline__ void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b,
-                                         bool added) {
-  Product<T, 2 * count>::multiply(d, a, b, added);
-}
-
-// The registers of D, as text and as operands. An instruction names them all.
-#define TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
-#define AND_TEXT(i, j, k, l) "," TEXT(i, j, k, l)
-#define OPERANDS(i, j, k, l) "+f"(d[i]), "+f"(d[j]), "+f"(d[k]), "+f"(d[l])
-#define AND_OPERANDS(i, j, k, l) , OPERANDS(i, j, k, l)
-#define D_16(FIRST, NEXT) FIRST(0, 1, 2, 3) NEXT(4, 5, 6, 7)
-#define D_32(FIRST, NEXT) D_16(FIRST, NEXT) NEXT(8, 9, 10, 11) NEXT(12, 13, 14, 15)
-#define D_48(FIRST, NEXT) D_32(FIRST, NEXT) NEXT(16, 17, 18, 19) NEXT(20, 21, 22, 23)
-#define D_64(FIRST, NEXT) D_48(FIRST, NEXT) NEXT(24, 25, 26, 27) NEXT(28, 29, 30, 31)
-#define D_80(FIRST, NEXT) D_64(FIRST, NEXT) NEXT(32, 33, 34, 35) NEXT(36, 37, 38, 39)
-#define D_96(FIRST, NEXT) D_80(FIRST, NEXT) NEXT(40, 41, 42, 43) NEXT(44, 45, 46, 47)
-#define D_112(FIRST, NEXT) D_96(FIRST, NEXT) NEXT(48, 49, 50, 51) NEXT(52, 53, 54, 55)
-#define D_128(FIRST, NEXT) D_112(FIRST, NEXT) NEXT(56, 57, 58, 59) NEXT(60, 61, 62, 63)
-#define D_144(FIRST, NEXT) D_128(FIRST, NEXT) NEXT(64, 65, 66, 67) NEXT(68, 69, 70, 71)
-#define D_160(FIRST, NEXT) D_144(FIRST, NEXT) NEXT(72, 73, 74, 75) NEXT(76, 77, 78, 79)
-#define D_176(FIRST, NEXT) D_160(FIRST, NEXT) NEXT(80, 81, 82, 83) NEXT(84, 85, 86, 87)
-#define D_192(FIRST, NEXT) D_176(FIRST, NEXT) NEXT(88, 89, 90, 91) NEXT(92, 93, 94, 95)
-#define D_208(FIRST, NEXT) D_192(FIRST, NEXT) NEXT(96, 97, 98, 99) NEXT(100, 101, 102, 103)
-#define D_224(FIRST, NEXT) D_208(FIRST, NEXT) NEXT(104, 105, 106, 107) NEXT(108, 109, 110, 111)
-#define D_240(FIRST, NEXT) D_224(FIRST, NEXT) NEXT(112, 113, 114, 115) NEXT(116, 117, 118, 119)
-#define D_256(FIRST, NEXT) D_240(FIRST, NEXT) NEXT(120, 121, 122, 123) NEXT(124, 125, 126, 127)
-
-// The two instructions for n columns: operand `i` is the first after D. Their last inputs are
-// whether to add, the signs of A and B, and which of those in shared memory are by columns; of e4m3
-// none can be.
-#define WGMMA(n, depth_and_types, inputs, added, ...)                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #added                   \
-               ", 0;\n"                                                   \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k" depth_and_types \
-               " {" D_##n(TEXT, AND_TEXT) "}, " inputs ";}"               \
-               : D_##n(OPERANDS, AND_OPERANDS)                            \
-               : __VA_ARGS__)
-#define WGMMA_SHARED(n, types, columns, i, j, k)                                            \
-  WGMMA(n, types, "%" #i ",%" #j ",p,1,1" columns, k, "l"(a.descriptor), "l"(b.descriptor), \
-        "r"(added))
-#define WGMMA_REGISTERS(n, types, columns, i, j, k, l, m, o)                               \
-  WGMMA(n, types, "{%" #i ",%" #j ",%" #k ",%" #l "},%" #m ",p,1,1" columns, o, "r"(a[0]), \
-        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(added))
-#define PRODUCT(n, i, j, k, l, m, o)                                                               \
-  template <class T>                                                                               \
-  struct Product<T, n> {                                                                           \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b,         \
-                                                    int added) {                                   \
-      if constexpr (is_e4m3<T>)                                                                    \
-        WGMMA_SHARED(n, "32.f32.e4m3.e4m3", "", i, j, k);                                          \
-      else if constexpr (is_half<T>)                                                               \
-        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,0", i, j, k);                                        \
-      else                                                                                         \
-        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,0", i, j, k);                                      \
-    }                                                                                              \
-    static __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b, \
-                                                            int added) {                           \
-      if constexpr (is_half<T>)                                                                    \
-        WGMMA_SHARED(n, "16.f32.f16.f16", ",0,1", i, j, k);                                        \
-      else                                                                                         \
-        WGMMA_SHARED(n, "16.f32.bf16.bf16", ",0,1", i, j, k);                                      \
-    }                                                                                              \
-    static __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&a)[4],     \
-                                                    Matrix b, int added) {                         \
-      if constexpr (is_e4m3<T>)                                                                    \
-        WGMMA_REGISTERS(n, "32.f32.e4m3.e4m3", "", i, j, k, l, m, o);                              \
-      else if constexpr (is_half<T>)                                                               \
-        WGMMA_REGISTERS(n, "16.f32.f16.f16", ",1", i, j, k, l, m, o);                              \
-      else                                                                                         \
-        WGMMA_REGISTERS(n, "16.f32.bf16.bf16", ",1", i, j, k, l, m, o);                            \
-    }                                                                                              \
-  };
-PRODUCT(16, 8, 9, 10, 11, 12, 13)
-PRODUCT(32, 16, 17, 18, 19, 20, 21)
-PRODUCT(48, 24, 25, 26, 27, 28, 29)
-PRODUCT(64, 32, 33, 34, 35, 36, 37)
-PRODUCT(80, 40, 41, 42, 43, 44, 45)
-PRODUCT(96, 48, 49, 50, 51, 52, 53)
-PRODUCT(112, 56, 57, 58, 59, 60, 61)
-PRODUCT(128, 64, 65, 66, 67, 68, 69)
-PRODUCT(144, 72, 73, 74, 75, 76, 77)
-PRODUCT(160, 80, 81, 82, 83, 84, 85)
-PRODUCT(176, 88, 89, 90, 91, 92, 93)
-PRODUCT(192, 96, 97, 98, 99, 100, 101)
-PRODUCT(208, 104, 105, 106, 107, 108, 109)
-PRODUCT(224, 112, 113, 114, 115, 116, 117)
-PRODUCT(240, 120, 121, 122, 123, 124, 125)
-PRODUCT(256, 128, 129, 130, 131, 132, 133)
-
-#undef PRODUCT
-#undef WGMMA_REGISTERS
-#undef WGMMA_SHARED
-#undef WGMMA
-#undef AND_OPERANDS
-#undef OPERANDS
-#undef AND_TEXT
-#undef TEXT
+// D = A B, or D += A B if it is to be `added`, for each n. A is by_rows, or in registers. B is
+// by_rows if A is, but by_columns for multiply_columns; it is by_columns if A is in registers, but
+// by_rows for e4m3. The instruction's last inputs are the signs of A and B, and which of those in
+// shared memory are by columns; of e4m3 none can be.
+#define WGMMA(n, depth_and_types, A, columns)                                                    \
+  asm volatile(                                                                                  \
+      "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"                                                   \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k" depth_and_types                                 \
+      " {" WGMMA_##n(WGMMA_TEXT, WGMMA_AND_TEXT) "}, " A ",%1,p,1,1" columns ";}"                \
+      : "+l"(a.descriptor), "+l"(b.descriptor), "+r"(added), "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), \
+        "+r"(r[3]), WGMMA_##n(WGMMA_D, WGMMA_AND_D))
+#define WGMMA_PRODUCTS(n)                                                                       \
+  template <class T>                                                                            \
+  __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b, int added) {  \
+    unsigned r[4] = {};                                                                         \
+    if constexpr (sizeof(T) == 1)                                                               \
+      WGMMA(n, "32.f32.e4m3.e4m3", "%0", "");                                                   \
+    else if constexpr (is_half<T>)                                                              \
+      WGMMA(n, "16.f32.f16.f16", "%0", ",0,0");                                                 \
+    else                                                                                        \
+      WGMMA(n, "16.f32.bf16.bf16", "%0", ",0,0");                                               \
+  }                                                                                             \
+  template <class T>                                                                            \
+  __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b,       \
+                                                   int added) {                                 \
+    unsigned r[4] = {};                                                                         \
+    if constexpr (is_half<T>)                                                                   \
+      WGMMA(n, "16.f32.f16.f16", "%0", ",0,1");                                                 \
+    else                                                                                        \
+      WGMMA(n, "16.f32.bf16.bf16", "%0", ",0,1");                                               \
+  }                                                                                             \
+  template <class T>                                                                            \
+  __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&A)[4], Matrix b, \
+                                           int added) {                                         \
+    Matrix a = {};                                                                              \
+    unsigned r[4] = {A[0], A[1], A[2], A[3]};                                                   \
+    if constexpr (sizeof(T) == 1)                                                               \
+      WGMMA(n, "32.f32.e4m3.e4m3", "{%3,%4,%5,%6}", "");                                        \
+    else if constexpr (is_half<T>)                                                              \
+      WGMMA(n, "16.f32.f16.f16", "{%3,%4,%5,%6}", ",1");                                        \
+    else                                                                                        \
+      WGMMA(n, "16.f32.bf16.bf16", "{%3,%4,%5,%6}", ",1");                                      \
+  }
+#define WGMMA_EACH(X) \
+  X(16)               \
+  X(32)               \
+  X(48) X(64) X(80) X(96) X(112) X(128) X(144) X(160) X(176) X(192) X(208) X(224) X(240) X(256)
+WGMMA_EACH(WGMMA_PRODUCTS)

@@ -7,11 +7,6 @@ struct E4m3 {
   unsigned char bits;
 };
 
-template <class T>
-constexpr bool is_e4m3 = false;
-template <>
-constexpr bool is_e4m3<E4m3> = true;
-
 namespace simulator {
 
 inline unsigned e4m3_bits(float value) {

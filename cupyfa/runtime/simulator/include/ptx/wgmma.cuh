@@ -21,7 +21,6 @@
 //   of e4m3 it keeps about 14 bits of what it adds to.
 // - Of the registers written without wgmma_fence, only those written after a wait are noticed.
 #include <ptx/mbarrier.cuh>
-#include <ptx/e4m3.cuh>
 #include <ptx/pack.cuh>
 
 constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
@@ -81,7 +80,7 @@ namespace simulator {
 
 // The runtime's Format.
 template <class T>
-constexpr int format = is_e4m3<T> ? 2 : is_half<T>;
+constexpr int format = sizeof(T) == 1 ? 2 : is_half<T>;
 
 template <int n>
 constexpr void check_columns() {
@@ -115,8 +114,8 @@ template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
-  if (is_e4m3<T> && b.rows != 0) simulator::fault("multiplies B of e4m3 by_columns", here);
-  if (!is_e4m3<T> && b.rows == 0)
+  if (sizeof(T) == 1 && b.rows != 0) simulator::fault("multiplies B of e4m3 by_columns", here);
+  if (sizeof(T) == 2 && b.rows == 0)
     simulator::fault("multiplies A in registers with B by_rows", here);
   simulator_multiply(d, a, nullptr, b.address, b.rows, 2 * count, simulator::format<T>, added,
                      here.file, here.line);
