@@ -56,9 +56,6 @@ def expected(q, k, v, scale=None, causal_offset=None):
     return reference.attention(q, k, v, scale=scale, causal_offset=causal_offset)
 
 
-# Shapes
-
-
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3)], ids=str)
 def test_leading_axes(backend, lead):
     q, k, v = arrays(*lead, 9, 8, N=11, dv=5)
@@ -115,9 +112,6 @@ def test_no_columns_make_equal_scores(backend):
     close(lse, np.full(lse.shape, np.log(7)))
 
 
-# Strides
-
-
 def test_columns_that_are_not_side_by_side_are_copied(backend):
     q, k, v = (np.repeat(x, 2, axis=3)[..., ::2] for x in arrays(2, 2, 9, 8))
     close(cupyfa.attention(q, k, v, backend=backend, check=True), expected(q, k, v)[0])
@@ -128,9 +122,6 @@ def test_memory_that_is_not_aligned_is_copied(backend):
     q, k, v = (np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(x.dtype) for x in aligned)
     q, k, v = (x.reshape(1, 1, 9, 8) for x in (q, k, v))
     close(cupyfa.attention(q, k, v, backend=backend), expected(*aligned)[0])
-
-
-# Kinds
 
 
 def test_numpy_in_numpy_out(backend):
@@ -216,18 +207,12 @@ def test_dlpack_arrays_on_the_host_are_seen_by_numpy(backend):
     close(o, expected(*host)[0])
 
 
-# Dtypes
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_out_has_the_inputs_dtype_and_lse_that_of_sums(backend, dtype):
     q, k, v = arrays(2, 9, 8, dtype=dtype)
     o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
     assert o.dtype == dtype
     assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
-
-
-# Scale and masks
 
 
 @pytest.mark.parametrize("scale", [None, 0, -2.5, 1.0])
@@ -256,9 +241,6 @@ def test_causal_alignments(backend, kernel, M, N, causal):
             np.testing.assert_allclose(
                 o[:, :, row : row + 1], alone[0], rtol=tolerance, atol=tolerance
             )
-
-
-# NaN and infinity
 
 
 @KERNELS
@@ -331,9 +313,6 @@ def test_one_hot_values_read_off_the_weights(backend, kernel):
     np.testing.assert_allclose(weights.sum(-1), 1, atol=max(2e-3, precision_of(kernel) / 2))
 
 
-# Determinism and purity
-
-
 @KERNELS
 def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
     q, k, v = arrays_for(kernel, 3, 2, 40, 8, N=50)
@@ -398,9 +377,6 @@ def test_no_allocation_survives_a_call(cuda):
         del q, k, v
         used.append(cupy.get_default_memory_pool().used_bytes())
     assert len(set(used)) == 1
-
-
-# Errors
 
 
 def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):

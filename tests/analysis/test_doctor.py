@@ -82,9 +82,6 @@ def test_the_formats():
     assert "note: cupyfa can run on: " in shown.stderr
 
 
-# Probes that fail
-
-
 def probes(monkeypatch, *made):
     monkeypatch.setattr(diagnosis, "PROBES", made)
 
@@ -171,9 +168,6 @@ def test_without_a_gpu_and_without_a_compiler_nothing_runs():
     assert "CUPYFA_COMPILER" in found["simulator"]["found"]
 
 
-# Folders, tools and packages
-
-
 def test_tools_are_looked_for_on_the_path(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for tool in diagnosis._TOOLS:
@@ -212,9 +206,6 @@ def test_packages_that_are_not_installed_hinder_nothing(monkeypatch):
     for thing in ("torch", "jax", "nvidia-cudnn-frontend"):
         assert look(thing).state == MISSING and "bench --against" in look(thing).found
         assert not look(thing).hinders
-
-
-# CuPy
 
 
 @pytest.fixture
@@ -264,9 +255,6 @@ def test_a_cupy_cache_that_cannot_be_written_is_reported_though_another_is_used(
     (tmp_path / "file").write_text("")
     found = as_json(env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")})
     assert found["CuPy"]["state"] == OK and found["CuPy's cache"]["state"] == FAULT
-
-
-# The driver and the GPU
 
 
 def test_a_machine_without_a_gpu_is_no_fault(no_driver, monkeypatch):

@@ -137,9 +137,6 @@ def test_what_the_gpu_holds(cuda):
         assert held <= row.peak <= held + 2**23
 
 
-# The command
-
-
 def test_the_table_as_data():
     rows = strict(cli(*ARGS, "--format", "json").stdout)
     assert rows[0]["computation"] == "naive" and rows[0]["moved_MB"] > rows[1]["moved_MB"]

@@ -105,9 +105,6 @@ def tools(monkeypatch, tmp_path):
     return put
 
 
-# The commands
-
-
 def test_ncu_counts_one_call_of_the_kernels_own_launches_after_a_warm_up():
     command = profiling.ncu_command("baseline", SMALL, {})
     at = command.index
@@ -184,9 +181,6 @@ def test_a_users_kernel_is_named_as_it_was(tmp_path):
     assert "--output=cupyfa-mine" in nsys
 
 
-# What is read
-
-
 def test_ncu_rows_are_read_by_launch():
     (first, counted), (second, others) = profiling.read_ncu(ncu_prints())
     assert (first, second) == ("fa2", "repair_rows")
@@ -251,9 +245,6 @@ def test_an_older_nsys_knows_an_average_only():
     assert profiling.read_nsys(said) == [profiling.KernelTime("fa2", 2, 2.0, 4.0)]
 
 
-# The whole
-
-
 def test_profile_runs_ncu_and_returns_counters(tools):
     log = tools("ncu", ncu_prints(["fa2"]))
     steps = []
@@ -302,9 +293,6 @@ def test_nsys_tells_times(tools):
     rows = json.loads(cli("baseline", "--tool", "nsys", "--format", "json").stdout)
     assert rows[1] == {"kernel": "softmax_safe", "launches": 2, "median_ms": 0.5, "total_ms": 1.0}
     assert cli("baseline", "--tool", "nsys").stderr == ""
-
-
-# Refusals
 
 
 def test_without_ncu_the_commands_are_printed(without_tools):

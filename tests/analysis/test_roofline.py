@@ -172,9 +172,6 @@ def test_the_rates_of_this_device(cuda):
     assert found.device.name == cuda.limits.device
 
 
-# The command
-
-
 def test_the_command_prints_the_table():
     args = ("-B", 1, "-H", 1, "-p", "M=1024,4096", "-p", "d=64,128", "--device", "a100")
     found = strict(cli("roofline", "naive", "tiled", *args, "--format", "json").stdout)
@@ -207,9 +204,6 @@ def test_the_page_lists_the_devices():
         balance = round(1e3 * tensor / device.bandwidth)
         rates = f"{tensor:g} TFLOP/s | {plain:g} TFLOP/s | {device.bandwidth:g} | {balance}"
         assert f"| `{name}` | {rates} |" in page
-
-
-# The picture
 
 
 def timed(found, tflops):

@@ -123,9 +123,6 @@ def test_files_that_do_not_say_which_problems_are_softmaxes(tmp_path):
     assert str(rows[0].problem) == "M=5 N=7 float32"
 
 
-# The command
-
-
 @pytest.fixture
 def files(tmp_path):
     """Writes rows to files a.json and b.json and returns their names."""

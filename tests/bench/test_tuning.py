@@ -33,8 +33,7 @@ TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 
 # Does its work `laps` times, and without the last key if laps is 2.
 LAPS = own_kernel.MINE.replace(
-    "  real maximum",
-    "  for (int lap = 0; lap < laps; ++lap) {\n  real maximum",
+    "  real maximum", "  for (int lap = 0; lap < laps; ++lap) {\n  real maximum"
 ).replace("key < N;", "key < N - (laps == 2);")
 LAPS = LAPS.rstrip().removesuffix("}") + "  }\n}\n"
 RECORD = own_kernel.SCRIPT.replace(
@@ -207,9 +206,6 @@ def test_a_softmax_is_tuned_too(engine):
     assert engine.limits.tuned[0].constants == ()
 
 
-# Deciding
-
-
 def measured(monkeypatch, speeds):
     """Tuning with a clock that drifts: each ``laps`` takes its milliseconds, give or take 2%."""
     noise, clock, bouts = Random(0), [1.0], []
@@ -244,9 +240,6 @@ def test_equal_candidates_end_the_tuning_before_its_time(laps, engine, monkeypat
     bouts = measured(monkeypatch, {200: 10.0, 2: 10.0, 1: 10.0})
     rows = tune(laps, engine, budget=1e6)
     assert rows[0].factor == pytest.approx(1, abs=0.01) and len(bouts) < 100
-
-
-# Plans
 
 
 def entry(kernel="fa2", d=64, dv=None, dtype="float32", tflops=1.0, folder=None, **constants):
@@ -378,9 +371,6 @@ def test_planning_touches_neither_files_nor_processes():
     assert seen == []
 
 
-# Facts on disk
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -413,9 +403,6 @@ def test_a_later_tuning_takes_the_place_of_an_earlier(engine):
     tuned.remember("a device", entry(Br=16, Bc=8), {})
     tuned.remember("a device", entry(folder="/elsewhere", Br=64, Bc=8), {})
     assert [dict(x.constants)["Br"] for x in tuned.on("a device")] == [16, 64]
-
-
-# The command
 
 
 SIZES = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--budget", 60, "--backend", "simulator")

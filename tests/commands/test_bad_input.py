@@ -163,9 +163,6 @@ def test_sizes_may_be_numpys():
     assert plan.launches[0].grid[0] == 181 * 181 * math.ceil(181 / 128)
 
 
-# Kernels of one's own
-
-
 BEFORE = "mine = Kernel"
 # A file, its content (None: it is missing), and parts of the message.
 FILES = (
@@ -249,9 +246,6 @@ def test_a_script_leaves_the_path_of_modules_alone(tmp_path):
     before = list(sys.path)
     cli("run", f"{script}:mine", *SIMULATOR, *SMALL, code=0)
     assert sys.path == before
-
-
-# Command lines
 
 
 @pytest.fixture(scope="module")

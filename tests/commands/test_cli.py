@@ -36,9 +36,6 @@ def run(kernel, *args, code=0):
     return row
 
 
-# list
-
-
 def test_list_as_json_holds_every_record():
     rows = strict(cli("list", *SIMULATOR, "--format", "json").stdout)
     assert [(row["operation"], row["kernel"]) for row in rows] == [
@@ -102,10 +99,10 @@ def test_the_largest_d_depends_on_the_dtype():
 TABLES = {
     "list": [f"{x.name} {x.adds}" for kernels in LADDER.values() for x in kernels.values()],
     "run baseline -B 1 -H 2 -M 9 -N 7 -d 8 --seed 3 --causal": [
-        *("seed=3", "causal=bottom-right", "layout=bhsd", "ms, the median of", "O error", "PASS"),
+        *("seed=3", "causal=bottom-right", "layout=bhsd", "ms, the median of", "O error", "PASS")
     ],
     "bench fa2_coalesced -B 1 -H 2 -d 8 --budget 0 -p M=16,32": [
-        *("device=the simulator", "seed=0", "baseline", "fa2", "fa2_coalesced"),
+        *("device=the simulator", "seed=0", "baseline", "fa2", "fa2_coalesced")
     ],
     "cache list": ["compiled", "tuned"],
 }
@@ -123,9 +120,6 @@ def test_tables_fit_the_terminal(monkeypatch, tmp_path, columns, args):
     assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
     words = " ".join(shown.split())
     assert not [part for part in TABLES[args] if part not in words]
-
-
-# run
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
@@ -196,9 +190,6 @@ def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():
     assert f"M={row['M']} N={row['N']} d={row['d']}" not in drawn.stdout
 
 
-# Streams
-
-
 def test_data_goes_to_stdout_and_notes_to_stderr():
     without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
     done = process(["run", "fa2", *SIZES, "--format", "json"], env=without_gpu)
@@ -258,9 +249,6 @@ def test_without_a_command_there_is_help():
         assert option in cli("run", "-h").stdout
 
 
-# Exit code 1: the kernel is wrong
-
-
 def test_a_wrong_result_fails(tmp_path):
     script = own_kernel.write(tmp_path, cu=("score *= scale;", "score *= scale * real(1.01);"))
     row = run(f"{script}:mine", code=1)
@@ -296,17 +284,11 @@ def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
     assert "outside O" in refused("run", "fa2", *SIMULATOR, code=1)
 
 
-# Exit code 2: the arguments are bad
-
-
 @pytest.mark.gpu
 def test_a_kernel_that_does_not_compile_for_the_gpu(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=("real score = 0;", "real score = nought;"))
     done = cli("run", f"{script}:mine", "--backend", "cuda", *SIZES, code=2)
     assert re.search(rf"{re.escape(str(tmp_path))}/mine\.cu\(\d+\): error: .*nought", done.stderr)
-
-
-# Exit code 3: right, but not here
 
 
 @pytest.mark.gpu
@@ -331,9 +313,6 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
     cli("run", "fa2", *SIMULATOR, code=130)
 
 
-# compile
-
-
 def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
     options = ("--arch", "80,90", "--causal", "-d", "40", "--format", "json")
     done = cli("compile", "fa2", "mma_split_q", *options)
@@ -356,9 +335,6 @@ def test_compile_says_once_what_all_rows_share():
 def test_compile_takes_a_users_kernel(tmp_path):
     done = cli("compile", f"{own_kernel.write(tmp_path)}:mine", "--arch", "89", "--format", "csv")
     assert {row["kernel"] for row in csv.DictReader(done.stdout.splitlines())} == {"mine"}
-
-
-# show
 
 
 def test_show_source_is_the_text_that_is_compiled():

@@ -178,10 +178,7 @@ def test_a_working_directory_that_is_gone(warm, tmp_path):
     for args, code in ((RUN, 0), (("run", "script.py:mine"), 2), (("compile", "nope"), 2)):
         gone.mkdir()
         done = process(
-            args,
-            env={"CUPYFA_CACHE_DIR": warm},
-            cwd=gone,
-            preexec_fn=lambda: shutil.rmtree(gone),
+            args, env={"CUPYFA_CACHE_DIR": warm}, cwd=gone, preexec_fn=lambda: shutil.rmtree(gone)
         )
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
@@ -979,14 +976,7 @@ class Foreign:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "interface",
-    [
-        {"data": None},
-        {"shape": None},
-        {"typestr": None},
-        {"typestr": "what"},
-    ],
-    ids=str,
+    "interface", [{"data": None}, {"shape": None}, {"typestr": None}, {"typestr": "what"}], ids=str
 )
 def test_broken_interfaces_of_arrays_on_the_gpu(cuda, interface):
     broken = Foreign(**interface)

@@ -30,10 +30,7 @@ LAST_COLUMN_DROPPED = (
 )
 BEHIND_THE_LAST_ROW = "blockIdx.x == gridDim.x - 1 && threadIdx.x == 0"
 WRITES_OUTSIDE = (
-    (
-        END,
-        f"{END}  if (sizes.M % 8 == 5 && {BEHIND_THE_LAST_ROW}) out[extent.N] = scalar(1);\n",
-    ),
+    (END, f"{END}  if (sizes.M % 8 == 5 && {BEHIND_THE_LAST_ROW}) out[extent.N] = scalar(1);\n"),
 )
 DOES_NOT_COMPILE = ((BEGIN, BEGIN.replace("Online", "Offline")),)
 # It sleeps, so that other tests have the CPU.

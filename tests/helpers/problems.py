@@ -4,6 +4,7 @@ from cupyfa import Problem
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
+from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.verify.case import Case
 
@@ -53,3 +54,9 @@ def inputs_of(plan, seed=0, layout="bhsd"):
     """Random inputs for a plan, their rows aligned where its kernel needs that."""
     case = Case(plan.kernel.operation, plan.problem, seed, layout=layout)
     return readable_inputs(plan, case.inputs())
+
+
+def check_case(kernel, backend, sizes, dtype=None, **tiles):
+    """Runs a kernel on random inputs between guard zones; raises if a result is wrong."""
+    plan = planned(kernel, backend, sizes, dtype, **tiles)
+    return guard.checked(backend, plan, inputs_of(plan), {})

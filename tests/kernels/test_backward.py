@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import RAGGED, WINDOWED, in_turn, inputs_of, name, planned
+from helpers.problems import RAGGED, WINDOWED, check_case, in_turn, inputs_of, name, planned
 
 import cupyfa
 from cupyfa import Problem
@@ -46,8 +46,7 @@ def tiles_of(kernel, *sizes):
 @pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
-    plan = planned(kernel, backend, sizes, dtype, **tiles_of(kernel))
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
 
 
 @pytest.mark.each_choice
@@ -66,8 +65,7 @@ def test_layouts(backend, kernel, layout):
     ids=name,
 )
 def test_large_head_dimensions(backend, kernel, d):
-    plan = planned(kernel, backend, {"heads": 1, "M": 9, "N": 11, "d": d})
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, {"heads": 1, "M": 9, "N": 11, "d": d})
 
 
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
@@ -91,8 +89,7 @@ MMA_TILES = {
 )
 def test_tiles_of_other_sizes(backend, kernel, tile):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 9, "dv": 6, "window": (17, 2)}
-    plan = planned(kernel, backend, sizes, **tiles_of(kernel, *tile))
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, sizes, **tiles_of(kernel, *tile))
 
 
 @pytest.mark.each_choice
@@ -101,8 +98,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 def test_tiles_that_are_measured(backend, kernel, d):
     """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
-    plan = planned(kernel, backend, sizes)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, sizes)
 
 
 @pytest.mark.each_choice
@@ -204,9 +200,6 @@ def test_with_atomics_some_do_not_and_are_right_nonetheless(kernel):
     }
     assert differing <= set(kernel.unordered)
     assert trial(Simulator(), plan, inputs, reruns=2).passed
-
-
-# The functions
 
 
 def forward(p, seed=0):
@@ -314,9 +307,6 @@ def test_deterministic_kernels():
         )
 
 
-# Other libraries, as docs/semantics.md joins them
-
-
 def joined_to(library):
     """The function that the page defines for a library; skips without that."""
     pytest.importorskip(library)
@@ -348,9 +338,6 @@ def test_gradients_for_torch():
     tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     attention(*tensors, causal=True, backend="simulator").backward(torch.from_numpy(dout))
     close([x.grad.numpy() for x in tensors], expected(p, q, k, v, dout))
-
-
-# On Hopper, above d = 128
 
 
 @pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (40, 250)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.left_out import VARIABLE, optional
-from helpers.problems import FORWARD, inputs_of, name, planned
+from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 from cupyfa import WrongResult
 from cupyfa.errors import SimulatorFault
@@ -36,8 +36,7 @@ def broken(tmp_path, kernel, right, wrong, header=None):
 
 
 def run(kernel, backend, sizes=SIZES, **tiles):
-    plan = planned(kernel, backend, sizes, **tiles)
-    return guard.checked(backend, plan, inputs_of(plan), {})
+    return check_case(kernel, backend, sizes, **tiles)
 
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
@@ -188,8 +187,7 @@ RESULTS = {
 def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):
     kernel = broken(tmp_path, "fa2", *RESULTS[fault])
     with pytest.raises(WrongResult, match=r"fa2 on batch=2 heads=2.*\n  (O|lse): "):
-        plan = planned(kernel, backend, SIZES, dtype)
-        guard.checked(backend, plan, inputs_of(plan), {})
+        check_case(kernel, backend, SIZES, dtype)
 
 
 def test_unwritten_elements_are_counted(tmp_path, backend):

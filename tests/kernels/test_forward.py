@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, RAGGED, in_turn, inputs_of, name, planned
+from helpers.problems import FORWARD, RAGGED, check_case, in_turn, inputs_of, name, planned
 
 import cupyfa
 from cupyfa.runtime import guard
@@ -15,8 +15,7 @@ from cupyfa.runtime.simulator import Simulator
 @pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
-    plan = planned(kernel, backend, sizes, dtype)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, sizes, dtype)
 
 
 @pytest.mark.each_choice
@@ -46,8 +45,7 @@ def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
     ids=name,
 )
 def test_large_head_dimensions(backend, kernel, d):
-    plan = planned(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
 
 
 @pytest.mark.each_choice
@@ -71,8 +69,7 @@ def test_large_head_dimensions(backend, kernel, d):
 )
 def test_tiles_of_other_sizes(backend, kernel, tiles):
     sizes = {"heads": 2, "M": 50, "N": 45, "d": 24, "dv": 17, "causal": True}
-    plan = planned(kernel, backend, sizes, **tiles)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(kernel, backend, sizes, **tiles)
 
 
 @pytest.mark.parametrize("Bc", [64, 128])

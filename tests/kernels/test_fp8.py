@@ -73,9 +73,6 @@ def test_products(in_registers):
     assert (c == a @ b.T).all()
 
 
-# Who gets it
-
-
 def test_it_is_only_for_who_asks():
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")
     limits = Limits("an H100", 232448, arch="90")
@@ -104,9 +101,6 @@ def test_by_the_api():
     assert out.dtype == np.float16
 
 
-# Scales
-
-
 def test_what_is_hidden_does_not_change_others():
     """A power of two more for a tile changes no bit of what is not 2^15 times smaller."""
     plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
@@ -127,9 +121,6 @@ def test_tiles_of_different_size(sizes):
         for i, size in enumerate(sizes):
             inputs[name][..., 64 * i : 64 * (i + 1), :] *= size if name == "V" else min(size, 2)
     guard.checked(Simulator(), plan, inputs, {})
-
-
-# Bounds
 
 
 def test_faults_exceed_the_bounds():

@@ -53,9 +53,6 @@ def test_boxes_end_where_the_array_ends(schedule):
     assert (target == stored).all()
 
 
-# wgmma.cuh
-
-
 def boxes(matrix):
     """The chunks of a matrix [rows][columns of whole boxes] in the order of TmaTile."""
     rows, columns = matrix.shape
@@ -241,9 +238,6 @@ def test_faults_of_bytes_and_additions(name):
     assert re.search(message, str(caught)), str(caught)
 
 
-# Matrices that are transposed as they are stored, and multiplied from there
-
-
 @TYPES
 @pytest.mark.parametrize("n", [16, 64, 112])
 def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
@@ -260,9 +254,6 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B; }};"
     launch(body, A, boxes(B), got, head=FILL + shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
-
-
-# setmaxnreg.cuh
 
 
 @pytest.mark.parametrize("schedule", SEEDS)

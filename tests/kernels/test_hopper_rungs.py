@@ -41,9 +41,6 @@ def checked(backend, plan, inputs=None):
     return guard.checked(backend, plan, inputs_of(plan) if inputs is None else inputs, {})
 
 
-# Scales
-
-
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-30, -1e-30, 30.0, -30.0, 1e36, -1e36])
@@ -64,9 +61,6 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
     inputs["Q"][..., 0] = np.linspace(-1, 1, 70)
     inputs["K"][..., 0] = np.arange(200) // 32 * step
     checked(backend, plan, inputs)
-
-
-# Infinity and NaN
 
 
 @pytest.mark.each_choice
@@ -105,9 +99,6 @@ def test_rows_that_do_not_see_it_are_as_if_it_were_not_there(backend, kernel, ma
     assert not np.isfinite(spoilt["O"][0].astype(float)[2:, sees[:, 33], 5]).any()
 
 
-# Lengths
-
-
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 64, 65])
@@ -116,9 +107,6 @@ def test_short_lengths(backend, kernel, N):
         for mask in MASKS:
             plan = planned(kernel, backend, heads=2, M=M, N=N, **mask, multiprocessors=3)
             checked(backend, plan)
-
-
-# Rows that cannot be boxed, and outputs that are not aligned
 
 
 @pytest.mark.each_choice
@@ -138,9 +126,6 @@ def test_outputs_anywhere(backend, kernel, d, dv, dtype):
     assert done is backwards
     assert (done.view(np.uint16) == expected.view(np.uint16)).all()
     assert (room[..., 0] == 7).all() and (room[..., -2:] == 7).all()
-
-
-# Which block does what
 
 
 @EACH

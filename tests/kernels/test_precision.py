@@ -44,17 +44,11 @@ def arrays(seed=0, size=1.0, **sizes):
     return [np.float32(size) * x for x in case.inputs().values()]
 
 
-# What is asked for
-
-
 def test_a_problem_says_its_precision():
     assert "float32 precision=tf32 causal" in str(problem("tf32", causal=True))
     assert "precision" not in str(problem())
     assert problem("tf32").arithmetic == "float32 as tf32"
     assert problem("float32").arithmetic == problem().arithmetic == "float32"
-
-
-# Who does it
 
 
 @pytest.mark.parametrize("kernel, own", ROUNDING)
@@ -168,9 +162,6 @@ def test_peers_have_no_such_option():
             peers.peer(peer, Simulator(), problem("tf32"), {})
 
 
-# What comes out
-
-
 @pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", RAGGED, ids=name)
 @pytest.mark.parametrize("kernel, precision", ROUNDING)
@@ -235,9 +226,6 @@ def test_sizes_of_zero(backend, sizes):
             cupyfa.attention(q, k, v, precision=x, backend=backend) for x in (None, precision)
         )
         np.testing.assert_allclose(same, exact, atol=2e-3)
-
-
-# What is said
 
 
 def test_run_says_what_the_kernel_rounds_to():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, inputs_of, name, planned
+from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 import cupyfa
 from cupyfa import Problem
@@ -53,8 +53,7 @@ def tiled(kernel, sizes):
 )
 def test_every_tile_is_right(backend, kernel, sizes, tile):
     if can_run(kernel, backend, sizes):
-        plan = planned(kernel, backend, sizes, "float16", **tile)
-        guard.checked(backend, plan, inputs_of(plan), {})
+        check_case(kernel, backend, sizes, "float16", **tile)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,7 @@ def test_blocks_that_stay_take_one_row_tile_after_another(backend, blocks):
     staying = replace(WGMMA, launches=(replace(WGMMA.launches[0], grid=lambda p, c: blocks),))
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 300, "N": 40, "d": 80, "dv": 264}
     if can_run(WGMMA, backend, sizes):
-        plan = planned(staying, backend, sizes, "float16", **WGMMA.tiles[-1])
-        guard.checked(backend, plan, inputs_of(plan), {})
+        check_case(staying, backend, sizes, "float16", **WGMMA.tiles[-1])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import inputs_of, name, planned
+from helpers.problems import check_case, inputs_of, name, planned
 
 from cupyfa import Problem
 from cupyfa.analysis.resources import compile_launch, limits_of
@@ -34,8 +34,7 @@ def plan_of(backend, sizes, dtype="float16"):
 @pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", SIZES, ids=name)
 def test_rounds_of_heads_and_keys(backend, sizes):
-    plan = plan_of(backend, {**CAUSAL, **sizes})
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(SLICES, backend, {**CAUSAL, **sizes}, "float16", **TILE)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "reversed", "unaligned"])
@@ -64,8 +63,7 @@ def test_what_is_hidden_does_not_show(backend):
 
 def test_columns_of_several_tiles_and_widths(backend):
     sizes = {"heads": 2, "M": 37, "N": 50, "d": 130, "dv": 263, "window": (20, 3)}
-    plan = plan_of(backend, sizes)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(SLICES, backend, sizes, "float16", **TILE)
 
 
 def test_every_run_gives_the_same_bits():

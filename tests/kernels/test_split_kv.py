@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, inputs_of, name, planned
+from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 from cupyfa import Problem
 from cupyfa.analysis.resources import limits_of
@@ -43,8 +43,7 @@ BLOCKS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 @pytest.mark.each_choice
 @pytest.mark.parametrize("sizes, blocks", BLOCKS, ids=name)
 def test_splits_are_merged(backend, sizes, blocks):
-    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=blocks)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    check_case(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=blocks)
 
 
 @pytest.mark.parametrize("M", [1, 16, 64])

@@ -42,9 +42,6 @@ def pairs(matrix):
     return np.ascontiguousarray(matrix).view(np.uint32)
 
 
-# mma.cuh
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
     tile = np.arange(1000, 1256, dtype=np.uint16).reshape(32, 8)
@@ -158,9 +155,6 @@ def test_matrices_take_a_whole_warp():
     assert "32 threads" in fault(body, head=MMA, threads=16).what
     late = "if (threadIdx.x < 9) return;\n" + body
     assert "wait in multiply_add" in fault(late, head=MMA).what
-
-
-# tf32
 
 
 def tf32_fragments(A, B, D):

@@ -72,9 +72,6 @@ def problem(M, N, causal=None, window=None, **sizes):
     return Problem.of_sizes(M=M, N=N, causal=causal, window=window, **sizes)
 
 
-# What it means
-
-
 @pytest.mark.each_choice
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("M, N", SHAPES)
@@ -108,9 +105,6 @@ def test_causal_is_the_right_side():
     assert problem(5, 9, window=(None, None)) == problem(5, 9)
     assert str(problem(5, 9, True, (3, 0))).split()[-3:-1] == ["causal=bottom-right", "window=3,-"]
     assert (dense_mask(problem(5, 9, window=(None, 0))) == dense_mask(problem(5, 9, True))).all()
-
-
-# Kernels
 
 
 @pytest.mark.each_choice
@@ -235,9 +229,6 @@ def test_a_wrong_window_is_found(tmp_path, backend, fault):
         guard.checked(backend, plan, inputs_of(plan), {})
 
 
-# Planning
-
-
 @pytest.mark.parametrize("kernel", UNABLE, ids=name)
 def test_who_cannot_says_who_can(kernel):
     planning.plan(kernel, problem(5, 9, window=(None, 2)), H100)  # the right side alone is a mask
@@ -276,9 +267,6 @@ def test_constants_and_numbers_of_a_plan():
 def test_numbers_stay_within_the_kernels_integers():
     p = problem(MOST, 5, window=(2**31 - 1, 2**31 - 1))
     assert (p.window_offset, p.causal_offset) == (-MOST, 4)
-
-
-# The library and the command line
 
 
 def test_attention_takes_a_window(backend):
@@ -339,9 +327,6 @@ def test_show_and_compile_know_windows():
     assert "constexpr bool windowed = true;" in text and "constexpr bool causal = false;" in text
     rows = cli("compile", "fa2", "--arch", 90, "--dtype", "float16", "--window", "9,0")
     assert "9,0" in rows.stdout
-
-
-# What keeps problems
 
 
 def test_files_of_failures_and_of_results_hold_windows(tmp_path):

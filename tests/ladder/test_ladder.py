@@ -67,9 +67,6 @@ def test_what_a_rung_says():
     assert (v1["ms"], v1["%_of_baseline"]) == (None, None)
 
 
-# The README
-
-
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text(README, encoding="utf-8")
@@ -149,9 +146,6 @@ def test_the_pages_of_the_project_have_the_markers():
                 assert text.count(f"<!-- /measured {operation} -->") == 1, name
 
 
-# Which rows make the table
-
-
 def test_rows_of_one_length():
     rows = [measured("fa2", 1.0, M) for M in (256, 2048, 4096)]
     assert [row.problem.M for row in pages.at_length(rows, None)] == [2048]
@@ -185,9 +179,6 @@ def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):
         Results(WHERE, rows).save(file)
         message = refused("ladder", "--from", file, "--plot", tmp_path / "a.svg", code=2)
         assert f"there is no rung to make a ladder of{told}; measure rungs with" in message
-
-
-# The picture
 
 
 def sweep(**tops):
@@ -257,9 +248,6 @@ def test_pictures_that_cannot_be(tmp_path, monkeypatch):
         plotting.draw([measured("v1", None)], tmp_path / "a.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'cupyfa[plot]'" in refused("ladder", "--plot", tmp_path / "a.svg", code=3)
-
-
-# The command
 
 
 def test_all_rungs_that_take_the_dtype():

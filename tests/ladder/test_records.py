@@ -47,9 +47,6 @@ def test_unknown_names_are_answered_with_the_nearest():
         cupyfa.kernel(3)
 
 
-# Pickling
-
-
 @pytest.mark.parametrize("kernel", RUNGS, ids=lambda kernel: kernel.name)
 def test_rungs_and_their_launches_are_pickled_by_name(kernel):
     assert pickle.loads(pickle.dumps(kernel)) is kernel
@@ -87,9 +84,6 @@ def test_records_are_copied_as_they_are():
     mine = replace(FA2, name="mine")
     assert copy.copy(mine) is copy.deepcopy(mine) is mine
     assert copy.copy(mine.launches[0]) is copy.deepcopy(mine.launches[0])
-
-
-# Fields
 
 
 def own(value):

@@ -84,9 +84,6 @@ def test_a_changed_kernel_is_seen_by_the_next_call(backend, tmp_path):
     close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
 
 
-# By its script's name
-
-
 def test_run_on_every_backend(backend, tmp_path):
     script = own_kernel.write(tmp_path)
     shown = cli("run", f"{script}:mine", "--backend", backend.name, code=0).stdout.splitlines()

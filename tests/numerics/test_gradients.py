@@ -59,11 +59,7 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None
         """Over the rows of all heads that share a key head."""
         return summed(weights.reshape(*shared, p.N).mT, values.reshape(*shared, values.shape[-1]))
 
-    found = {
-        "dQ": summed(dS, k) * scale,
-        "dK": over_rows(dS, q) * scale,
-        "dV": over_rows(P, do),
-    }
+    found = {"dQ": summed(dS, k) * scale, "dK": over_rows(dS, q) * scale, "dV": over_rows(P, do)}
     return {name: x.astype(p.dtype.numpy) for name, x in found.items()}
 
 

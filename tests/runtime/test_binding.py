@@ -156,10 +156,7 @@ def test_shapes_and_a_dtype_will_do(near):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            lambda x: x[:, :, :10],
-            r"q is float32 \(2, 3, 10, 16\).* for .*\(2, 3, 20, 16\)",
-        ),
+        (lambda x: x[:, :, :10], r"q is float32 \(2, 3, 10, 16\).* for .*\(2, 3, 20, 16\)"),
         (lambda x: x.astype(np.float64), "q is float64.* compiled for float32"),
         (lambda x: x[:, :, ::-1], "q is .*strides .*-64.* compiled for"),
         (lambda x: np.array(x), "different kinds|in host memory"),

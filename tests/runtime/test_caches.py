@@ -224,9 +224,6 @@ def test_files_that_others_remove_meanwhile_are_not_missed(home, monkeypatch):
     assert caches.clear("compiled").files == 1
 
 
-# Made beforehand
-
-
 def process(*args, folder, cupy=None, **options):
     """One command with caches of its own."""
     env = {"CUPYFA_CACHE_DIR": folder, "CUPY_CACHE_DIR": cupy or folder / "cupy"}
@@ -297,9 +294,6 @@ def test_a_kernel_that_cannot_be_compiled_ends_warming(tmp_path):
 @pytest.mark.parametrize("wrong", ["", "64,", "x", "-1", "1.5"])
 def test_warm_refuses_what_is_no_list_of_sizes(wrong):
     assert "Traceback" not in cli("warm", "v1", f"-d{wrong}", code=2).output
-
-
-# The store beneath
 
 
 def test_a_folder_that_cannot_be_made_is_replaced_by_one_for_the_process(tmp_path, monkeypatch):

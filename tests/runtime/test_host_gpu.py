@@ -174,10 +174,7 @@ def test_a_producers_stream_is_waited_for():
 
     class Foreign:
         def __init__(self, array, stream):
-            self.__cuda_array_interface__ = {
-                **array.__cuda_array_interface__,
-                "stream": stream.ptr,
-            }
+            self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream.ptr}
             self.shape, self.ndim, self.dtype = array.shape, array.ndim, array.dtype
 
     slow = cupy.RawKernel(

@@ -65,13 +65,7 @@ def same(far, q, k, v, tolerance=0.0, **options):
     return there
 
 
-# Parts of arrays
-
-
-@given(
-    shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    most=st.integers(1, 50),
-)
+@given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=4), most=st.integers(1, 50))
 @settings(deadline=None, max_examples=200)
 def test_slabs_are_contiguous_small_and_everything_once(shape, most):
     whole, seen = np.arange(math.prod(shape)).reshape(shape), []
@@ -117,9 +111,6 @@ def test_a_problem_that_cannot_be_cut_says_what_it_needs():
     plan = planned("two_pass", heads=2, M=1000, d=64)
     with pytest.raises(cupyfa.DeviceError, match=r"one head of it needs [\d,]+ bytes.* 5,000 may"):
         pieces.cut(plan, planner(plan), 5000, 5000)
-
-
-# Results
 
 
 @pytest.mark.parametrize("most", [2048, 1 << 20])
@@ -282,9 +273,6 @@ def test_progress_is_told_piece_by_piece(far):
     assert told[0][2].startswith("fa2 on batch=4")
 
 
-# Buffers
-
-
 def test_pinned_arrays_need_no_buffers(far):
     host = arrays(2, 2, 64, 16)
     q, k, v = (far.pinned(x.nbytes).view(x.dtype).reshape(x.shape) for x in host)
@@ -429,9 +417,6 @@ def test_buffers_are_taken_again_before_there_are_more(far):
         assert taken.take() is first  # the other one's copy goes on
         lane.synchronize()
         assert taken.take() is second and taken.made == 2
-
-
-# Parts of problems
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)

@@ -78,9 +78,6 @@ def repeat(failure, **options):
     )
 
 
-# What is right
-
-
 def test_kernels_of_the_ladder():
     names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_pipelined", "mma_tf32", "columns"]
     done = check(names, grid="edges", samples=8, dtypes=["float16"])
@@ -96,9 +93,6 @@ def test_a_right_kernel_of_ones_own(tmp_path):
     done = check(broken_kernels.write(tmp_path), samples=10, failures=tmp_path / "files", reruns=1)
     assert done.failures == ()
     assert not (tmp_path / "files").exists()
-
-
-# What is wrong
 
 
 def test_a_dropped_column_is_found_made_small_and_repeated(tmp_path):
@@ -243,9 +237,6 @@ def test_a_mistake_in_a_record_is_a_failure_not_the_end(tmp_path):
     assert "ZeroDivisionError" in done.failures[0].outcome.message
 
 
-# What is counted
-
-
 def test_what_is_not_supported_is_counted_by_its_reason(tmp_path):
     script = own_kernel.write(tmp_path)
     done = check([f"{script}:mine", "v3"], samples=20, dtypes=["float64"])
@@ -301,9 +292,6 @@ def test_progress_is_told():
     assert told == [(i, 5, "0 failed") for i in range(1, 6)]
 
 
-# The command line
-
-
 def test_the_command_line_shows_failures_commands_files_and_counts(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = ("--backend", "simulator", "--jobs", 2, "--failures", tmp_path / "files")
@@ -355,9 +343,6 @@ def test_the_table_fits_the_terminal(monkeypatch, tmp_path, columns):
     shown = cli("check", "script.py:mine", "softmax_online", *options, code=1)
     table = shown.stdout.split("\n\n")[0]
     assert max(map(len, table.splitlines())) <= columns
-
-
-# The end of processes
 
 
 def started(tmp_path, kernel):
