@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from cupyfa.dtypes import DType
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
+from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
 BOX_ALIGNMENT = 16  # bytes
@@ -142,23 +144,32 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of temporary memory beside inputs and outputs."""
-        return sum(
-            prod(self.stored_shape(name)) * dtype.itemsize
-            for name, (_, dtype) in self.scratch.items()
-        )
+        """Bytes of temporary memory besides inputs and outputs."""
+        return sum(map(self.stored_bytes, self.scratch))
 
-    @property
+    @cached_property
     def boxed(self) -> set[str]:
         """The arrays that are copied by boxes: their rows begin at multiples of BOX_ALIGNMENT."""
         return {name for launch in self.launches for name in launch.boxes}
 
+    @cached_property
+    def arrays(self) -> Allocations:
+        """The shape and dtype of every input, output and temporary."""
+        p = self.problem
+        inputs = OPERATIONS[self.kernel.operation].inputs_of(p)
+        own = {name: (x.shape(p), x.dtype(p)) for name, x in inputs.items()}
+        return {**own, **self.outputs, **self.scratch}
+
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """That of the memory for an output or temporary, whose rows may have columns to spare."""
-        shape, dtype = {**self.outputs, **self.scratch}[name]
+        """The shape of an array's memory, whose rows may be padded."""
+        shape, dtype = self.arrays[name]
         if name not in self.boxed:
             return shape
         return (*shape[:-1], aligned_width(shape[-1], dtype.itemsize))
+
+    def stored_bytes(self, name: str) -> int:
+        """The bytes of an array's memory."""
+        return prod(self.stored_shape(name)) * self.arrays[name][1].itemsize
 
 
 def aligned_width(columns: int, itemsize: int) -> int:

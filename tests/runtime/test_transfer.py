@@ -102,7 +102,7 @@ def test_pieces_are_everything_once_and_no_larger_than_wanted(wanted):
         part = planner(plan)(piece.problem(plan.problem))
         assert part.constants == plan.constants
         if wanted > 10**3:
-            assert pieces.needed(plan, part) <= wanted
+            assert pieces.needed(part) <= wanted
     assert (seen == 1).all()
     assert (len(made) == 1) == (wanted == 10**9)
 

@@ -2,10 +2,10 @@
 
 A problem is cut into pieces along batch and key heads. While one piece is computed, the next
 pieces are copied to the device and earlier results are copied back. Asynchronous copies need
-page-locked memory. So several threads copy chunks of the caller's arrays, with any strides, into a
-few page-locked buffers, and chunks of results out of others. They also touch new memory first,
-which takes one thread longer than the bus needs for the data. Arrays that are page-locked already
-are read and written directly.
+page-locked memory: several threads copy chunks of the caller's arrays, with any strides, into a
+few page-locked buffers, and chunks of results out of others. One thread would be slower than the
+bus, above all in memory that is touched for the first time. Arrays that are page-locked already
+are copied directly.
 
 The device holds a few pieces at a time, so a problem may be larger than its memory. A head that is
 larger by itself is cut along its rows and its keys; partial results are merged by their lse.
@@ -13,6 +13,7 @@ larger by itself is cut along its rows and its keys; partial results are merged 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cupyfa.runtime.transfer import settings
@@ -26,14 +27,17 @@ __all__ = ["Pieces", "Transfer", "compute", "configure", "fresh", "held", "relea
 
 
 def configure(**changes: Any) -> Transfer:
-    """Chooses how NumPy arrays are moved from now on; returns all that is chosen.
+    """Chooses how NumPy arrays are moved from now on; returns all settings.
 
-    The names are those of ``Transfer``. Buffers that were made otherwise are freed.
+    The names are those of ``Transfer``. Buffers that were made with other settings are freed.
     """
-    now = settings.choose(changes)
+    if unknown := changes.keys() - vars(settings.now).keys():
+        known = ", ".join(vars(settings.now))
+        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; there are {known}")
     if changes:
+        settings.now = replace(settings.now, **changes)
         release()
-    return now
+    return settings.now
 
 
 def held() -> int:

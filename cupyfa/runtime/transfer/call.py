@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from cupyfa.runtime.backend import Backend, Lane, Mark
 from cupyfa.runtime.transfer.buffers import Move, bring, send
-from cupyfa.runtime.transfer.host import Copies, Host, host_of
+from cupyfa.runtime.transfer.host import Copies, host_of
 from cupyfa.runtime.transfer.layout import Place, Slot
-from cupyfa.runtime.transfer.pieces import Cut, Pieces
-from cupyfa.runtime.transfer.sums import Sums
+from cupyfa.runtime.transfer.pieces import Pieces
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
+Merged = tuple[np.ndarray, np.ndarray]  # O and lse of some of the keys
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
 _SPARE = 0.9  # share of the free memory that a call may take
@@ -35,14 +35,8 @@ def compute(
     not copied back. Everything is compiled, and the memory taken, before any output is written.
     Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
     """
-    host = host_of(backend)
-    chosen, size = host.chosen, pieces.bytes
-    free = chosen.device_bytes or (
-        int(_SPARE * backend.free_bytes()) if size > chosen.piece_bytes else chosen.pieces * size
-    )
-    cut = pieces.cut(min(chosen.piece_bytes, free // 2), free)
     with backend.lanes() as lanes:
-        _Call(backend, host, lanes, cut, inputs, outputs, free).run(progress)
+        _Call(backend, lanes, pieces, inputs, outputs).run(progress)
 
 
 class _Call:
@@ -55,34 +49,39 @@ class _Call:
     def __init__(
         self,
         backend: Backend,
-        host: Host,
         lanes: tuple[Lane, Lane, Lane],
-        cut: Cut,
+        pieces: Pieces,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
-        most: int,
     ) -> None:
-        self.backend, self.host, self.plan, self.cut = backend, host, cut.whole, cut
+        self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
-        self.sums: Sums | None = None
+        chosen, size = self.host.chosen, pieces.bytes
+        free = chosen.device_bytes or (
+            int(_SPARE * backend.free_bytes())
+            if size > chosen.piece_bytes
+            else chosen.pieces * size
+        )
+        self.cut = pieces.cut(min(chosen.piece_bytes, free // 2), free)
+        self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
         self.pinned = {name for name, x in there.items() if backend.is_pinned(x)}
-        strided = "strides" in self.plan.kernel.features
-        self.axes = cut.axes
-        orders = {
-            name: _order(self.bits[name] if strided and name in there else None, len(axes))
-            for name, axes in self.axes.items()
-        }
-        self.layouts = cut.layouts(orders)
-        self.count = max(1, min(host.chosen.pieces, len(cut.pieces), most // max(cut.bytes, 1)))
+        strided = self.bits if "strides" in self.plan.kernel.features else {}
+        self.layouts = self.cut.layouts(
+            {name: _order(strided.get(name), len(axes)) for name, axes in self.axes.items()}
+        )
+        self.count = max(
+            1, min(chosen.pieces, len(self.cut.pieces), free // max(self.cut.bytes, 1))
+        )
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
         # The bus waits for the first chunk, and threads for Python's lock at every chunk: the
         # minimum of grain + moved / grain * _CHUNK_COST.
-        self.grain = min(host.chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
+        self.grain = min(chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[Copies] = []
+        self.merged: Merged | None = None
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         pieces, count = self.cut.pieces, self.count
@@ -96,7 +95,7 @@ class _Call:
         try:
             for i in range(count):
                 places.append(self.placed(i, slots[i]))
-                sent.append(self.send(places[i]))
+                sent.append(self.moved(self.up, places[i], self.given, send))
             self.cut.compile(self.backend)  # while the first pieces are on their way
             for i in range(len(pieces)):
                 sent[i].wait()
@@ -109,12 +108,12 @@ class _Call:
                     self.layouts[i].launch(self.backend, slots[i % count])
                 computed.append(self.work.record())
                 self.down.wait(computed[i])
-                brought.append(self.bring(places[i]))
+                brought.append(self.moved(self.down, places[i], self.plan.outputs, bring))
                 next_one = i - later + count
                 if count <= next_one < len(pieces):
                     self.up.wait(computed[i - later])
                     places.append(self.placed(next_one, slots[next_one % count]))
-                    sent.append(self.send(places[next_one]))
+                    sent.append(self.moved(self.up, places[next_one], self.given, send))
                 if progress is not None:
                     progress(i, len(pieces), what)
             for i in range(max(len(pieces) - count, 0), len(pieces)):
@@ -140,8 +139,8 @@ class _Call:
         """Device memory for the arrays of a piece; the first piece is the largest."""
         slot = {}
         with self.work.context:
-            for name, lying in self.layouts[0].arrays.items():
-                memory = self.backend.empty((lying.bytes,), _BYTE)
+            for name in self.layouts[0].arrays:
+                memory = self.backend.empty((self.cut.plans[0].stored_bytes(name),), _BYTE)
                 slot[name] = memory, self.backend.address(memory)
         return slot
 
@@ -158,17 +157,13 @@ class _Call:
             places[name] = Place(slot[name][1], host, lying.memory, pinned)
         return places
 
-    def send(self, places: Mapping[str, Place]) -> Copies:
-        return self.moved(self.up, [places[x] for x in self.given], send)
-
-    def bring(self, places: Mapping[str, Place]) -> Copies:
-        return self.moved(self.down, [places[x] for x in self.plan.outputs], bring)
-
-    def moved(self, lane: Lane, places: Sequence[Place], move: Move) -> Copies:
+    def moved(
+        self, lane: Lane, places: Mapping[str, Place], names: Iterable[str], move: Move
+    ) -> Copies:
         """Starts all copies of a piece in one direction, directly or through buffers."""
         chunks: list[tuple[np.ndarray, int, tuple[int, ...]]] = []
-        for place in places:
-            host = place.host
+        for name in names:
+            place, host = places[name], places[name].host
             if host is None or not host.size:
                 continue
             if place.pinned and host.flags.c_contiguous and host.shape == place.shape:
@@ -201,18 +196,28 @@ class _Call:
         places[i] = {}
 
     def merge(self, i: int, parts: Mapping[str, Any]) -> None:
-        piece, shape = self.cut.pieces[i], self.cut.plans[i].outputs
-        o, lse = (parts[name].view(shape[name][1]) for name in ("O", "lse"))
-        if piece.keys.start == 0:
-            self.sums = Sums(lse.dtype)
-        assert self.sums is not None
-        self.sums.add(o, lse)
+        """Adds the results of a part of the keys; each counts by exp of its lse."""
+        piece, outputs = self.cut.pieces[i], self.cut.plans[i].outputs
+        o, lse = (parts[name].view(outputs[name][1]) for name in ("O", "lse"))
+        o = o.astype(lse.dtype)
+        if self.merged is not None and piece.keys.start > 0:
+            o, lse = _merged(self.merged, (o, lse))
+        self.merged = o, lse
         if piece.keys.stop == self.plan.problem.N:
-            for name, total in (("O", self.sums.o), ("lse", self.sums.lse)):
+            for name, total in (("O", o), ("lse", lse)):
                 if name in self.results and self.results[name].size:
                     group = self.plan.problem.group
-                    part = piece.of(self.results[name], self.axes[name], group)
-                    part[...] = total
+                    piece.of(self.results[name], self.axes[name], group)[...] = total
+
+
+def _merged(a: Merged, b: Merged) -> Merged:
+    (a_o, a_lse), (b_o, b_lse) = a, b
+    with np.errstate(all="ignore"):  # rows that see no key are -inf, and NaN is data
+        lse = np.logaddexp(a_lse, b_lse)
+        a_share, b_share = (
+            np.where(np.isneginf(lse), 0, np.exp(x - lse))[..., None] for x in (a_lse, b_lse)
+        )
+        return a_o * a_share + b_o * b_share, lse
 
 
 def _order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:

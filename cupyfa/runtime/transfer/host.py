@@ -113,5 +113,5 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
 def host_of(engine: Backend) -> Host:
     with lock:
         if engine not in hosts:
-            hosts[engine] = Host(engine, settings.chosen())
+            hosts[engine] = Host(engine, settings.now)
         return hosts[engine]

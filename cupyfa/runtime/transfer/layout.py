@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.operations import OPERATIONS
-from cupyfa.planner.plan import Plan, aligned_width
+from cupyfa.planner.plan import Plan
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.workspace import allocated
@@ -18,18 +17,24 @@ Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer
 Slot = Mapping[str, tuple[Any, int]]  # device memory for the arrays of a piece, and its address
 
 
-class _Lying(NamedTuple):
+class _Array(NamedTuple):
     """The layout of an array of a piece in device memory."""
 
-    shape: tuple[int, ...]
     dtype: np.dtype
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     order: tuple[int, ...]  # of its axes in memory, outermost first
     memory: tuple[int, ...]  # their sizes, with padded columns
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.memory) * self.dtype.itemsize
+    @staticmethod
+    def of(plan: Plan, name: str, order: tuple[int, ...]) -> _Array:
+        shape, dtype = plan.arrays[name]
+        stored = plan.stored_shape(name)
+        memory = tuple(stored[axis] for axis in order)
+        strides = [0] * len(shape)
+        for at, axis in enumerate(order):
+            strides[axis] = dtype.itemsize * math.prod(memory[at + 1 :])
+        return _Array(dtype, shape, tuple(strides), order, memory)
 
 
 class Layout:
@@ -37,40 +42,21 @@ class Layout:
 
     def __init__(self, plan: Plan, orders: Orders) -> None:
         self.plan = plan
-        operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-        arrays = {name: (x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
-        self.arrays = {
-            name: _lying(plan, name, shape, dtype, orders[name])
-            for name, (shape, dtype) in {**arrays, **plan.outputs}.items()
-        }
+        self.arrays = {name: _Array.of(plan, name, order) for name, order in orders.items()}
         self._launcher: Launcher | None = None
 
-    def views(self, engine: Backend, slot: Slot) -> dict[str, Any]:
-        """The arrays as a kernel sees them."""
-        return {
-            name: engine.view(slot[name][0], x.shape, x.dtype, 0, x.strides)
-            for name, x in self.arrays.items()
-        }
-
-    def launch(self, engine: Backend, slot: Slot) -> None:
+    def launch(self, backend: Backend, slot: Slot) -> None:
         """Launches the kernels on a slot's memory, in the current stream."""
-        scratch = {name: allocated(engine, self.plan, name) for name in self.plan.scratch}
+        scratch = {name: allocated(backend, self.plan, name) for name in self.plan.scratch}
         if self._launcher is None:
-            self._launcher = Launcher(engine, self.plan, {**self.views(engine, slot), **scratch})
+            views = {
+                name: backend.view(slot[name][0], x.shape, x.dtype, 0, x.strides)
+                for name, x in self.arrays.items()
+            }
+            self._launcher = Launcher(backend, self.plan, {**views, **scratch})
         addresses = [slot[name][1] for name in self.arrays]
-        addresses += map(engine.address, scratch.values())
-        self._launcher(addresses, engine.stream)
-
-
-def _lying(
-    plan: Plan, name: str, shape: tuple[int, ...], dtype: np.dtype, order: tuple[int, ...]
-) -> _Lying:
-    whole = memory_shape(plan, name, shape)
-    memory = tuple(whole[axis] for axis in order)
-    strides = [0] * len(shape)
-    for at, axis in enumerate(order):
-        strides[axis] = dtype.itemsize * math.prod(memory[at + 1 :])
-    return _Lying(shape, dtype, tuple(strides), order, memory)
+        addresses += map(backend.address, scratch.values())
+        self._launcher(addresses, backend.stream)
 
 
 class Place(NamedTuple):
@@ -93,13 +79,6 @@ class Place(NamedTuple):
             offset = sum(part.start * step for part, step in zip(index, steps))
             shape = tuple(part.stop - part.start for part in index)
             yield self.host[index], self.address + offset, shape
-
-
-def memory_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the memory for an array, whose rows may be padded."""
-    if name not in plan.boxed:
-        return shape
-    return (*shape[:-1], aligned_width(shape[-1], plan.problem.itemsize))
 
 
 def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:

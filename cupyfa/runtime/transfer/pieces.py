@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import compiled
-from cupyfa.runtime.transfer.layout import Layout, Orders, memory_shape
+from cupyfa.runtime.transfer.layout import Layout, Orders
 
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
@@ -67,7 +66,7 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     @cache
     def size(b: int, h: int, m: int, n: int) -> int:
         part = p.part(b, h, range(m), range(n))
-        return needed(plan, plan_of(part))
+        return needed(plan_of(part))
 
     def largest(total: int, fits: Callable[[int], bool]) -> int:
         """The largest even share that fits, at least one."""
@@ -75,7 +74,7 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
         return cdiv(total, cdiv(total, found)) if total else 1
 
     b, h, m, n = p.batch, p.kv_heads, p.M, p.N
-    if needed(plan, plan) > wanted:
+    if needed(plan) > wanted:
         b = largest(b, lambda x: size(x, h, m, n) <= wanted)
         if size(b, h, m, n) > wanted:
             h = largest(h, lambda x: size(b, x, m, n) <= wanted)
@@ -107,17 +106,18 @@ class Cut:
     def __init__(self, whole: Plan, pieces: Sequence[Piece], plan_of: Planner) -> None:
         self.whole, self.pieces = whole, pieces
         self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
-        self.bytes = needed(whole, self.plans[0])  # of the first piece, which is the largest
+        self._different = {id(plan): plan for plan in self.plans}
+        self.bytes = needed(self.plans[0])  # of the first piece, which is the largest
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         axes = OPERATIONS[whole.kernel.operation].axes_of(whole.problem)
-        self.axes = {name: x.split() for name, x in axes.items()}
+        self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
         self._compiled = False
 
     def compile(self, backend: Backend) -> None:
         """Compiles the kernels of all pieces."""
         if not self._compiled:
-            for plan in {id(plan): plan for plan in self.plans}.values():
+            for plan in self._different.values():
                 compiled(backend, plan)
             self._compiled = True
 
@@ -127,10 +127,7 @@ class Cut:
         if (found := self._layouts.get(key)) is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            made: dict[int, Layout] = {}
-            for plan in self.plans:
-                if id(plan) not in made:
-                    made[id(plan)] = Layout(plan, orders)
+            made = {number: Layout(plan, orders) for number, plan in self._different.items()}
             found = self._layouts[key] = [made[id(plan)] for plan in self.plans]
         return found
 
@@ -142,7 +139,7 @@ class Pieces:
         """``planner`` plans a part of the problem with the same constants."""
         self.plan = plan
         self._planner, self._plans = planner, {plan.problem: plan}
-        self.bytes = needed(plan, plan)  # on the device, of the problem in one piece
+        self.bytes = needed(plan)  # on the device, of the problem in one piece
         self._cut: tuple[int, Cut] | None = None  # with the bytes that were wanted
 
     def cut(self, wanted: int, most: int) -> Cut:
@@ -166,16 +163,7 @@ def _ranges(total: int, step: int) -> list[range]:
     return [range(i, min(i + step, total)) for i in range(0, total, max(step, 1))] or [range(0)]
 
 
-def needed(whole: Plan, part: Plan) -> int:
-    """Bytes on the device that a part takes."""
-    operation = OPERATIONS[whole.kernel.operation]
-    p = part.problem
-    arrays = [
-        math.prod(memory_shape(part, name, x.shape(p))) * x.dtype(p).itemsize
-        for name, x in operation.inputs_of(p).items()
-    ]
-    arrays += [
-        math.prod(part.stored_shape(name)) * dtype.itemsize
-        for name, (_, dtype) in part.outputs.items()
-    ]
-    return sum(cdiv(x, _ALIGNMENT) * _ALIGNMENT for x in arrays) + part.scratch_bytes
+def needed(plan: Plan) -> int:
+    """Bytes of device memory that a plan takes."""
+    arrays = (plan.stored_bytes(name) for name in plan.arrays if name not in plan.scratch)
+    return sum(cdiv(x, _ALIGNMENT) * _ALIGNMENT for x in arrays) + plan.scratch_bytes

@@ -33,15 +33,11 @@ class _Results:
         self.bytes, self.asked, self._lock = 0, set[int](), threading.RLock()
 
     def admits(self, size: int) -> bool:
-        """Whether a result of this size may be page-locked; counts it and remembers its size.
-
-        CuPy's pool takes a power of two for it.
-        """
+        """Whether a result of this size may be page-locked; if so, its bytes are counted."""
         taken = _pooled(size)
         with self._lock:
-            before = size in self.asked
+            admitted = size in self.asked and self.bytes + taken <= settings.now.pinned_results
             self.asked.add(size)
-            admitted = before and self.bytes + taken <= settings.chosen().pinned_results
             self.bytes += taken if admitted else 0
             return admitted
 
@@ -67,4 +63,5 @@ class _Result:
 
 
 def _pooled(size: int) -> int:
+    """The bytes that CuPy's pool takes: a power of two."""
     return 1 << (size - 1).bit_length() if size else 0

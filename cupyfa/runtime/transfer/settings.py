@@ -1,10 +1,9 @@
-"""How NumPy arrays are moved: numbers that a program may choose."""
+"""The settings of the transfer of NumPy arrays."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 from cupyfa.problem import whole
 
@@ -13,15 +12,16 @@ _LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # any chunk has room for an e
 
 @dataclass(frozen=True)
 class Transfer:
-    """How NumPy arrays are moved: each number, and so the memory that is held, can be chosen.
+    """How NumPy arrays are moved, and so how much memory is held.
 
-    threads: threads that copy to page-locked memory, and as many more that copy out of it.
-    chunk_bytes: size of one buffer, the most that a thread copies at a time. buffers: buffers of
-    each direction, made when first needed.
-    piece_bytes: size of all arrays of a piece, as far as it can be chosen. pieces: pieces on the
-    device at a time. device_bytes: device memory that a call may take; None is most of what is
-    free. pinned_results: bytes of results that may lie in page-locked memory at a time, where the
-    device writes them directly; used for results of a size that was asked for before.
+    threads: threads that copy into page-locked memory, and as many that copy out of it.
+    chunk_bytes: size of one buffer, the most that a thread copies at a time.
+    buffers: buffers of each direction, made when first needed.
+    piece_bytes: size of all arrays of a piece, as far as it can be chosen.
+    pieces: pieces on the device at a time.
+    device_bytes: device memory that a call may take; None is most of what is free.
+    pinned_results: bytes of results that may lie in page-locked memory at a time, where the
+        device writes them directly; used for results of a size that was asked for before.
     """
 
     threads: int = min(12, len(os.sched_getaffinity(0)))
@@ -43,20 +43,4 @@ class Transfer:
         return 2 * self.buffers * self.chunk_bytes
 
 
-_chosen = Transfer()
-
-
-def chosen() -> Transfer:
-    """The numbers that hold now."""
-    return _chosen
-
-
-def choose(changes: dict[str, Any]) -> Transfer:
-    """Changes some of the numbers; returns all."""
-    global _chosen
-    if unknown := changes.keys() - {x.name for x in fields(Transfer)}:
-        known = ", ".join(x.name for x in fields(Transfer))
-        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; there are {known}")
-    if changes:
-        _chosen = replace(_chosen, **changes)
-    return _chosen
+now = Transfer()  # the settings of all calls from now on
