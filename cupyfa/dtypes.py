@@ -32,18 +32,12 @@ class DType:
         return DTYPES[self.accumulator].numpy
 
 
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {
     row.name: row
     for row in (
         DType("float16", np.dtype(np.float16), "__half", "float", "float32", "cuda_fp16.h"),
-        DType(
-            "bfloat16",
-            np.dtype(ml_dtypes.bfloat16),
-            "__nv_bfloat16",
-            "float",
-            "float32",
-            "cuda_bf16.h",
-        ),
+        DType("bfloat16", _BFLOAT16, "__nv_bfloat16", "float", "float32", "cuda_bf16.h"),
         DType("float32", np.dtype(np.float32), "float", "float", "float32"),
         DType("float64", np.dtype(np.float64), "double", "double", "float64"),
     )

@@ -1,8 +1,7 @@
 """The options of attention: everything besides shapes and dtypes that changes the result.
 
-Each field of ``AttentionOptions`` is one option, and its ``Option`` is all that other layers need:
-for arguments, cache keys, ``Problem.options``, the command line, columns of results, the command
-that repeats a failure, the constants above a kernel's text and the members of ``struct Mods``.
+Each field of ``AttentionOptions`` is one option. Its ``Option`` has all that arguments, cache keys,
+the command line, results and kernels need.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def _read_causal(value: Any) -> str | None:
 
 
 def _parse_causal(text: str) -> str | None:
-    words: dict[str, str | None] = {"false": None, "none": None, "true": MASKS[0]}
-    words |= {mask: mask for mask in MASKS}
+    words = {"false": None, "none": None, "true": MASKS[0], **dict(zip(MASKS, MASKS))}
     if text.lower() not in words:
         raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(words)}")
     return words[text.lower()]
@@ -109,18 +107,21 @@ def _read_window(value: Any) -> Window:
 
 
 def _read_side(side: Any) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, bool) or not isinstance(side, int | np.integer):
-        raise TypeError(f"a window's side is {described(side)}; sizes are whole numbers")
-    if side < 0:
+    if isinstance(side, int | np.integer) and side < 0:
         raise ValueError(
             f"a window's side is {side}, a negative number; give 0 or more keys to the left and to "
             "the right, or no limit: None (- on the command line)"
         )
-    if side >= 2**31:
-        raise ValueError(f"a window's side is {side}; sizes are 0 to {2**31 - 1:,}")
-    return int(side)
+    return None if side is None else read_size("a window's side", side, 2**31 - 1)
+
+
+def read_size(name: str, size: Any, most: int) -> int:
+    """A size as a Python int, because products of NumPy's integers overflow."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
+    if not 0 <= size <= most:
+        raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
+    return int(size)
 
 
 def _parse_window(text: str) -> Window:
@@ -174,14 +175,15 @@ def _field(option: Option) -> Any:
 class AttentionOptions:
     """Everything that changes what attention computes, in its normal form.
 
-    ``causal`` is None, "bottom-right" (query i sees keys j <= i + N - M; True is the same) or
-    "top-left" (j <= i). ``window`` (left, right) lets query i, whose position among the keys is
-    p = i + N - M (i under a "top-left" mask), see keys p - left <= j <= p + right; None is no
-    limit. A causal mask is the limit on the right, so a window under it has none of its own.
-    Scores are multiplied with ``scale``, by default 1/sqrt(d), and become softcap * tanh(score /
-    softcap) if ``softcap`` is given. ``precision``, one of PRECISIONS, is
-    what float32 inputs may be rounded to, and "float8_e4m3" also what 16-bit inputs may be rounded
-    to; None leaves it to the kernel.
+    precision: one of PRECISIONS, that float32 inputs may be rounded to ("float8_e4m3": 16-bit
+        inputs too); None leaves it to the kernel.
+    causal: None, "bottom-right" (query i sees keys j <= i + N - M; True is the same) or "top-left"
+        (j <= i).
+    window: (left, right) lets query i, whose position among the keys is p = i + N - M (i under a
+        "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is
+        the limit on the right, so a window under it has none of its own.
+    scale: scores are multiplied with it; by default 1/sqrt(d).
+    softcap: scores become softcap * tanh(score / softcap), after the scale.
     """
 
     precision: str | None = _field(
@@ -289,11 +291,9 @@ class AttentionOptions:
     @property
     def features(self) -> list[str]:
         """The features that a kernel needs for these options."""
+        given = [(option, getattr(self, name)) for name, option in OPTIONS.items()]
         needed = (
-            feature
-            for name, option in OPTIONS.items()
-            for feature, needs in option.features.items()
-            if needs(getattr(self, name))
+            x for option, value in given for x in option.features if option.features[x](value)
         )
         return list(dict.fromkeys(needed))
 
@@ -323,9 +323,8 @@ class AttentionOptions:
         return [f"--{name.replace('_', '-')}={row[name]}" for name in self.changed]
 
     def __str__(self) -> str:
-        row = {name: self.row()[name] for name in self.changed}
-        short = {x: f"{y:.6g}" if isinstance(y, float) else y for x, y in row.items()}
-        return " ".join(f"{name}={value}" for name, value in short.items())
+        shown = ((name, x) for name, x in self.row().items() if name in self.changed)
+        return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)
 
 
 OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(AttentionOptions)}

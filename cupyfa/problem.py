@@ -6,13 +6,14 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
-from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, Window
+from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,9 +29,8 @@ class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
     ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
-    is added to the position of every query, so that a part of a problem masks what the whole does.
-    A softmax over rows is a problem with ``is_softmax`` and without d; its scores are
-    [batch, heads, M, N].
+    is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
+    softmax over rows of the scores [batch, heads, M, N], without d.
     """
 
     batch: int
@@ -47,7 +47,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            object.__setattr__(self, name, _size(name, getattr(self, name), MOST))
+            object.__setattr__(self, name, read_size(name, getattr(self, name), MOST))
         if self.options.scale == _default_scale(self.d):
             object.__setattr__(self, "options", replace(self.options, scale=None))
         elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
@@ -117,7 +117,7 @@ class Problem:
         _, kv_heads, N, k_d = _sizes("k", k, layout)
         _, v_heads, v_N, dv = _sizes("v", v, layout)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        _same("the leading axes", shapes, _lead(q), _lead(k), _lead(v))
+        _same("the leading axes", shapes, *(tuple(x.shape[:-3]) for x in (q, k, v)))
         _same("d, the last axis of q and k,", shapes, d, k_d)
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
@@ -139,12 +139,10 @@ class Problem:
 
         Raises TypeError, ValueError or KeyError for anything else.
         """
-        given = {name: value for name, value in record.items() if name in OPTIONS}
-        if given.get("window") is not None:
-            given["window"] = tuple(given["window"])
+        options = {name: value for name, value in record.items() if name in OPTIONS}
         others = {name: value for name, value in record.items() if name not in OPTIONS}
         others["dtype"] = dtype_named(record["dtype"])
-        return cls(**others, options=AttentionOptions(**given))
+        return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
         """Its fields as plain values, for a file."""
@@ -187,30 +185,12 @@ class Problem:
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
-    @property
-    def causal(self) -> str | None:
-        """The alignment of the causal mask; None without one."""
-        return self.options.causal
-
-    @property
-    def window(self) -> Window:
-        """The keys to the left and to the right of its position that a query sees."""
-        return self.options.window
-
-    @property
-    def precision(self) -> str | None:
-        """The precision that inputs may be rounded to; None leaves it to the kernel."""
-        return self.options.precision
-
-    @property
-    def right(self) -> int | None:
-        """How many keys right of its position a query sees; None if all."""
-        return self.options.right
-
-    @property
-    def left(self) -> int | None:
-        """How many keys left of its position a query sees; None if all."""
-        return self.options.left
+    # Read from the options, for formulas of records.
+    causal = property(attrgetter("options.causal"))
+    window = property(attrgetter("options.window"))
+    precision = property(attrgetter("options.precision"))
+    right = property(attrgetter("options.right"))
+    left = property(attrgetter("options.left"))
 
     @property
     def _explicit(self) -> AttentionOptions:
@@ -264,26 +244,6 @@ class Problem:
         return self.dtype.itemsize
 
     @property
-    def d8(self) -> int:
-        """d rounded up to rows of 16-bit numbers that begin at multiples of 16 bytes."""
-        return _round_up(self.d, 8)
-
-    @property
-    def dv8(self) -> int:
-        """dv rounded up in the same way."""
-        return _round_up(self.dv, 8)
-
-    @property
-    def d16(self) -> int:
-        """d rounded up to rows of 8-bit numbers that begin at multiples of 16 bytes."""
-        return _round_up(self.d, 16)
-
-    @property
-    def N32(self) -> int:
-        """N rounded up to whole matrix products of 8-bit numbers."""
-        return _round_up(self.N, 32)
-
-    @property
     def arithmetic(self) -> str:
         """The dtype, and the precision if it differs: what speeds are measured for."""
         same = self.precision in (None, "float32")
@@ -296,20 +256,22 @@ class Problem:
         return _round_up(reals * size, align) + _round_up(scalars * self.itemsize, align)
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """The sizes of axes given by name, for example ``"batch heads M dv"``."""
-        return tuple(getattr(self, axis) for axis in axes.split())
+        """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
+        return tuple(map(self._extent, axes.split()))
+
+    def _extent(self, axis: str) -> int:
+        name = axis.rstrip("0123456789")
+        return _round_up(getattr(self, name), int(axis[len(name) :] or 1))
 
     def __str__(self) -> str:
         if self.is_softmax:
             return f"M={self.M} N={self.N} {self.dtype.name}"
-        heads = f"heads={self.heads}" + (
-            f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        )
-        d = f"d={self.d}" + (f" dv={self.dv}" if self.dv != self.d else "")
+        kv_heads = f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        dv = f" dv={self.dv}" if self.dv != self.d else ""
         shift = f" shift={self.shift}" if self.shift else ""
         return (
-            f"batch={self.batch} {heads} M={self.M} N={self.N} {d} {self.dtype.name}{shift} "
-            f"{self._explicit}"
+            f"batch={self.batch} heads={self.heads}{kv_heads} M={self.M} N={self.N} d={self.d}{dv} "
+            f"{self.dtype.name}{shift} {self._explicit}"
         )
 
 
@@ -322,21 +284,8 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def _size(name: str, size: Any, most: int) -> int:
-    """A size as a Python int, because products of NumPy's integers overflow."""
-    if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
-    if not 0 <= size <= most:
-        raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
-    return int(size)
-
-
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _lead(array: Any) -> tuple[int, ...]:
-    return tuple(array.shape[:-3])
 
 
 def _sizes(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
@@ -361,8 +310,7 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 def _common_dtype(**arrays: Any) -> DType:
     """The dtype of all these arrays, which errors call by their names."""
-    for name, array in arrays.items():
-        dtype = array.dtype
+    for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
             raise TypeError(
                 f"{name} has dtype {dtype.str}, whose bytes are in the other order; convert it: "

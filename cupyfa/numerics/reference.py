@@ -64,9 +64,8 @@ def attention(
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
     h // (heads // kv_heads). Query i sees keys i + window_offset <= j <= i + causal_offset; None
-    is no limit. A causal mask aligned at the bottom right has the causal_offset N - M, one aligned
-    at the top left 0; a window adds to causal_offset and subtracts from window_offset. Of options,
-    those count that modify scores: scale and masks are given as the numbers that they come to.
+    is no limit. Of options only the modifications of scores count; scale and masks are given as
+    numbers.
 
     With precision "float64" every step is computed in float64. With another name of PRECISIONS the
     inputs and the result of every step are rounded to that precision and sums are accumulated in
@@ -74,7 +73,7 @@ def attention(
     products (Q, K, V and P); their results stay float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm) as float64
-    arrays, whose values are rounded: out to the precision, lse to float32 unless it is float64.
+    arrays with rounded values: out to the precision, lse to float32 unless it is float64.
 
     Raises ValueError if `precision` is unknown.
     """
@@ -84,39 +83,6 @@ def attention(
     for tile in tiles(q, k, v, scale, causal_offset, window_offset, options):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
     return out, lse
-
-
-@np.errstate(all="ignore")
-def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    out: Array | None = None,
-    lse: Array | None = None,
-    **score: Any,
-) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v for `dout` [batch, heads, M, dv], the gradient of the output.
-
-    out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, rounded
-    or not; they are computed if they are not given. `score`: scale and offsets as for `attention`.
-    Returns float64 arrays shaped like q, k and v; those of k and v are sums over the query heads
-    that share a key head.
-    """
-    grads = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    dq, dk, dv = (flat(x) for x in grads)
-    for tile in tiles(q, k, v, **score):
-        grad = flat(dout)[tile.where].astype(np.float64)
-        if out is None or lse is None:
-            tile_out, tile_lse, _ = attend(tile)
-        else:
-            tile_out, tile_lse = (flat(x)[tile.where].astype(np.float64) for x in (out, lse))
-        step = differentiate(tile, grad, tile_out, tile_lse)
-        dq[tile.where] = step.dq
-        add_to_heads(dk, tile, step.dk)
-        add_to_heads(dv, tile, step.dv)
-    return grads
 
 
 @np.errstate(all="ignore")
@@ -134,9 +100,9 @@ def softmax(x: Array, precision: str = "float64") -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of q of some heads, and all keys that one of these rows may see.
+    """Some rows of some heads of q, and all keys that one of these rows may see.
 
-    where: which heads (batch and heads as one axis) and which rows.
+    where: the heads (batch and heads as one axis) and the rows.
     key_heads [n]: the head of k and v for each head of the tile (batch and kv_heads as one axis).
     keys: which of the N keys.
     q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
@@ -171,10 +137,9 @@ def tiles(
     window_offset: int | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Iterator[Tile]:
-    """Cuts an attention problem into tiles; together they hold every row of q once.
+    """Cuts the problem of `attention` into tiles; together they hold every row of q once.
 
-    The arguments are those of `attention`. A tile holds many heads of a small problem, or some
-    rows of one head of a large one.
+    A tile holds many heads of a small problem, or some rows of one head of a large one.
     """
     batch, heads, M, d = q.shape
     if batch * heads * M == 0:
@@ -209,10 +174,8 @@ def attend(
 ) -> tuple[Array, Array, Array]:
     """The attention of one tile, as `attention` describes it.
 
-    scaled: "K" multiplies the keys by the scale, "S" the scores. The results differ only below
-    float64, where scaled keys are rounded and scaled scores are rounded once.
-
-    Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys]: float64 arrays for the
+    scaled: "K" multiplies the keys by the scale, "S" the scores; only below float64 do the results
+    differ. Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys]: float64 arrays for the
     precision "float64", else float32.
     """
     q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
@@ -286,10 +249,9 @@ def rounded(x: Array, precision: str) -> Array:
     """x with every element rounded to `precision`, to nearest: ties to even, of tf32 away from 0.
 
     float64 is rounded to float32 first, as on a GPU. For float8_e4m3 each matrix (the last two
-    axes) has a power of two as its scale, with which its largest finite element lies between 224
-    and 448, the largest number of e4m3; infinity becomes NaN, since e4m3 has no infinity.
+    axes) is scaled by a power of two, so that its largest finite element lies between 224 and 448,
+    the largest number of e4m3; infinity becomes NaN, since e4m3 has no infinity.
     Returns float64 for "float64" and float32 for the others, which float32 holds exactly.
-    Raises ValueError if `precision` is not one of PRECISIONS.
     """
     if precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
@@ -349,8 +311,7 @@ def _mask(
 def _rounded_to_tf32(x: Array) -> Array:
     """float32 with the last 13 of its 23 mantissa bits rounded away, as by cvt.rna.
 
-    Half of the last bit that stays is added to the bits of the number. A carry goes into the
-    exponent, so that numbers beyond the largest one become infinite. Infinity and NaN stay.
+    A carry goes into the exponent, so numbers beyond the largest one become infinite.
     """
     bits = x.view(np.uint32)
     kept = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
@@ -359,18 +320,17 @@ def _rounded_to_tf32(x: Array) -> Array:
 
 
 def _rounded_to_float16(x: Array) -> Array:
-    """float32 rounded to float16, without NumPy's casts, which are slow.
+    """float32 rounded to float16; NumPy's own casts are several times slower.
 
     float32 numbers from 2**(e + 13) to 2**(e + 14) have the spacing of float16 numbers with the
-    exponent e, so adding 1.5 * 2**(e + 13) rounds. Exponents of float16 begin at -14. Its largest
-    number is 65504; numbers nearer to 65536 become infinite.
+    exponent e, so adding 1.5 * 2**(e + 13) rounds. Exponents of float16 begin at -14.
     """
     exponent = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     power = np.maximum(exponent, np.float32(2**-14), out=exponent)
     power *= np.float32(1.5 * 2**13)
     kept = x + power
     kept -= power
-    if not (x.min(initial=0) >= -65504 and x.max(initial=0) <= 65504):
+    if not (x.min(initial=0) >= -65504 and x.max(initial=0) <= 65504):  # the largest float16
         np.copyto(kept, np.copysign(np.float32(np.inf), x), where=np.abs(x) >= 65520)
     return kept
 

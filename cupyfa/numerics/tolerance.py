@@ -15,8 +15,8 @@ for each exponential:
 
 `score` is the error of a score; the 3 stands for the scale and the argument of the exponential. O
 has 0.6 of it, because the common part of the keys' errors cancels. `total` is the error of the sums
-over keys. `floor` allows kernels to flush subnormal numbers to zero: each of n weights, each of n
-products, the input and the output may lose up to `tiny`, the smallest normal number.
+over keys. `floor` allows flushing subnormal numbers to zero: each weight and product, the input and
+the output may lose up to `tiny`, the smallest normal number.
 
 The errors of equal numbers add up instead of cancelling: where a column of V is the same for all
 keys, n replaces sqrt(n) in O. Scores that are equal for hundreds of keys but not for all are not
@@ -26,7 +26,7 @@ covered: a correct kernel that sums term after term may then exceed the bound of
 FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest
 error of the same attention computed plainly in that format (`reference.attention`, with K scaled
 and with S scaled). a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is
-two roundings of numbers of order 1; it keeps the sum from being 0 by luck. lse is kept in float32
+two roundings of numbers of order 1; it keeps the sum from being 0 by chance. lse is kept in float32
 and may have 2 * e. A kernel that rounds its operands by design, to float16 for tensor cores for
 example, has the bound of that format, and O that of the coarser one; it may also have the error r
 of rounding q and k in a score, r = half an eps * size * min(2, 4 / sqrt(d)): r in lse and
@@ -35,8 +35,8 @@ exp(r) - 1 of each weight.
 Half an eps of float8_e4m3 is 2**-4. Its plain computation rounds Q, K, V and P, each matrix scaled
 so that its largest number is in the last binade; scores and O stay float32, and O is rounded only
 to the dtype of the arrays. Tensor cores keep about 14 bits of a sum of such products, so the eps of
-the sums is 2**-13. The format has NaN in place of infinity; what NaN reaches in the plain
-computation may hold anything.
+the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
+infinity.
 
 Infinity and NaN must be exactly where the reference has them. Fully masked rows must be exactly 0
 and -inf.
@@ -53,17 +53,17 @@ inputs and have no error. P has a relative error, dS the errors of P and of dP -
 
 with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
-half of their smallest number, and rounds its results. Nothing else is added. Where a result is
-infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key that no
-query sees and a query that sees no key have gradients of exactly 0.
+half of their smallest number, and rounds its results. Where a result is infinite or beyond its
+dtype's largest number, anything may stand; NaN must be NaN. A key that no query sees and a query
+that sees no key have gradients of exactly 0.
 
-docs/checking.md lists what correct and faulty kernels reach of these bounds.
+docs/checking.md shows how correct and faulty kernels compare with these bounds.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -125,20 +125,14 @@ class Expected(NamedTuple):
 
 
 def require(verdicts: Iterable[Verdict], context: str) -> None:
-    """Raises WrongResult with `context` and all failed verdicts, if there are any.
-
-    context: what identifies the case: kernel, shape, dtype, mask, seed.
-    """
+    """Raises WrongResult with all failed verdicts; `context` is kernel, shape, dtype and seed."""
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     if failed:
         raise WrongResult("\n  ".join([f"wrong result of {context}", *failed]))
 
 
 def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
-    """Compares arrays with the `Expected` of the same name.
-
-    Raises ValueError if a name or a shape is wrong.
-    """
+    """Compares arrays with the `Expected` of the same name and shape, else raises ValueError."""
     for name, actual in results.items():
         if name not in expected:
             raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
@@ -153,10 +147,10 @@ def expected_attention(
 ) -> dict[str, Expected]:
     """The attention "O" and "lse" with the bounds that this module's docstring describes.
 
-    q, k, v: as for `reference.attention`, as are the keywords `score` (scale and masks). dtype: of
-    the inputs and O. rounding: the precision of `reference.PRECISIONS` to which the kernel rounds
-    its operands by design; None if it does not. An element may hold anything where that rounding
-    overflows in the plain computation: the largest float16 is 65504.
+    q, k, v and `score` (scale and masks): as for `reference.attention`. dtype: of the inputs and O.
+    rounding: the precision of `reference.PRECISIONS` to which the kernel rounds its operands by
+    design; None if it does not. Where that rounding overflows in the plain computation, an element
+    may hold anything.
     """
     return expected_attention_of_each(q, k, v, dtype=dtype, roundings=(rounding,), **score)[
         rounding
@@ -205,7 +199,9 @@ def expected_gradients_of_each(
 ) -> dict[str | None, dict[str, Expected]]:
     """The gradients "dQ", "dK" and "dV" with their bounds, for kernels of several roundings.
 
-    The arguments are those of `reference.attention_backward` and `expected_attention`.
+    out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout is
+    the gradient of out; the others are those of `expected_attention`. dK and dV are sums over the
+    query heads that share a key head.
     """
     kernels = {rounding: _Arithmetic.of(dtype, rounding) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
@@ -326,18 +322,12 @@ class _Work:
 
     def __init__(self, tile: reference.Tile) -> None:
         self.tile = tile
-        self.attend = cache(
-            lambda *precision, **scaled: reference.attend(tile, *precision, **scaled)
-        )
-        self.score_size = cache(lambda dtype: _score_size(tile, dtype))
+        self.attend = cache(partial(reference.attend, tile))
+        self.score_size = cache(partial(_score_size, tile))
+        self.values = np.abs(_finite(tile.v))
         self.magnitude = cache(
             lambda dtype: self.attend()[2].astype(dtype) @ self.values.astype(dtype)
         )
-
-    @cached_property
-    def values(self) -> Array:
-        """|V|"""
-        return np.abs(_finite(self.tile.v))
 
 
 @np.errstate(all="ignore")
@@ -358,8 +348,7 @@ def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, 
 def _plain_orders(scale: float) -> tuple[str, ...]:
     """Whether a plain computation scales K, S or either; a power of two makes no difference.
 
-    A float16 pipeline of matrix products scales S. In a problem with few outputs its error is
-    sometimes more than twice that of the computation that scales K.
+    The error of a float16 pipeline that scales S is sometimes more than twice that of scaling K.
     """
     is_power_of_two = abs(math.frexp(scale)[0]) == 0.5
     return ("K",) if is_power_of_two else ("K", "S")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.gradients import reference_gradients
 from helpers.problems import RAGGED, WINDOWED, check_case, in_turn, inputs_of, name, planned
 
 import cupyfa
@@ -213,7 +214,7 @@ def problem(**sizes):
 
 
 def expected(p, q, k, v, dout):
-    return reference.attention_backward(
+    return reference_gradients(
         dout, q, k, v, scale=p.scale, causal_offset=p.causal_offset if p.causal else None
     )
 
@@ -246,7 +247,7 @@ def test_the_pullback_of_a_call(backend, dtype):
     for grad, x, once in zip(pullback(dout), (q, k, v), again, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype
         np.testing.assert_array_equal(grad, once)
-    right = reference.attention_backward(dout, q, k, v, scale=0.3, causal_offset=p.causal_offset)
+    right = reference_gradients(dout, q, k, v, scale=0.3, causal_offset=p.causal_offset)
     loose = {"float16": 5e-3, "bfloat16": 4e-2}.get(dtype, 1e-4)
     for grad, other in zip(again, right):
         np.testing.assert_allclose(grad.astype(float), other, atol=loose * 2, rtol=loose)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.gradients import reference_gradients
 
 from cupyfa.numerics import reference
 
@@ -160,7 +161,7 @@ def test_any_size_may_be_zero(axis, causal_offset):
         assert out.shape == (batch, heads, M, dv) and lse.shape == (batch, heads, M)
     if axis == "N":
         assert np.all(out == 0) and np.all(lse == -INF)
-    grads = reference.attention_backward(
+    grads = reference_gradients(
         np.ones((batch, heads, M, dv)), q, k, v, scale=1.0, causal_offset=causal_offset
     )
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
@@ -259,9 +260,9 @@ def test_gradients_are_finite_differences(
     arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
     dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
     options = {"scale": scale, "causal_offset": causal_offset, "window_offset": window_offset}
-    grads = reference.attention_backward(dout, *arrays, **options)
+    grads = reference_gradients(dout, *arrays, **options)
     out, lse = reference.attention(*arrays, **options)
-    given = reference.attention_backward(dout, *arrays, **options, out=out, lse=lse)
+    given = reference_gradients(dout, *arrays, **options, out=out, lse=lse)
     for one, other in zip(grads, given):
         np.testing.assert_array_equal(one, other)
 
@@ -284,9 +285,9 @@ def test_gradients_are_finite_differences(
 def test_gradients_of_empty_rows_and_masked_keys_are_zero():
     q, k, v = inputs((1, 2, 6, 4), (1, 1, 5, 4), dv=3)
     dout = np.ones((1, 2, 6, 3))
-    clean = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=-3)
+    clean = reference_gradients(dout, q, k, v, scale=0.5, causal_offset=-3)
     q[:, :, :3], k[:, :, 3:], v[:, :, 3:], dout[:, :, :3] = NAN, NAN, INF, NAN
-    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=-3)
+    dq, dk, dv = reference_gradients(dout, q, k, v, scale=0.5, causal_offset=-3)
     assert np.all(dq[:, :, :3] == 0) and np.all(dk[:, :, 3:] == 0) and np.all(dv[:, :, 3:] == 0)
     for actual, expected in zip((dq, dk, dv), clean):
         np.testing.assert_allclose(actual, expected, rtol=1e-14)
@@ -296,7 +297,7 @@ def test_a_bad_gradient_stays_with_the_keys_of_its_row():
     q, k, v = inputs((1, 1, 4, 4), (1, 1, 4, 4), dv=3)
     dout = np.ones((1, 1, 4, 3))
     dout[0, 0, 1] = NAN
-    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.5, causal_offset=0)
+    dq, dk, dv = reference_gradients(dout, q, k, v, scale=0.5, causal_offset=0)
     np.testing.assert_array_equal(np.isnan(dq[0, 0]).any(-1), [False, True, False, False])
     np.testing.assert_array_equal(np.isnan(dk[0, 0]).any(-1), [True, True, False, False])
     np.testing.assert_array_equal(np.isnan(dv[0, 0]).any(-1), [True, True, False, False])
@@ -306,7 +307,7 @@ def test_gradients_go_by_the_output_and_lse_that_are_given():
     """As the formulas say, written out for one head."""
     q, k, v = inputs((1, 1, 4, 3), (1, 1, 5, 3), dv=2)
     dout, out, lse = (np.random.default_rng(7).normal(size=(1, 1, 4, n)) for n in (2, 2, 1))
-    dq, dk, dv = reference.attention_backward(dout, q, k, v, scale=0.6, out=out, lse=lse[..., 0])
+    dq, dk, dv = reference_gradients(dout, q, k, v, scale=0.6, out=out, lse=lse[..., 0])
     p = np.exp(0.6 * q @ k.mT - lse)
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdims=True))
     np.testing.assert_allclose(dq, 0.6 * ds @ k, rtol=1e-13)
