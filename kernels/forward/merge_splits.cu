@@ -12,7 +12,7 @@
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, a lane four columns of each 128
 //   the host sets: scalar, operand, real, d, dv, causal, windowed, threads, shared_bytes
-#include <attention/repair_row.cuh>
+#include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>

@@ -1,15 +1,21 @@
 #pragma once
 // Rows that come out wrong are computed again, one score after the other. That is rare, and keeps
 // the products simple: they take all keys of a tile. Two things make a row wrong:
-//  - A hidden key's P is 0, but 0 * NaN and 0 * infinity are NaN: its V gets into O.
+//  - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so its V shows in O.
 //  - S * scale2 - maximum is rounded once. For the largest score it is not 0 but the rounding error
 //    of the maximum, which above 2^26 is more than 2, and 2 to the power of it may overflow.
 
-#include <attention/repair_row.cuh>
 #include <attention/row_state.cuh>
+#include <attention/score.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
 
-// Whether the scores of one of the lane's rows were too large. A row that sees no key has the
-// lowest maximum and is right.
+// Whether a maximum, in powers of two, is too large for exponents relative to it.
+__device__ __forceinline__ bool is_huge(float maximum) {
+  return !(fabs(maximum) < float(1 << 26));
+}
+
+// Whether scores of one of the lane's rows were too large. A row that sees no key is right.
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
@@ -27,18 +33,57 @@ template <int m, int n>
 __device__ __forceinline__ bool has_nan(const float (&O)[m][n][4]) {
   bool nan = false;
 #pragma unroll
-  for (int i = 0; i < m * n * 4; ++i) {
-    const float o = O[i / (4 * n)][i / 4 % n][i % 4];
-    nan |= o != o;
-  }
+  for (int i = 0; i < m * n * 4; ++i) nan |= isnan(O[i / (4 * n)][i / 4 % n][i % 4]);
   return nan;
 }
 
-// Whether a row of the warp is to be computed again. Without a mask no key is hidden.
+// Whether a row of the warp is to be computed again. Without a mask all keys are seen.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
                                              const Rows<m * step, pack_gqa>& rows) {
   return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
+}
+
+// One row of O and lse, computed by a warp from the keys that the query sees. Maxima are those of
+// unscaled scores, so that exponents are right for scores of any size.
+template <int d, int dv, class T, class Scores>
+__device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, scalar* out, real* lse,
+                           const Extent& extent, int query, int batch, int kv_head,
+                           const Scores& scorer) {
+  constexpr int columns = cdiv(dv, warp_size), count = columns < 8 ? columns : 8;  // at a time
+  const int lane = threadIdx.x % warp_size;
+  const float scale2 = scorer.scale2();
+  for (int first_col = lane; first_col < dv + lane; first_col += count * warp_size) {
+    float maximum = -infinity, sum = 0, o[count] = {};
+    for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
+      const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key) + first_col;
+      float product = 0;
+      for (int j = lane; j < d; j += warp_size) product += float(q[j]) * float(k[j]);
+      const float x = scorer.applied(warp_sum(product)), before = maximum;
+      maximum = fmax(maximum, x);
+      const float origin = maximum == -infinity ? 0.0f : maximum;
+      const float factor = exp2f((before - origin) * scale2), p = exp2f((x - origin) * scale2);
+      sum = sum * factor + p;
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        if (first_col + j * warp_size < dv) o[j] = o[j] * factor + p * float(v[j * warp_size]);
+      }
+    }
+    const float inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN of V stays NaN
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      const int col = first_col + j * warp_size;
+      if (col < dv) out[col] = scalar(o[j] * inverse);
+    }
+    if (first_col == 0) *lse = maximum * (scale2 / log2e) + log(sum);
+  }
+}
+
+// The same as a call, for kernels whose loops need the registers that an inlined one takes. (In a
+// kernel with wgmma a call would serialise the products.)
+template <int d, int dv, class... Args>
+__device__ __noinline__ void call_repair_row(Args... args) {
+  repair_row<d, dv>(args...);
 }
 
 // The same for all rows of a warp.

@@ -5,9 +5,9 @@
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
 
-// The maxima of a tile's scores in each row, for all lanes; masked scores become -infinity. Each
-// step of a maximum waits for the one before: where a warp owns 16 rows only, even and odd keys of
-// a row have a maximum each.
+// The maximum of a tile's scores in each row, in all lanes; masked scores become -infinity. Each
+// fmax waits for the one before it: a warp with only 16 rows takes even and odd keys apart, so that
+// twice as many are under way.
 template <bool masked, int m, int n, int pack_gqa>
 __device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, int first_key,
@@ -17,30 +17,26 @@ __device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
 #pragma unroll
   for (int j = 0; j < n; ++j) {
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = first_key + j * 8 + 2 * (lane % 4) + e % 2;
-        if (masked && !rows.sees(i, e / 2, key)) S[i][j][e] = -infinity;
-        float& x = part[i][e / 2][e % parts];
-        x = j * 8 + e % 2 < parts ? S[i][j][e] : fmax(x, S[i][j][e]);
-      }
+    for (int i = 0; i < m * 4; ++i) {
+      const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
+      float &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
+      if (masked && !rows.sees(i / 4, half, key)) score = -infinity;
+      x = j * 8 + i % 2 < parts ? score : fmax(x, score);
     }
   }
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    float& x = maximum[i / 2][i % 2];
-    x = part[i / 2][i % 2][0];
+    float x = part[i / 2][i % 2][0];
     if constexpr (parts == 2) x = fmax(opaque(x), opaque(part[i / 2][i % 2][1]));
     x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
-    x = fmax(x, __shfl_xor_sync(full_warp, x, 2));
+    maximum[i / 2][i % 2] = fmax(x, __shfl_xor_sync(full_warp, x, 2));
   }
 }
 
-// Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale what was
-// summed before; returns whether one of the warp's factors is not 1. A maximum that is exceeded by
-// no more than `slack` may stay: P is then up to 2^slack, and so is its sum. Of `whole` maxima,
-// rounded up, all factors are powers of two, which round nothing.
+// Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale earlier sums;
+// returns whether one of the warp's factors is not 1. A maximum that is exceeded by no more than
+// `slack` stays: P is then at most 2^slack. Maxima that are `whole` are rounded up, so that factors
+// are powers of two and round nothing.
 template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, float (&factor)[m][2]) {
@@ -63,17 +59,11 @@ __device__ __forceinline__ bool raise_maxima(float (&S)[m][n][4], Rows<m * step,
 template <int m, int n>
 __device__ __forceinline__ void scale_rows(float (&O)[m][n][4], const float (&factor)[m][2]) {
 #pragma unroll
-  for (int i = 0; i < m; ++i) {
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) O[i][j][e] *= factor[i][e / 2];
-    }
-  }
+  for (int i = 0; i < m * n * 4; ++i)
+    O[i / (4 * n)][i / 4 % n][i % 4] *= factor[i / (4 * n)][i % 4 / 2];
 }
 
-// Raises the maxima to those of a tile of scores. Where that changes a row of the warp, rescales O
-// and the sums.
+// Raises the maxima to those of a tile of scores. Where one rises, rescales O and the sums.
 template <bool masked, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void rescale(float (&S)[m][keys][4], float (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
@@ -89,17 +79,15 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
                                              const Rows<m * step, pack_gqa>& rows,
                                              float (&sum)[m][2]) {
 #pragma unroll
-  for (int i = 0; i < m; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      S[i][j][e] = exp2f(S[i][j][e] * rows.scale2 - rows.maximum[i][e / 2]);
-      sum[i][e / 2] += S[i][j][e];
-    }
+  for (int i = 0; i < m * 4; ++i) {
+    float& x = S[i / 4][j][i % 4];
+    x = exp2f(x * rows.scale2 - rows.maximum[i / 4][i % 4 / 2]);
+    sum[i / 4][i % 4 / 2] += x;
   }
 }
 
-// The same for all keys of the tile. A tile is summed up by itself before it joins the sums: with
-// millions of keys, less is rounded away.
+// The same for all keys. A tile is summed up by itself before it joins the sums: with millions of
+// keys, less is rounded away.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows) {
   float sum[m][2] = {};

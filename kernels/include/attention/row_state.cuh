@@ -11,22 +11,20 @@ constexpr float largest_float = 3.40282347e38f;
 template <int rows, int columns>
 using Fragments = float[rows / step][columns / 8][4];
 
-// The softmax of a warp's Wr rows: the maximum and the sum of the two rows that a lane holds in
-// each 16. Exponents are powers of two: scores are multiplied by scale2. Row r is query
-// r / pack_gqa of query head r % pack_gqa, of the `pack_gqa` heads that share a head of K and V.
-// A maximum begins with the lowest finite number: -infinity would make NaN of a row whose scores
-// are all masked.
+// The softmax of a warp's Wr rows: a lane holds parts of two rows in each 16, and their maxima and
+// sums. Exponents are powers of two: scores are multiplied by scale2. Row r is query r / pack_gqa
+// of query head r % pack_gqa, of the `pack_gqa` heads that share a head of K and V.
 template <int Wr, int pack_gqa = 1>
 struct Rows {
   int first;  // the lane's first row
   Extent extent;
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
+  // Maxima begin with the lowest finite number: -infinity would make NaN of a row that is masked.
   __device__ __forceinline__ Rows(int first, const Extent& extent, float scale2)
       : first(first), extent(extent), scale2(scale2), sum() {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
   }
-
   __device__ __forceinline__ int row(int i, int half) const {
     return opaque(first) + i * step + half * 8;
   }
