@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any, NamedTuple
-from weakref import getweakrefcount, ref
+from weakref import getweakrefcount, getweakrefs, ref
 
 import numpy as np
 
@@ -53,6 +53,12 @@ class Result(NamedTuple):
     given: str | None  # what messages call the caller's array; None if there can be none
 
 
+class _Ref(ref):
+    """A reference to an array of a call that may be repeated."""
+
+    __slots__ = ()
+
+
 class _Spare(NamedTuple):
     """Results of a call before, and launches that write to them."""
 
@@ -68,9 +74,16 @@ class _Spare(NamedTuple):
         """Whether nobody else has a reference to the results, nor has changed their shapes."""
         return (
             sum(map(getrefcount, self.holders)) == self.references
-            and not any(map(getweakrefcount, self.results))
+            and not (
+                any(map(getweakrefcount, self.results)) and any(map(_is_watched, self.results))
+            )
             and tuple(map(_shape_of, self.results)) == self.shapes
         )
+
+
+def _is_watched(array: Any) -> bool:
+    """Whether somebody else has a weak reference to an array, and may wait for its end."""
+    return any(type(x) is not _Ref for x in getweakrefs(array))
 
 
 class _Repeat:
@@ -80,7 +93,7 @@ class _Repeat:
 
     def __init__(self, arrays: Sequence[Any], forget: Callable[[Any], Any]) -> None:
         """``forget`` is called when one of the arrays is deleted: another may get its id."""
-        self.refs = [ref(x, forget) for x in arrays]
+        self.refs = [_Ref(x, forget) for x in arrays]
         self.shapes = tuple(map(_shape_of, arrays))
         self.launch: Callable[[], Any] | None = None  # where the results are the caller's
         self.memory: Any = None  # of arguments and temporaries
@@ -166,7 +179,9 @@ class Prepared:
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
         # By device, stream and the ids of the inputs and of the caller's arrays for the results.
         self._repeats: dict[tuple[int | None, ...], _Repeat] = {}
-        self._seen_before: dict[int, tuple[ref, ...]] = {}  # arrays of calls, by the first one's id
+        self._seen_before: dict[
+            int, tuple[_Ref, ...]
+        ] = {}  # arrays of calls, by the first one's id
         p, seen = plan.problem, self._seen(inputs)
         self._without_columns = any(
             tuple(x.shape) != operation.inputs[name].shape(p) for name, x in seen.items()
@@ -431,7 +446,7 @@ class Prepared:
             return True
         if len(self._seen_before) >= _MOST_REPEATS:
             self._seen_before.clear()
-        self._seen_before[id(arrays[0])] = tuple(map(ref, arrays))
+        self._seen_before[id(arrays[0])] = tuple(map(_Ref, arrays))
         return False
 
     def _keep_results(
