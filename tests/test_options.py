@@ -156,8 +156,6 @@ def test_a_check_takes_options_for_all_cases(monkeypatch):
         cupyfa.check("fa2", backend="simulator", slope=2.0)
 
 
-# Arguments of launches
-
 STRUCTS = """\
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
@@ -224,8 +222,6 @@ def test_the_numbers_of_options_are_members_of_mods(gated, tmp_path):
     more = sources.text(replace(launch, mods=("softcap", "slope")))
     assert "struct Mods { real softcap; real slope; };\n" in more
 
-
-# Types
 
 TYPED = """\
 import numpy as np

@@ -32,9 +32,6 @@ OF_ANY_M = ("-B", 1, "-H", 2, "-d", 8, "--backend", "simulator", "--budget", 0)
 SMALL = ("-M", 20, *OF_ANY_M)
 
 
-# Timing
-
-
 class Clock:
     """An engine, and a clock that it alone moves: each call takes the milliseconds it returns."""
 
@@ -133,9 +130,6 @@ def test_inputs_lie_with_the_engine_as_they_lie_on_the_host(layout):
     assert all(again[name] is arrays[name] for name in arrays)
 
 
-# Judging
-
-
 FORWARD_PROBLEMS = [
     Problem.of_sizes(batch=2, heads=4, kv_heads=2, M=90, N=70, d=8, causal=True),
     Problem.of_sizes(batch=2, heads=4, kv_heads=1, M=70, N=90, d=8, causal=True),
@@ -213,9 +207,6 @@ def test_bytes_are_inputs_and_outputs_once():
     assert OPERATIONS["softmax"].bytes(rows) == 4 * (2 * 8 * 16 + 8)
 
 
-# What a device can do at the most
-
-
 class Fast(Simulator):
     """Counts products and copies, which take no time to speak of."""
 
@@ -258,9 +249,6 @@ def test_without_a_library_for_products_there_is_no_peak(facts):
 @pytest.mark.parametrize("dtype", [*DTYPES, "tf32"])
 def test_every_precision_has_a_peak_here(facts, dtype):
     assert peaks.product_rate(Fast(), dtype) > 0
-
-
-# Rows
 
 
 class Paced(Simulator):
@@ -494,9 +482,6 @@ def test_a_large_problem_tells_how_much_of_it_was_checked(by_sample):
     assert row.passed
 
 
-# CUDA graphs
-
-
 class Forgetful(Simulator):
     """Captures nothing of what it should."""
 
@@ -513,9 +498,6 @@ def test_a_graph_that_does_less_than_the_call_is_found():
     (row,) = bench("fa2", backend=Forgetful(), graph=True, alone=True, budget=0, **TINY)
     assert (row.passed, row.time) == (False, None)
     assert row.note == "WRONG: fa2: its CUDA graph does not write all of O"
-
-
-# Peers, as far as none is needed
 
 
 @pytest.fixture
@@ -625,9 +607,6 @@ def test_a_gradient_that_is_farther_from_the_reference_is_named(peer, output):
             **TINY,
         )
     assert [row.time is not None for row in rows] == [True, True]
-
-
-# The command
 
 
 def rows_of(*args, sizes=SMALL, code=0):

@@ -73,9 +73,6 @@ def passed(done):
     assert done.stdout.splitlines()[-1].strip() == "PASS"
 
 
-# Streams and terminals
-
-
 def redirected(redirections):
     """How a command begins whose streams a shell redirects."""
     return ["bash", "-c", f'exec "$@" {redirections}', "bash", *CLI]
@@ -148,9 +145,6 @@ def test_a_narrow_terminal_loses_nothing(own_folders, monkeypatch, columns, args
     assert "…" not in narrow
     lost = {word for word in wide if word.isalpha()} - set(narrow.split())
     assert not lost
-
-
-# Folders
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,6 @@ def test_damaged_facts_are_passed_over(tmp_path, monkeypatch, warm, kind, conten
     finally:
         monkeypatch.undo()
         engine.refresh()
-
-
-# Disks
 
 
 def full(*_, **__):
@@ -412,9 +403,6 @@ def test_results_do_not_take_the_place_of_a_file_that_is_open(warm, tmp_path):
     assert log.read_text().startswith("what was there\n{")
 
 
-# Compilers
-
-
 def compiler(folder, script):
     """A program for CUPYFA_COMPILER."""
     path = folder / "compiler"
@@ -485,9 +473,6 @@ def test_no_compiler_at_all(own_folders, fresh, monkeypatch, tmp_path):
         patch.setitem(sys.modules, "ziglang", None)
         says(line_of(cli(*RUN, code=3).stderr), "needs a C", "install g", "cupyfa.compiler")
     still_works()
-
-
-# Signals
 
 
 def running_with(word):
@@ -711,9 +696,6 @@ def test_signals_that_are_heard_at_once_are_one(monkeypatch, heard, ends):
     assert ended == ([128 + signal.SIGTERM] if ends else [])
 
 
-# Memory
-
-
 INPUTS = np.random.default_rng(0).standard_normal((3, 20, 8), np.float32)
 
 
@@ -760,9 +742,6 @@ def test_failed_calls_keep_no_memory_threads_or_files(own_folders, tmp_path):
         tracemalloc.stop()
     assert state() == before
     still_works()
-
-
-# The GPU
 
 
 def test_no_device_at_all(warm):

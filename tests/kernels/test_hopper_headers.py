@@ -26,8 +26,6 @@ TYPES = pytest.mark.parametrize(
 )
 SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 SEEDS = (None, 1, 2, 3)
-# tma.cuh and mbarrier.cuh
-
 BOX = code("box")
 
 COPY = code("copy")
@@ -101,8 +99,6 @@ def test_every_finite_half_is_multiplied_exactly():
         launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=FILL + shared)
         assert (got == part).all()
 
-
-# A producer and its consumers
 
 RING_HEAD = code("ring_head")
 RING = code("ring") + WRITE.format(n=32)
@@ -213,8 +209,6 @@ def test_an_array_smaller_than_its_map_says():
         caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
         assert "with what is no tensor map" in str(caught)
 
-
-# Bytes as they lie, and floats that are added
 
 ADD = code("add")
 

@@ -237,8 +237,6 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
                 assert len(set(rows.ravel())) == 8
 
 
-# cp_async.cuh
-
 TILE = code("tile")
 
 

@@ -269,9 +269,6 @@ def test_addresses_that_boxes_cannot_begin_at(near, kernel):
     np.testing.assert_array_equal(bound(*map(moved, (q, k, v))), bound(q, k, v))
 
 
-# Gradients
-
-
 def forward(near, q, k, v, **options):
     """The host's results of attention, in the device's memory."""
     o, lse = right(q, k, v, return_lse=True, **options)
@@ -493,9 +490,6 @@ def test_a_graph_has_results_of_its_own(near):
     assert near.made and captured.ctypes.data not in before
 
 
-# How many Python functions are called
-
-
 def python_calls(call):
     """Python functions that a call enters in this thread, those of a far device left out."""
     entered, inside = 0, 0
@@ -524,9 +518,6 @@ def test_a_call_that_comes_again_enters_few_functions(there, most):
     q, k, v = (np.array(x) for x in arrays(1, 2, 64, 64))
     call = partial(cupyfa.attention, q, k, v, backend=there(), kernel="fa2")
     assert 20 < python_calls(call) <= most
-
-
-# What attention finds again
 
 
 @pytest.fixture
@@ -612,9 +603,6 @@ def test_host_arrays_of_any_strides_are_one_form(plans):
     for x in (q, q, q[:, ::-1]):
         cupyfa.attention(x, x, x, backend=simulator, kernel="fa2")
     assert len(plans) == 2  # the simulator's own arrays have strides
-
-
-# Temporaries and threads
 
 
 def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
@@ -730,9 +718,6 @@ def test_threads_share_a_bound_call(near):
     results = in_threads(lambda problem: [bound(*problem) for _ in range(3)][-1], problems)
     for result, problem in zip(results, problems):
         np.testing.assert_array_equal(result, right(*problem))
-
-
-# What the driver is given
 
 
 @pytest.fixture

@@ -41,10 +41,6 @@ def q_k_v(problem, seed=0, layout="bhsd"):
     return Case("forward", problem, seed, layout=layout).inputs()
 
 
-# -------------------------------------------------------------------------------------------------
-# Records and plans
-
-
 def launch(**changes):
     formulas = {"grid": lambda p, c: 1, "threads": lambda p, c: 128}
     return Launch(
@@ -76,10 +72,6 @@ def test_a_grid_knows_the_multiprocessors(kernel):
         assert "multiprocessors" not in step.constants
     with pytest.raises(ValueError, match="tiles are not named .*multiprocessors"):
         replace(kernel, tiles=({"multiprocessors": 3},))
-
-
-# -------------------------------------------------------------------------------------------------
-# sm_90a
 
 
 def test_its_own_architecture_alone_runs_it(kernel):
@@ -243,10 +235,6 @@ def test_the_compiler_warns_of_products_in_turn(tmp_path):
     assert "serialized" in compilations([row], "json")
 
 
-# -------------------------------------------------------------------------------------------------
-# Maps
-
-
 def mapped_arguments(engine, plan, arrays):
     return arguments(engine, plan.launches[0], arrays)[:4]
 
@@ -331,10 +319,6 @@ def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
     with pytest.raises(DeviceError, match=r"no tensor map of Mapped\(address=28672, .* CUresult 1"):
         cuda.Cuda().tensor_map(mapped._replace(dtype="bfloat16"))
     cuda._encoded.cache_clear()
-
-
-# -------------------------------------------------------------------------------------------------
-# Rows that are aligned
 
 
 def test_what_can_be_boxed_is_not_copied(kernel, simulator):

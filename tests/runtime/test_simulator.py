@@ -19,7 +19,6 @@ from cupyfa.runtime.simulator import dynamic_shared, machine
 
 # Without it, a fault of a plain access names no line.
 HAS_LINES = shutil.which("addr2line") is not None
-# Shapes of the grid and of memory
 
 
 def test_every_thread_of_a_three_dimensional_grid_runs_once():
@@ -86,9 +85,6 @@ def test_a_launch_no_device_would_accept(options, message):
     values = values if options.pop("scalars", True) else []
     with pytest.raises(ValueError, match=message):
         run('extern "C" __global__ void test(int a) {}', "test", *values, **options)
-
-
-# Collectives
 
 
 def test_shuffles_with_width():
@@ -230,8 +226,6 @@ def test_mathematics():
     np.testing.assert_allclose(B, want, rtol=1e-5, atol=1e-5)
 
 
-# Conversions of 16-bit types
-
 HALVES = [("cuda_fp16.h", np.float16), ("cuda_bf16.h", ml_dtypes.bfloat16)]
 
 
@@ -287,9 +281,6 @@ def test_doubles_round_to_halves_once():
         assert (B == A.astype(np.float16)).all()
 
 
-# Tensor-core tiles
-
-
 @pytest.mark.parametrize("load, transposed", [("load_b_rows", False), ("load_b_columns", True)])
 def test_tensor_core_tiles(load, transposed):
     rng = np.random.default_rng(5)
@@ -326,8 +317,6 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
         pytest.fail(nvrtc.getProgramLog(program))
     assert len(nvrtc.getCUBIN(program)) > 0
 
-
-# Faults: what is reported, for whom and where
 
 NEIGHBOUR = code("neighbour")
 
@@ -563,9 +552,6 @@ def test_twins_order_threads_by_publishing_and_observing():
     assert "race" in fault(body.replace("simulator::observe(&ready);", ""), A, threads=64).what
 
 
-# Schedules and workers
-
-
 def test_a_fault_leaves_nothing_behind():
     for schedule in (None, 4, 5):
         A = np.arange(64, dtype=np.float32)
@@ -614,9 +600,6 @@ def test_launches_from_several_python_threads():
             assert (result == number).all()
         else:
             assert "is out of bounds for 'float" in result.what
-
-
-# Compilers and the cache
 
 
 def test_a_frame_too_large_for_a_fiber_does_not_compile():
