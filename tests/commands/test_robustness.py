@@ -36,6 +36,7 @@ from helpers.cli import (
     still_works,
     table,
 )
+from helpers.processes import left_running
 
 import cupyfa
 from cupyfa import Problem, store
@@ -473,28 +474,6 @@ def test_no_compiler_at_all(own_folders, fresh, monkeypatch, tmp_path):
         patch.setitem(sys.modules, "ziglang", None)
         says(line_of(cli(*RUN, code=3).stderr), "needs a C", "install g", "cupyfa.compiler")
     still_works()
-
-
-def running_with(word):
-    """The command lines of other processes that have a word there or in their variables."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            try:
-                line = (folder / "cmdline").read_bytes()
-                if word.encode() in line + (folder / "environ").read_bytes():
-                    found.append(line.replace(b"\0", b" ").decode())
-            except OSError:  # it has ended, or is another user's
-                continue
-    return found
-
-
-def left_running(word, seconds=5.0):
-    """Those of them that do not end: a process that was killed takes its time to go."""
-    ended = time.monotonic() + seconds
-    while (left := running_with(word)) and time.monotonic() < ended:
-        time.sleep(0.02)
-    return left
 
 
 # Every thread of them runs for ever: one reads memory, one waits in a barrier, one does neither.

@@ -53,9 +53,8 @@ def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
     assert (got == want.reshape(4, 32)).all()
 
 
-def fragments(A, B, D):
-    """What the lanes hold of three matrices, by the header's comment."""
-    a, b = pairs(A), pairs(B.T)
+def fragments(a, b, D):
+    """What the lanes hold of A, of B transposed and of D, by the header's comment."""
     parts_a = [a[:8, :4], a[8:, :4], a[:8, 4:], a[8:, 4:]]
     parts_b = [b[:, :4], b[:, 4:]]
     parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
@@ -63,9 +62,10 @@ def fragments(A, B, D):
 
 
 def multiply(run, c_type, A, B, D):
-    """D + A B of one instruction."""
-    a, b, d = fragments(A, B, D)
-    body = code("multiply", c_type=c_type)
+    """D + A B of one instruction; floats are multiplied as tf32."""
+    words = np.asarray if c_type == "tf32" else pairs
+    a, b, d = fragments(words(A), words(B.T), D)
+    body = code("multiply_tf32") if c_type == "tf32" else code("multiply", c_type=c_type)
     run(body, a, b, d, head=MMA)
     got = np.empty((16, 8), np.float32)
     for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
@@ -80,9 +80,12 @@ def test_products_are_those_of_numpy(run, c_type, dtype):
     np.testing.assert_allclose(multiply(run, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
 
 
-@TYPES
+@pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])
 def test_infinities_and_nan_go_where_ieee_sends_them(run, c_type, dtype):
-    A, B, D = np.ones((16, 16), dtype), np.ones((16, 8), dtype), np.zeros((16, 8), np.float32)
+    A, B = np.ones((16, 16), dtype), np.ones((16, 8), dtype)
+    if c_type == "tf32":
+        A, B = A[:, :8], B[:8]
+    D = np.zeros((16, 8), np.float32)
     A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
     with np.errstate(invalid="ignore"):
         want = D + (A.astype(np.float32)[:, :, None] * B.astype(np.float32)).sum(1)
@@ -157,25 +160,6 @@ def test_matrices_take_a_whole_warp():
     assert "wait in multiply_add" in fault(late, head=MMA).what
 
 
-def tf32_fragments(A, B, D):
-    """What the lanes hold of the matrices of a tf32 product, by the header's comment."""
-    parts_a = [A[:8, :4], A[8:, :4], A[:8, 4:], A[8:, 4:]]
-    parts_b = [B.T[:, :4], B.T[:, 4:]]
-    parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
-    return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
-
-
-def multiply_tf32(run, A, B, D):
-    """D + A B of one instruction, on numbers as they are."""
-    a, b, d = tf32_fragments(A, B, D)
-    body = code("multiply_tf32")
-    run(body, a, b, d, head=MMA)
-    got = np.empty((16, 8), np.float32)
-    for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
-        got[rows : rows + 8, first::2] = part.reshape(8, 4)
-    return got
-
-
 def cut(x):
     """What a product takes of a float: the bits that it does not look at are 0."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
@@ -183,18 +167,9 @@ def cut(x):
 
 def test_products_of_tf32_do_not_look_at_the_last_bits(run):
     A, B, D = (random(x, np.float32, i) for i, x in enumerate([(16, 8), (8, 8), (16, 8)]))
-    got = multiply_tf32(run, A, B, D)
+    got = multiply(run, "tf32", A, B, D)
     np.testing.assert_allclose(got, D + cut(A) @ cut(B), rtol=1e-5, atol=1e-5)
     assert np.abs(got - (D + A.astype(float) @ B)).max() > 1e-4
-
-
-def test_infinities_and_nan_in_products_of_tf32(run):
-    A, B, D = (np.ones(x, np.float32) for x in [(16, 8), (8, 8), (16, 8)])
-    A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
-    with np.errstate(invalid="ignore"):
-        want = D + (A[:, :, None] * B).sum(1)
-    assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
-    np.testing.assert_array_equal(multiply_tf32(run, A, B, D), want)
 
 
 def test_tf32_is_rounded_as_the_reference_rounds(run):

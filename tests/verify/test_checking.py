@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import broken_kernels, own_kernel
 from helpers.cli import CLI, cli
+from helpers.processes import left_running, running_with
 
 import cupyfa
 from cupyfa import Problem, Simulator
@@ -346,56 +347,38 @@ def test_the_table_fits_the_terminal(monkeypatch, tmp_path, columns):
 
 
 def started(tmp_path, kernel):
-    """A check that hangs in several processes, all of which bear a mark."""
-    mark = f"CUPYFA_TEST_MARK={tmp_path}"
-    name, _, value = mark.partition("=")
+    """A check that hangs in several processes, which have its folder among their variables."""
     running = subprocess.Popen(
         [*CLI, "check", kernel, *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", "3"],
-        env={**os.environ, name: value},
+        env={**os.environ, "CUPYFA_TEST_MARK": str(tmp_path)},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: len(marked(mark)) == 4)
-    time.sleep(3)  # for some of them to hang
-    return running, mark
-
-
-def marked(mark):
-    """The processes that have the mark in their environment."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in environment.read_text(errors="replace").split("\0"):
-                found.append(environment.parent.name)
-        except OSError:
-            pass
-    return found
-
-
-def until(holds, seconds=20):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to that"
+    ended = time.monotonic() + 20
+    while len(running_with(str(tmp_path))) < 4:
+        assert time.monotonic() < ended, "the processes do not start"
         time.sleep(0.05)
+    time.sleep(3)  # for some of them to hang
+    return running
 
 
 def test_ctrl_c_ends_all_processes_and_shows_the_results(tmp_path):
-    running, mark = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
+    running = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=20)
     assert running.returncode == 130
     assert stdout == ""
     assert "12 cases of fuzz" in stderr
-    until(lambda: not marked(mark))
+    assert not left_running(str(tmp_path), seconds=20)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
-    running, mark = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
+    running = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
     running.kill()
     running.communicate()
-    until(lambda: not marked(mark))
+    assert not left_running(str(tmp_path), seconds=20)
 
 
 def test_an_interrupted_check_has_its_results():

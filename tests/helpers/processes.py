@@ -1,0 +1,27 @@
+"""Other processes of this machine, found by a word that they were started with."""
+
+import os
+import time
+from pathlib import Path
+
+
+def running_with(word):
+    """The command lines of other processes that have a word there or in their variables."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                line = (folder / "cmdline").read_bytes()
+                if word.encode() in line + (folder / "environ").read_bytes():
+                    found.append(line.replace(b"\0", b" ").decode())
+            except OSError:  # it has ended, or is another user's
+                continue
+    return found
+
+
+def left_running(word, seconds=5.0):
+    """Those that do not end in time: a process that was killed needs some to end."""
+    ended = time.monotonic() + seconds
+    while (left := running_with(word)) and time.monotonic() < ended:
+        time.sleep(0.02)
+    return left
