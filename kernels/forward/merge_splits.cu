@@ -83,7 +83,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     out[col] = scalar(total * inverse);
     wrong |= total != total;
   }
-  if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum / log2e + log(sum);
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)
     repair_row<d, dv>(Q.row(batch, head, row), K, V, out, lse.row(batch, head, row), extent, row,

@@ -385,7 +385,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       const int row = opaque(rows.first) + i * 8;
       if (row < M)
         *lse.row(same.batch, same.head, row) =
-            rows.maximum[i / 2][i % 2] / log2e + log(rows.sum[i / 2][i % 2]);
+            rows.maximum[i / 2][i % 2] * ln2 + log(rows.sum[i / 2][i % 2]);
     }
   }
   // The barrier comes before repairs overwrite what other warps wrote.

@@ -27,6 +27,6 @@ __device__ __forceinline__ void finish_rows(float (&O)[m][n][4],
     const int own = i / 4 * 4 + lane % 4, row = rows.row(0, 0) + own * 8;
     if (own < 2 * m && row < rows.extent.M * pack_gqa)
       *lse.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa) =
-          own_maximum / log2e + log(own_sum);
+          own_maximum * ln2 + log(own_sum);
   }
 }
