@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.numerics import tolerance
-from cupyfa.numerics.tolerance import Expected
+from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
 Arrays = Mapping[str, np.ndarray]
@@ -70,17 +70,16 @@ class Input:
 class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
-    ``inputs`` are all that a problem may have; ``inputs_of`` are those that one does have.
-    ``outputs`` say each array's axes, and whether it holds "scalar" or "real".
-    ``reference(inputs, problem, roundings, excerpt)`` gives the expected results with bounds for
-    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and of a
-    masked problem only the visible scores.
+    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind ("scalar" or "real")
+    of each array. ``reference(inputs, problem, roundings, excerpt)`` gives the expected results
+    with bounds for each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a
+    multiply-add, and of a masked problem only the visible scores.
     """
 
     name: str
     inputs: Mapping[str, Input]
     outputs: Mapping[str, tuple[str, str]]
-    reference: Callable[..., dict[str | None, dict[str, Expected]]]
+    reference: Callable[..., ExpectedOfEach]
     flops: Callable[[Problem], int]
 
     def expected(
@@ -149,36 +148,26 @@ def score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
 
 
 def _expected_attention(
-    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
-) -> dict[str | None, dict[str, Expected]]:
-    q, k, v = inputs["Q"], inputs["K"], inputs["V"]
-    first = 0
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
+) -> ExpectedOfEach:
+    arrays, first = [inputs[name] for name in "QKV"], 0
     if excerpt:
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
-        q, k, v = excerpt.of(q), keys.of(k), keys.of(v)
+        arrays = [part.of(x) for part, x in zip((excerpt, keys, keys), arrays)]
         first = excerpt.rows.start
-    return tolerance.expected_attention_of_each(
-        q,
-        k,
-        v,
-        **score_arguments(p, first),
-        dtype=p.dtype.name,
-        roundings=roundings,
-    )
+    options = {"dtype": p.dtype.name, "roundings": roundings, **score_arguments(p, first)}
+    return tolerance.expected_attention(*arrays, **options)
 
 
 def _expected_gradients(
-    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
-) -> dict[str | None, dict[str, Expected]]:
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
+) -> ExpectedOfEach:
     """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise."""
 
     def expected(cut: Callable[[str, np.ndarray], np.ndarray], shift: int) -> Any:
-        return tolerance.expected_gradients_of_each(
-            *(cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO")),
-            **score_arguments(p, shift),
-            dtype=p.dtype.name,
-            roundings=roundings,
-        )
+        arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
+        options = {"dtype": p.dtype.name, "roundings": roundings, **score_arguments(p, shift)}
+        return tolerance.expected_gradients(*arrays, **options)
 
     if excerpt is None:
         return expected(lambda name, array: array, 0)
@@ -192,15 +181,12 @@ def _expected_gradients(
     of_keys = expected(
         lambda name, x: keys.of(x) if name in ("K", "V") else x[batch, group], -keys.rows.start
     )
-    return {
-        r: {"dQ": of_rows[r]["dQ"], "dK": of_keys[r]["dK"], "dV": of_keys[r]["dV"]}
-        for r in roundings
-    }
+    return {r: {**of_keys[r], "dQ": of_rows[r]["dQ"]} for r in roundings}
 
 
 def _expected_softmax(
-    inputs: Arrays, p: Problem, roundings: Sequence[str | None], excerpt: Excerpt | None = None
-) -> dict[str | None, dict[str, Expected]]:
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
+) -> ExpectedOfEach:
     scores = excerpt.of(inputs["S"]) if excerpt else inputs["S"]
     return dict.fromkeys(roundings, tolerance.expected_softmax(scores, dtype=p.dtype.name))
 

@@ -87,8 +87,8 @@ class Verdict:
     """The comparison of one array with the reference.
 
     error: the largest absolute error; infinite for a wrong NaN or infinity.
-    ratio: the largest error / bound of an element; at most 1 in a correct result.
-    index, bound, actual, expected: of the element with this ratio.
+    ratio: the largest error / bound of an element; at most 1 in a correct result. index, bound,
+        actual and expected are of this element.
     unwritten: how many elements are NaN but should not be; often they were never written.
     """
 
@@ -124,6 +124,10 @@ class Expected(NamedTuple):
     bound: Array
 
 
+Roundings = Sequence[str | None]
+ExpectedOfEach = dict[str | None, dict[str, Expected]]  # by rounding and array
+
+
 def require(verdicts: Iterable[Verdict], context: str) -> None:
     """Raises WrongResult with all failed verdicts; `context` is kernel, shape, dtype and seed."""
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
@@ -142,26 +146,17 @@ def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> l
     return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
 
 
+@np.errstate(all="ignore")
 def expected_attention(
-    q: Array, k: Array, v: Array, *, dtype: str, rounding: str | None = None, **score: Any
-) -> dict[str, Expected]:
-    """The attention "O" and "lse" with the bounds that this module's docstring describes.
+    q: Array, k: Array, v: Array, *, dtype: str, roundings: Roundings = (None,), **score: Any
+) -> ExpectedOfEach:
+    """The attention "O" and "lse", with the bounds that this module's docstring describes.
 
     q, k, v and `score` (scale and masks): as for `reference.attention`. dtype: of the inputs and O.
-    rounding: the precision of `reference.PRECISIONS` to which the kernel rounds its operands by
-    design; None if it does not. Where that rounding overflows in the plain computation, an element
-    may hold anything.
+    roundings: for each kernel the precision of `reference.PRECISIONS` to which it rounds operands
+    by design, or None; kernels share most of the work. Where that rounding overflows in the plain
+    computation, an element may hold anything.
     """
-    return expected_attention_of_each(q, k, v, dtype=dtype, roundings=(rounding,), **score)[
-        rounding
-    ]
-
-
-@np.errstate(all="ignore")
-def expected_attention_of_each(
-    q: Array, k: Array, v: Array, *, dtype: str, roundings: Sequence[str | None], **score: Any
-) -> dict[str | None, dict[str, Expected]]:
-    """`expected_attention` for several roundings, which share most of the work."""
     kernels = {rounding: _Arithmetic.of(dtype, rounding) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
@@ -185,7 +180,7 @@ def expected_attention_of_each(
 
 
 @np.errstate(all="ignore")
-def expected_gradients_of_each(
+def expected_gradients(
     q: Array,
     k: Array,
     v: Array,
@@ -194,10 +189,10 @@ def expected_gradients_of_each(
     dout: Array,
     *,
     dtype: str,
-    roundings: Sequence[str | None],
+    roundings: Roundings = (None,),
     **score: Any,
-) -> dict[str | None, dict[str, Expected]]:
-    """The gradients "dQ", "dK" and "dV" with their bounds, for kernels of several roundings.
+) -> ExpectedOfEach:
+    """The gradients "dQ", "dK" and "dV" with their bounds.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout is
     the gradient of out; the others are those of `expected_attention`. dK and dV are sums over the
@@ -230,10 +225,10 @@ def expected_gradients_of_each(
 def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     """The softmax "P" of x [..., N] and its "lse", with a bound for each element.
 
-    A kernel may compute exp(x - max) as 2**(x * log2(e) - max * log2(e)), whose exponent has an
-    error of half an eps of each number in it. The power has an error of 2 eps, and the sum, as in
-    attention, one of 1.2 eps * (sqrt(N) + 4). A narrow dtype rounds P once or twice; `tiny` and the
-    smallest number of the dtype allow flushing to zero and underflow.
+    In 2**(x * log2(e) - max * log2(e)) the exponent has an error of half an eps of each number in
+    it, the power one of 2 eps, and the sum, as in attention, one of 1.2 eps * (sqrt(N) + 4). A
+    narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype allow flushing
+    to zero and underflow.
     """
     kernel = _Arithmetic.of(dtype)
     count, N = math.prod(x.shape[:-1]), x.shape[-1]
@@ -261,7 +256,7 @@ class _Arithmetic:
     def of(dtype: str, rounding: str | None = None) -> "_Arithmetic":
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-        if rounding is not None and rounding not in reference.PRECISIONS:
+        if rounding not in (None, *reference.PRECISIONS):
             known = ", ".join(reference.PRECISIONS)
             raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
         return _Arithmetic(dtype, rounding or dtype, rounding is not None)
@@ -330,7 +325,6 @@ class _Work:
         )
 
 
-@np.errstate(all="ignore")
 def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, float]]:
     """For "O" and "lse" of a tile: the bound of accumulation, the error of a plain computation."""
     exact, bounds, errors = work.attend()[:2], _bounds(work, kernel), [0.0, 0.0]
@@ -414,23 +408,18 @@ def _gradient_bounds(work: _BackwardWork, kernel: _Arithmetic) -> tuple[Array, A
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)
     )
-    along_row, along_column, of_values = (
-        np.where(step.left_out, 0.0, x)
-        for x in (
-            ds + over_keys * dS + least,
-            ds + over_rows * dS + least,
-            p + over_rows * P + least,
-        )
-    )
-    dv_bound = of_values.mT @ work.grad
+    sums = (ds + over_keys * dS, ds + over_rows * dS, p + over_rows * P)
+    of_dq, of_dk, of_dv = (np.where(step.left_out, 0.0, x + least) for x in sums)
+    dv_bound = of_dv.mT @ work.grad
     if work.equal.any():
         dv_bound += 1.2 * eps * work.rows * (P.mT @ np.where(work.equal, work.grad, 0.0))
-    seen = ~step.left_out
-    floor = tiny * (1 + scale)
+    floor_of_row, floor_of_key = (
+        tiny * (1 + scale) * (~step.left_out).sum(axis)[..., None] for axis in (-1, -2)
+    )
     return (
-        scale * (along_row @ work.k) + floor * seen.sum(-1)[..., None],
-        scale * (along_column.mT @ work.q) + floor * seen.sum(-2)[..., None],
-        dv_bound + floor * seen.sum(-2)[..., None],
+        scale * (of_dq @ work.k) + floor_of_row,
+        scale * (of_dk.mT @ work.q) + floor_of_key,
+        dv_bound + floor_of_key,
     )
 
 

@@ -1,9 +1,10 @@
-"""Follows a text's includes: one number for the content of all the files it reaches."""
+"""Follows the includes of a text, and hashes the files that it reaches."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
@@ -27,35 +28,29 @@ def digest(files: Mapping[Path, bytes]) -> str:
 
 
 def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
-    """Every file that the text includes, directly or not, as they are met, and their content.
+    """Every file that the text includes, directly or not, in order, and their content.
 
-    Files are looked for as a compiler does, in the folders in their order; a name in quotes first
-    beside the file that includes it. Those found nowhere are left to the compiler, and so are
-    names that a macro stands for.
+    Folders are searched in their order, as a compiler does; for a name in quotes first the folder
+    of the file that includes it. Missing files and names made by macros are left to the compiler.
     """
     found: dict[Path, bytes] = {}
-    _follow(text, None, folders, found)
+
+    def follow(text: str, own: Sequence[Path]) -> None:
+        for bracketed, quoted in _INCLUDE.findall(text):
+            places = [*own, *folders] if quoted else folders
+            path, content = _first_file([place / (bracketed or quoted) for place in places])
+            if path and path not in found:
+                found[path] = content
+                follow(content.decode(errors="replace"), [path.parent])
+
+    follow(text, [])
     return found
 
 
-def _follow(
-    text: str, beside: Path | None, folders: Sequence[Path], found: dict[Path, bytes]
-) -> None:
-    for bracketed, quoted in _INCLUDE.findall(text):
-        places = [beside, *folders] if quoted and beside else folders
-        file = _first_file([place / (bracketed or quoted) for place in places])
-        if file and file[0] not in found:
-            path, content = file
-            found[path] = content
-            _follow(content.decode(errors="replace"), path.parent, folders, found)
-
-
-def _first_file(candidates: Sequence[Path]) -> tuple[Path, bytes] | None:
+def _first_file(candidates: Sequence[Path]) -> tuple[Path | None, bytes]:
     for path in candidates:
         if ".." in path.parts:
-            path = path.resolve()  # so that files that include each other are met but once
-        try:
+            path = path.resolve()  # so that files that include each other are met only once
+        with suppress(OSError, ValueError):  # not there, a folder, a link to nowhere, not a name
             return path, path.read_bytes()
-        except (OSError, ValueError):  # not there, a folder, a link to nowhere, not a name
-            continue
-    return None
+    return None, b""

@@ -1,4 +1,4 @@
-"""What is planned and for what: devices, launches, plans, and why there is none."""
+"""The types of planning: devices, launches and plans."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 class Tuned:
     """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.
 
-    ``dtype`` is the problem's ``arithmetic``: it names a precision where that is another.
-    ``folder`` tells a kernel from outside from others of its name; it is None for the ladder's.
+    ``dtype`` is the problem's ``arithmetic``. ``folder`` is that of a user's kernel, else None.
     """
 
     kernel: str
@@ -42,8 +41,8 @@ class Limits:
     """What a device grants one block, how it is named in messages, and what was tuned on it.
 
     ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
-    says why there are no matrix products here, if that is so. ``multiprocessors`` are those of an
-    H100 SXM where no device is. ``clock`` is the highest of a multiprocessor, in GHz, where known.
+    says why matrix products are missing, if they are. ``multiprocessors`` are those of an H100 SXM
+    unless given. ``clock`` is the highest one, in GHz, where known.
     """
 
     device: str
@@ -61,8 +60,7 @@ class Argument:
     """One argument of a kernel: an array of the call, or a value that the plan decides.
 
     ``form`` says how the array ``name`` is passed: "" as the struct Tensor, "data" as a pointer,
-    "map" as a TMA tensor map. ``value`` is None for an array; else it has the bytes of the
-    kernel's parameter: a number, or a struct as a NumPy record.
+    "map" as a TMA tensor map. ``value`` is None for an array, else the number or NumPy record.
     """
 
     name: str
@@ -74,10 +72,9 @@ class Argument:
 class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text.
 
-    ``operand`` is the dtype of what is multiplied, if the inputs are rounded to another. ``boxes``
-    are the rows of a box by array, ``arguments`` are those of the kernel, in order, ``mods`` the
-    members of ``struct Mods``. ``target`` is the architecture to compile for, as "90a", if that is
-    not just the device's.
+    ``operand`` is the dtype that inputs are rounded to for products. ``boxes`` are the rows of a
+    box by array, ``mods`` the members of ``struct Mods``. ``target`` is the architecture to compile
+    for, as "90a", if not the device's.
     """
 
     launch: Launch
@@ -117,7 +114,7 @@ class Plan:
 
     @property
     def rounding(self) -> str | None:
-        """The precision that operands are rounded to by design; None if they are what they are."""
+        """The precision that operands are rounded to by design, if to any."""
         return rounding_of(self.kernel, self.problem)
 
     @property
@@ -139,7 +136,7 @@ class Plan:
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether sources of it lie outside the project, where their author may change them."""
+        """Whether a source lies outside the project, where its author may change it."""
         return any(x.path.is_absolute() for x in self.launches)
 
     @property

@@ -14,19 +14,18 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
-# Comments, strings and characters: which of them another one is in, is told by what comes first.
-_BESIDE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
-# Names that macros may make: pieces put together, and includes of what a name stands for.
+# Comments, strings and characters, whichever begins first.
+_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+# Where macros may make names: by joining pieces, and in the name of an include.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 
 
 def text(launch: PlannedLaunch) -> str:
     """The exact text that is compiled: header, types, constants, the .cu file, a digest.
 
-    Compiler errors name the file by its own lines. The constants are those that the file, or one
-    that it includes, names: a launch beside the kernel proper is compiled once for all tiles and
-    masks that do not concern it. Where names may come of macros, it has all of them. The digest
-    makes the text, and with it every cache key, change when a file that it includes does.
+    Compiler errors name the file by its own lines. Only constants that the file or its headers name
+    are declared, so that a launch is compiled once for all others; all of them where macros may
+    make names. The digest changes the text, and every cache key, when a header changes.
     """
     headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
     header = [f"#include <{name}>" for name in headers]
@@ -59,7 +58,7 @@ def headers(launch: PlannedLaunch) -> set[str]:
 
 
 def without_entry(launch: PlannedLaunch) -> ValueError:
-    """What is wrong with a file in which the compiler did not find the launch's entry point."""
+    """The error for a file in which the compiler did not find the launch's entry point."""
     return ValueError(
         f"{KERNELS / launch.path} has no kernel {launch.entry}; write there "
         f'extern "C" __global__ void {launch.entry}(...), or give its Launch another entry'
@@ -81,8 +80,8 @@ def _read(path: Path, entry: str) -> str:
 
 @lru_cache(maxsize=128)  # of as many files: there are some 50, with 30 headers
 def _words(code: str) -> frozenset[str] | None:
-    """The words of a text beside its comments and strings; None if macros may make others."""
-    bare = _BESIDE.sub(" ", code)
+    """The words of a text without comments and strings; None if macros may make others."""
+    bare = _NO_CODE.sub(" ", code)
     return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from cupyfa import store
@@ -20,7 +20,7 @@ def on(device: str) -> tuple[Tuned, ...]:
 def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
     """Keeps an entry, with facts ``about`` it for a person to read."""
     file = store.facts_file("tuned", device)
-    name = " ".join(map(str, (tuned.kernel, tuned.dtype, f"d={tuned.d}", f"dv={tuned.dv}")))
+    name = f"{tuned.kernel} {tuned.dtype} d={tuned.d} dv={tuned.dv}"
     name = f"{name} {tuned.folder}" if tuned.folder else name
     fact = {**asdict(tuned), "constants": dict(tuned.constants), **about}
     store.remember(file, {**store.recall(file), name: fact})
@@ -29,17 +29,10 @@ def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
 def _parsed(fact: Any) -> Tuned | None:
     """The entry of a file that anybody may have changed; None if it is not valid."""
     try:
-        tuned = Tuned(
-            kernel=fact["kernel"],
-            folder=fact["folder"],
-            dtype=fact["dtype"],
-            d=fact["d"],
-            dv=fact["dv"],
-            constants=tuple(fact["constants"].items()),
-            tflops=fact["tflops"],
-        )
-        sizes = [value for _, value in tuned.constants]
-        whole = all(type(x) is int for x in (tuned.d, tuned.dv, *sizes)) and min(sizes, default=1)
-        return tuned if whole and whole >= 1 and 0 < tuned.tflops < math.inf else None
+        given = {field.name: fact[field.name] for field in fields(Tuned)}
+        tuned = Tuned(**{**given, "constants": tuple(fact["constants"].items())})
+        sizes = [tuned.d, tuned.dv, *(value for _, value in tuned.constants)]
+        whole = all(type(x) is int for x in sizes) and min(sizes[2:], default=1) >= 1
+        return tuned if whole and 0 < tuned.tflops < math.inf else None
     except (KeyError, TypeError, AttributeError):
         return None

@@ -7,6 +7,5 @@ def reference_gradients(dout, q, k, v, *, out=None, lse=None, **score):
     """The reference's gradients of q, k and v, for the results of a forward pass or its own."""
     if out is None:
         out, lse = reference.attention(q, k, v, **score)
-    given = {"dtype": "float64", "roundings": (None,), **score}
-    expected = tolerance.expected_gradients_of_each(q, k, v, out, lse, dout, **given)[None]
+    expected = tolerance.expected_gradients(q, k, v, out, lse, dout, dtype="float64", **score)[None]
     return [x.value for x in expected.values()]

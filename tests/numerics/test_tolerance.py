@@ -12,9 +12,10 @@ from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.tolerance import require
 
 
-def attention_verdicts(results, q, k, v, **options):
+def attention_verdicts(results, q, k, v, rounding=None, **options):
     """Compares the results of an attention kernel with the reference."""
-    return tolerance.compare(results, tolerance.expected_attention(q, k, v, **options))
+    expected = tolerance.expected_attention(q, k, v, roundings=(rounding,), **options)
+    return tolerance.compare(results, expected[rounding])
 
 
 def softmax_verdicts(results, x, *, dtype):

@@ -1,32 +1,6 @@
 """The simulator: compiles the same kernels for the CPU, runs them and checks every access.
 
-What it does not detect, or treats differently from a device:
-
-- Races of a read and a write in global memory. Races of two writes there, if one goes to another
-  array in the same memory, or follows an atomic of its block in global memory, which may be a
-  signal between blocks.
-- A race between lanes of a warp after a __syncwarp of some of them: a partial mask orders the whole
-  warp.
-- A cp_async that completes early: here it completes in the wait for it. A read between its start
-  and that wait always finds the old data.
-- Reads of shared memory by products of more than two warpgroups at a time: two are recorded, and a
-  write that races with a third one alone is missed.
-- Registers that a thread writes between wgmma_fence and a product: the product uses them. A in
-  registers is read when the product begins, where a device may read it until the wait.
-- The order of the sums in a warpgroup's product: here one product after the other, each sum
-  rounded. A device adds products of e4m3 with about 14 bits.
-- How many registers a thread has: decrease_registers and increase_registers look at the number
-  only.
-- A read of a struct, half and bfloat16 excepted, that is passed by value, straight from memory, to
-  a function that the compiler does not inline.
-- Races of one-byte accesses: two threads may use the two bytes that share one record.
-- A loop that spins on memory until another thread writes it: threads are switched only in
-  collectives, so the launch hangs.
-- Recursion that overflows a thread's stack (256 KB): it hits a guard page, and the process ends.
-- Threads that return while others wait for them in a barrier: reported as a fault, though devices
-  since sm_70 forgive it.
-- The limit of 48 KB on static shared memory.
-- `extern __shared__` in a header or behind a macro: it links only in a kernel's own text.
+docs/checking.md lists what it detects, and what it does not.
 """
 
 from __future__ import annotations
@@ -66,7 +40,7 @@ _MAP = np.dtype(
 class Simulator(Backend):
     """Runs kernels on the CPU, one fiber per thread, blocks spread over the cores.
 
-    ``schedule`` is a seed for another order of the threads (None: in turn), ``workers`` the
+    ``schedule`` is a seed for another order of the threads (None: by index), ``workers`` the
     number of blocks that run at a time (None: one per core). A block has as much shared memory
     as on an H100. Faults in the kernel raise SimulatorFault.
     """
@@ -105,14 +79,8 @@ class Simulator(Backend):
         return np.ndarray(shape, dtype, memory, -low, strides)
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
-        made = blank_map()
-        made.view(_MAP)[...] = (
-            *mapped[:1],
-            mapped.strides,
-            mapped.sizes,
-            mapped.box_rows,
-            mapped.itemsize,
-        )
+        made, m = blank_map(), mapped
+        made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box_rows, m.itemsize)
         return made
 
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
@@ -189,8 +157,5 @@ def try_out() -> str:
 def _limits() -> Limits:
     device = "the simulator"
     return Limits(
-        device,
-        shared_bytes=dynamic_shared.CAPACITY,
-        multiprocessors=_MULTIPROCESSORS,
-        tuned=tuned.on(device),
+        device, dynamic_shared.CAPACITY, multiprocessors=_MULTIPROCESSORS, tuned=tuned.on(device)
     )
