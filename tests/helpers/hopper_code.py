@@ -16,6 +16,7 @@ HEAD = """
 #include <ptx/tma.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/stmatrix.cuh>
+#include <ptx/e4m3.cuh>
 #include <ptx/wgmma.cuh>
 """
 FILL = """
