@@ -63,13 +63,12 @@ def accuracy(
     for kind in values:
         case = Case("forward", problem, seed, kind)
         inputs = case.inputs()
-        exact, _ = reference.attention(
-            *(inputs[name] for name in "QKV"), **score_arguments(problem)
-        )
+        qkv = (inputs[name] for name in "QKV")
+        exact, _ = reference.attention(*qkv, **score_arguments(problem))
+        rms = float(np.sqrt(np.mean(exact**2)))
         for record in chosen:
             plan = plan_of(record, problem, engine.limits)
             out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
-            rmse = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2))
-            rms = np.sqrt(np.mean(exact**2))
-            found.append(Accuracy(record.name, case, float(rmse), float(rms)))
+            rmse = float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2)))
+            found.append(Accuracy(record.name, case, rmse, rms))
     return found

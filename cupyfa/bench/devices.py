@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # Results of ex2.approx per clock and multiprocessor, compute capability 7.5 to 12.0: CUDA C++
 # Programming Guide, throughput of native arithmetic instructions. FlashAttention-3 (Shah et al.,
@@ -93,21 +94,15 @@ _SOURCES = {
 
 
 def _device(
-    key: str,
-    name: str,
-    arch: str,
-    multiprocessors: int,
-    clock: float,
-    float16: float,
-    tf32: float | None,
-    float64: float | None,
-    *rates: float,
+    key: str, name: str, arch: str, multiprocessors: int, clock: float, *rates: Any
 ) -> Device:
-    tensor = {"float16": float16, "bfloat16": float16, "tf32": tf32, "float64": float64}
-    plain = {"float32": rates[0], "float64": rates[1]}
+    half, tf32, double, plain, plain_double, bandwidth = rates
+    tensor = {"float16": half, "bfloat16": half, "tf32": tf32, "float64": double}
+    tensor = {dtype: rate for dtype, rate in tensor.items() if rate}
+    others = {"float32": plain, "float64": plain_double}
+    about = (name, arch, multiprocessors, clock, tensor, others, bandwidth)
     source, *called = _SOURCES[key]
-    known = {dtype: rate for dtype, rate in tensor.items() if rate}
-    return Device(name, arch, multiprocessors, clock, known, plain, rates[2], source, tuple(called))
+    return Device(*about, source, tuple(called))
 
 
 DEVICES = {row[0]: _device(*row) for row in _PEAKS}

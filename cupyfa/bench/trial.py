@@ -47,8 +47,8 @@ class Trial:
     @property
     def tflops(self) -> float:
         """10¹² floating-point operations a second."""
-        operation = OPERATIONS[self.plan.kernel.operation]
-        return operation.flops(self.plan.problem) / self.time / 1e9 if self.time else 0.0
+        flops = OPERATIONS[self.plan.kernel.operation].flops(self.plan.problem)
+        return flops / self.time / 1e9 if self.time else 0.0
 
 
 def trial(
@@ -63,14 +63,11 @@ def trial(
     results = run_guarded(engine, plan, readable, {})
     if different := difference(engine, plan, readable, results, reruns):
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
-    return Trial(
-        plan=plan,
-        verdicts=guard.judge(engine, plan, readable, results),
-        milliseconds=_times(engine, plan, readable),
-        resources={
-            launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs
-        },
-    )
+    verdicts = guard.judge(engine, plan, readable, results)
+    call = replay(engine, plan, timing.arrays_of(engine, plan, readable, {}))
+    (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
+    used = {launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs}
+    return Trial(plan, verdicts, times, used)
 
 
 def random_sizes(seed: int) -> dict[str, int]:
@@ -85,10 +82,3 @@ def random_sizes(seed: int) -> dict[str, int]:
         "N": pick.randint(1, 200),
         "d": pick.randint(1, 128),
     }
-
-
-def _times(engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[float]:
-    """Milliseconds of several runs with warm caches."""
-    call = replay(engine, plan, timing.arrays_of(engine, plan, inputs, {}))
-    (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
-    return times

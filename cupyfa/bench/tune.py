@@ -14,17 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa import store
+from cupyfa import errors, store
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
-from cupyfa.errors import (
-    DeviceError,
-    DeviceLost,
-    OutOfMemory,
-    SimulatorFault,
-    Unsupported,
-    WrongResult,
-)
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
@@ -72,11 +64,10 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """One row of a table."""
         row = self.measurement.row()
-        sizes = ("kernel", *SIZES, "dtype")
         options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
         return {
-            **{name: row[name] for name in (*sizes, *options)},
-            **{"constants": row["constants"], "state": self.state},
+            **{name: row[name] for name in ("kernel", *SIZES, "dtype", *options, "constants")},
+            "state": self.state,
             **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
             "x_own": self.factor,
             "rounds": self.rounds,
@@ -194,22 +185,22 @@ class _Tuning:
         """Checks a candidate, times it shortly, and stores the result."""
         plan = self.keyed[key]
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
-        fact |= {"constants": dict(plan.constants)}
-        lost: DeviceLost | None = None
-        refusals: tuple[type[Exception], ...] = (DeviceError, Unsupported)
-        refusals += self.engine.compile_errors
+        fact["constants"] = dict(plan.constants)
+        compile_errors: tuple[type[Exception], ...] = self.engine.compile_errors
+        refusals = (errors.DeviceError, errors.Unsupported, *compile_errors)
+        lost: Exception | None = None
         try:
             with self.engine.working_on(None):
                 _check(self.engine, plan)
                 fact |= timing.resources(self.engine, plan)
-                fact["look"] = self.timed([plan], **_FIRST)[0]
-        except OutOfMemory:
+                (fact["look"],) = self.timed([plan], **_FIRST)
+        except errors.OutOfMemory:
             raise
-        except (WrongResult, SimulatorFault) as error:
+        except (errors.WrongResult, errors.SimulatorFault) as error:
             fact |= {"state": WRONG, "note": gist(str(error))}
         except refusals as error:
             fact |= {"state": REFUSED, "note": gist(str(error))}
-            lost = error if isinstance(error, DeviceLost) else None
+            lost = error if isinstance(error, errors.DeviceLost) else None
         self.facts[key] = fact
         store.remember(self.file, self.facts)
         if lost:
@@ -217,11 +208,10 @@ class _Tuning:
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
         """Milliseconds of each plan in each round."""
-        timed = []
-        for plan in plans:
-            arrays = timing.arrays_of(self.engine, plan, self.inputs, self.memory)
-            timed.append(replay(self.engine, plan, arrays))
-        return timing.measure(self.engine, timed, cold=True, **how)
+        engine, inputs = self.engine, self.inputs
+        arrays = [timing.arrays_of(engine, plan, inputs, self.memory) for plan in plans]
+        calls = [replay(engine, plan, its) for plan, its in zip(plans, arrays)]
+        return timing.measure(engine, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
         """The best of the finalists, and those that are not known to be slower."""
@@ -268,40 +258,33 @@ class _Tuning:
         best = self.candidate(self.ranked[0]).measurement
         record, problem = self.plans[0].kernel, best.problem
         assert best.tflops is not None
-        found = Tuned(
-            kernel=record.name,
-            folder=folder_of(record),
-            dtype=problem.arithmetic,
-            d=problem.d,
-            dv=problem.dv,
-            constants=tuple(best.constants.items()),
-            tflops=best.tflops,
-        )
+        constants = tuple(best.constants.items())
+        sizes = (problem.arithmetic, problem.d, problem.dv)
+        found = Tuned(record.name, folder_of(record), *sizes, constants, best.tflops)
         about = {"milliseconds": best.time, "problem": str(problem), "source": self.ranked[0]}
-        tuned.remember(
-            self.engine.limits.device, found, {**about, **environment.describe(self.engine)}
-        )
+        about |= environment.describe(self.engine)
+        tuned.remember(self.engine.limits.device, found, about)
         self.engine.refresh()
 
     def candidate(self, key: str) -> Candidate:
         plan, fact = self.keyed[key], self.facts.get(key)
-        measured = Measurement(
-            plan.kernel.name, plan.kernel.operation, plan.problem, dict(plan.constants)
-        )
-        factor = self.pace(key) if {key, self.own} <= set(self.right) else None
         shared = max((launch.shared_bytes for launch in plan.launches), default=0)
+        kernel, constants = plan.kernel, dict(plan.constants)
+        measured = Measurement(kernel.name, kernel.operation, plan.problem, constants)
         if fact is None:
             return Candidate(measured, UNTRIED, shared_bytes=shared)
+        rounds = [x for x in fact["rounds"] if x]
         measured = replace(
             measured,
-            milliseconds=[x for x in fact["rounds"] if x] or fact["look"],
+            milliseconds=rounds or fact["look"],
             passed=fact["state"] == RIGHT,
             registers=fact.get("registers"),
             spilled_bytes=fact.get("spilled_bytes"),
             note=fact["note"],
         )
-        rounds = sum(map(bool, fact["rounds"]))
-        return Candidate(measured, fact["state"], factor, rounds, shared, fact.get("blocks_per_sm"))
+        factor = self.pace(key) if {key, self.own} <= set(self.right) else None
+        blocks = fact.get("blocks_per_sm")
+        return Candidate(measured, fact["state"], factor, len(rounds), shared, blocks)
 
 
 def _check(engine: Backend, plan: Plan) -> None:

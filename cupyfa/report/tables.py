@@ -80,27 +80,23 @@ def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
 
 def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
     """One row of data for a trial."""
-    problem = case.problem.with_options(precision=result.plan.problem.precision)
+    plan = result.plan
+    launches = [
+        {
+            **{name: getattr(x, name) for name in ("entry", "grid", "threads", "shared_bytes")},
+            **result.resources[x.entry],
+        }
+        for x in plan.launches
+    ]
     return {
-        "kernel": result.plan.kernel.name,
-        **problem.row(),
+        "kernel": plan.kernel.name,
+        **_as_planned(case, plan).problem.row(),
         "backend": engine.name,
         "device": engine.limits.device,
-        "values": case.values,
-        "layout": case.layout,
-        "seed": case.seed,
-        "constants": dict(result.plan.constants),
-        "launches": [
-            {
-                "entry": launch.entry,
-                "grid": list(launch.grid),
-                "threads": launch.threads,
-                "shared_bytes": launch.shared_bytes,
-                **result.resources[launch.entry],
-            }
-            for launch in result.plan.launches
-        ],
-        "scratch_bytes": result.plan.scratch_bytes,
+        **{name: getattr(case, name) for name in ("values", "layout", "seed")},
+        "constants": dict(plan.constants),
+        "launches": launches,
+        "scratch_bytes": plan.scratch_bytes,
         "milliseconds": result.time,
         "tflops": result.tflops,
         "passed": result.passed,
@@ -115,13 +111,11 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
     """The text of a trial."""
     plan = result.plan
-    problem = case.problem.with_options(precision=plan.problem.precision)
-    case = replace(case, problem=problem)  # with the precision of the kernel
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
-        "problem": str(case),
+        "problem": str(_as_planned(case, plan)),
         "device": engine.limits.device,
-        "constants": text(plan.constants),
+        "constants": plan.constants,
         **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
         "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
         "time": f"{text(result.time)} ms, the median of {len(result.milliseconds)}; "
@@ -130,6 +124,11 @@ def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None
     }
     verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
     return fields(lines, width=width) + _drawn(verdict, width)
+
+
+def _as_planned(case: Case, plan: Plan) -> Case:
+    """The case with the precision that the kernel chooses."""
+    return replace(case, problem=case.problem.with_options(precision=plan.problem.precision))
 
 
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
