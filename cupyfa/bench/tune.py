@@ -186,8 +186,8 @@ class _Tuning:
         plan = self.keyed[key]
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
         fact["constants"] = dict(plan.constants)
-        compile_errors: tuple[type[Exception], ...] = self.engine.compile_errors
-        refusals = (errors.DeviceError, errors.Unsupported, *compile_errors)
+        refusals: tuple[type[Exception], ...] = (errors.DeviceError, errors.Unsupported)
+        refusals += self.engine.compile_errors
         lost: Exception | None = None
         try:
             with self.engine.working_on(None):

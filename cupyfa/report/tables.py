@@ -132,10 +132,7 @@ def _as_planned(case: Case, plan: Plan) -> Case:
 
 
 def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
-    """The table of a benchmark: columns that differ between rows, and notes below.
-
-    ``about`` is printed above it.
-    """
+    """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
     table = [dict(row.row()) for row in rows]
     for row in table:
         rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
@@ -153,8 +150,7 @@ def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
     """The table of a comparison."""
     table = [dict(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
-    for column in ("factor", "uncertainty"):
-        drop(table, column)
+    drop(table, "factor", "uncertainty")
     return table_or_fields(table, width)
 
 
@@ -166,7 +162,7 @@ _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
     """Removes sizes equal to others, the default scale, and tiles if each kernel has only one."""
     drop_followers(table)
-    if all(x.problem.scale == 1 / math.sqrt(max(x.problem.d, 1)) for x in rows):
+    if all(x.problem.options.scale is None for x in rows):
         drop(table, "scale")
     tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
     if len(tiles) == len({kernel for kernel, _ in tiles}):
@@ -180,9 +176,11 @@ def drop_followers(table: Sequence[dict[str, Any]]) -> None:
             drop(table, column)
 
 
-def drop(table: Sequence[dict[str, Any]], column: str) -> None:
+def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
+    """Removes columns."""
     for row in table:
-        del row[column]
+        for column in columns:
+            del row[column]
 
 
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
@@ -209,9 +207,8 @@ def fields(row: Row, *, width: int | None = None) -> str:
     """One row of data, a line for each field that is not empty."""
     shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    table.add_column(
-        no_wrap=True, min_width=max(map(len, shown), default=0)
-    )  # of names of several words
+    widest = max(map(len, shown), default=0)  # names may have several words
+    table.add_column(no_wrap=True, min_width=widest)
     for name, value in shown.items():
         table.add_row(name, Text(value))
     return _drawn(table, width) + "\n"
@@ -228,11 +225,11 @@ def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int])
     """The geometry and resources of a launch in one line."""
     rounds = plan.rounds_of(launch)
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
-    blocks = f"{grid} blocks" if grid else "1 block"
     known = "".join(f", {value:,} {name}" for name, value in resources.items())
     return (
-        f"{blocks} of {launch.threads} threads, {launch.shared_bytes:,} bytes of shared "
-        f"memory each{known}{f', the first of {rounds:,} rounds' if rounds > 1 else ''}"
+        f"{f'{grid} blocks' if grid else '1 block'} of {launch.threads} threads, "
+        f"{launch.shared_bytes:,} bytes of shared memory each{known}"
+        f"{f', the first of {rounds:,} rounds' if rounds > 1 else ''}"
     )
 
 
@@ -258,12 +255,11 @@ def text(value: Any) -> str:
 
 def _abilities(row: Row) -> str:
     """Dtypes, largest d, precisions and tile of a kernel."""
-    d = row["largest_d"]
-    largest = {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}")
+    d, float32_as = row["largest_d"], text(row["float32_as"]).replace("float", "f")
     abilities = [
-        " ".join(name.replace("float", "f") for name in row["dtypes"]),
-        largest,
-        f"f32 as {text(row['float32_as']).replace('float', 'f')}" if row["float32_as"] else "",
+        text(row["dtypes"]).replace("float", "f"),
+        {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}"),
+        f"f32 as {float32_as}" if float32_as else "",
         text(row["tile"]),
     ]
     return ", ".join(filter(None, abilities))
