@@ -45,19 +45,19 @@ class Comparison:
         """The factor in words."""
         if self.factor is None or self.uncertainty is None:
             return ""
+        factor, error = self.factor, self.uncertainty
         if self.verdict == "SLOWER":
-            slower = 1 / self.factor
-            return f"{slower:.2f} ± {self.uncertainty * slower**2:.2f} × slower"
-        faster = " faster" if self.verdict == "FASTER" else ""
-        return f"{self.factor:.2f} ± {self.uncertainty:.2f} ×{faster}"
+            factor, error = 1 / factor, error / factor**2
+        word = "" if self.verdict == "SAME" else f" {self.verdict.lower()}"
+        return f"{factor:.2f} ± {error:.2f} ×{word}"
 
     @property
     def certain_slowdown(self) -> float:
         """The fraction by which it is slower beyond the noise; 0 if it may not be slower."""
         if self.factor is None or self.uncertainty is None:
             return 0.0
-        noise = self.uncertainty / self.factor
-        return max(0.0, exp(-log(self.factor) - _CERTAIN * noise) - 1)
+        noise = _CERTAIN * self.uncertainty / self.factor
+        return max(0.0, exp(-log(self.factor) - noise) - 1)
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
@@ -86,7 +86,7 @@ def compare(
 
     Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
-    olds, news = (_keyed(_rows(x)) for x in (before, after))
+    olds, news = _keyed(before), _keyed(after)
     both = [_compared(olds[key], news[key]) for key in olds if key in news]
     gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
     new = [Comparison(None, news[key], "only after") for key in news if key not in olds]
@@ -103,17 +103,14 @@ def differences(before: Results, after: Results) -> list[str]:
     ]
 
 
-def _rows(source: str | Path | Results | Sequence[Measurement]) -> Sequence[Measurement]:
-    """The rows of a source."""
-    found = Results.load(source) if isinstance(source, str | Path) else source
-    return found.rows if isinstance(found, Results) else found
-
-
-def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
+def _keyed(
+    source: str | Path | Results | Sequence[Measurement],
+) -> dict[tuple[Any, ...], Measurement]:
     """The rows by kernel, operation, problem and constants, and by their number among equals."""
+    loaded = Results.load(source) if isinstance(source, str | Path) else source
     found: dict[tuple[Any, ...], Measurement] = {}
     places: Counter[tuple[Any, ...]] = Counter()
-    for row in rows:
+    for row in loaded.rows if isinstance(loaded, Results) else loaded:
         key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
         found[(*key, places[key])] = row
         places[key] += 1
@@ -122,15 +119,12 @@ def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
 
 def _compared(old: Measurement, new: Measurement) -> Comparison:
     if not old.time or not new.time:
-        wrong = new.passed is False
         untimed = "before" if new.time else "after" if old.time else "either time"
-        return Comparison(old, new, "WRONG" if wrong else f"not timed {untimed}")
+        return Comparison(old, new, "WRONG" if new.passed is False else f"not timed {untimed}")
     factor = old.time / new.time
     noise = hypot(_error(old), _error(new), FLOOR)
-    if abs(log(factor)) <= _CERTAIN * noise:
-        verdict = "SAME"
-    else:
-        verdict = "FASTER" if factor > 1 else "SLOWER"
+    changed = "FASTER" if factor > 1 else "SLOWER"
+    verdict = changed if abs(log(factor)) > _CERTAIN * noise else "SAME"
     return Comparison(old, new, verdict, factor, noise * factor)
 
 

@@ -29,54 +29,43 @@ def product_rate(engine: Backend, precision: str) -> float | None:
     """
     if engine.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
-    return _known(engine, precision, partial(_products, engine, precision))
-
-
-def copy_rate(engine: Backend) -> float | None:
-    """GB/s of a large copy in the device's memory, counting bytes read and bytes written."""
-    return _known(engine, "copy", partial(_copies, engine))
-
-
-def _known(engine: Backend, what: str, rate: Callable[[], float | None]) -> float | None:
-    """The stored rate of this device, or else the measured one, which is then stored."""
-    file = store.facts_file("peaks", engine.limits.device)
-    fact = store.recall(file).get(what)
-    if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
-        return float(fact)
-    measured = rate()
-    if measured is not None:
-        store.remember(file, {**store.recall(file), what: measured})
-    return measured
-
-
-def _products(engine: Backend, precision: str) -> float | None:
     tf32 = precision == "tf32"
     dtype = DTYPES["float32" if tf32 else precision].numpy
 
-    def call(size: int) -> Callable[[], Any]:
+    def call(size: int) -> timing.Call:
         a, b = (_random(engine, (1, 1, size, size), dtype, seed) for seed in (1, 2))
         out = engine.empty((1, 1, size, size), dtype)
         return partial(engine.matmul, a, b, out, 1.0, tf32=tf32)
 
-    return _best(engine, _SIZES, call, lambda size: 2 * size**3 / 1e9)
+    return _best(engine, precision, _SIZES, call, lambda size: 2 * size**3 / 1e9)
 
 
-def _copies(engine: Backend) -> float | None:
-    def call(size: int) -> Callable[[], Any]:
+def copy_rate(engine: Backend) -> float | None:
+    """GB/s of a large copy in the device's memory, counting bytes read and bytes written."""
+
+    def call(size: int) -> timing.Call:
         source = _random(engine, (size // 4,), np.dtype(np.float32), 1)
         target = engine.empty((size // 4,), np.dtype(np.float32))
         return partial(target.__setitem__, slice(None), source)
 
-    return _best(engine, _BYTES, call, lambda size: 2 * size / 1e6)
+    return _best(engine, "copy", _BYTES, call, lambda size: 2 * size / 1e6)
 
 
 def _best(
     engine: Backend,
+    what: str,
     sizes: Sequence[int],
-    call: Callable[[int], Callable[[], Any]],
+    call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """The best rate (work per millisecond) of growing sizes, as far as memory and time allow."""
+    """The stored rate of this device, or the best measured one, which is then stored.
+
+    The rate is work per millisecond; sizes grow as far as memory and time allow.
+    """
+    file = store.facts_file("peaks", engine.limits.device)
+    fact = store.recall(file).get(what)
+    if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
+        return float(fact)
     best = took = 0.0
     for i, size in enumerate(sizes):
         if i and took * work(size) / work(sizes[i - 1]) > _LONGEST:
@@ -88,6 +77,8 @@ def _best(
             break
         took = median(times)
         best = max(best, work(size) / took)
+    if best:
+        store.remember(file, {**store.recall(file), what: best})
     return best or None
 
 

@@ -12,18 +12,12 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS
 from cupyfa.problem import SIZES, Problem
 
-# Default sizes of benchmarks, tuning and profiles.
-USUAL: dict[str, dict[str, Any]] = {
-    "forward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
-    "backward": {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"},
-    "softmax": {"M": 16384, "N": 4096, "dtype": "float32"},
-}
-# Smaller defaults for the simulator.
-SMALL: dict[str, dict[str, int]] = {
-    "forward": {"batch": 1, "heads": 2, "M": 128},
-    "backward": {"batch": 1, "heads": 2, "M": 128},
-    "softmax": {"M": 64, "N": 256},
-}
+# Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
+_ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
+_SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
+USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
+_FEW = {"batch": 1, "heads": 2, "M": 128}
+SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
 MOST = 10_000  # problems in one go
 AXES = (*SIZES, "dtype", *OPTIONS)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
@@ -32,11 +26,8 @@ _OF_SOFTMAX = ("M", "N", "dtype")
 
 def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
     """float32, or without a precision the first dtype that all kernels can do."""
-    usual = "float32"
-    if precision:
-        return usual
     able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
-    return able[0] if able and usual not in able else usual
+    return "float32" if precision or not able or "float32" in able else able[0]
 
 
 def parsed(text: str) -> tuple[str, list[Any]]:
@@ -68,14 +59,15 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
     tuple; several windows, which are tuples, are a list. ``options`` is an AttentionOptions. A
     softmax has M rows of N. Defaults are USUAL, with ``small`` those of the simulator.
     """
-    several = {
-        name: value if isinstance(value, list if _is_pair(name) else list | tuple) else [value]
-        for name, value in sizes.items()
-        if value is not None
-    }
-    for name, values in several.items():
-        if not values:
-            raise ValueError(f"{name} is {values}; give at least one")
+    several: dict[str, Sequence[Any]] = {}
+    for name, value in sizes.items():
+        is_pair = name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
+        if value is not None:
+            several[name] = (
+                value if isinstance(value, list if is_pair else list | tuple) else [value]
+            )
+            if not several[name]:
+                raise ValueError(f"{name} is {value}; give at least one")
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
@@ -107,11 +99,6 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
     return Problem.of_sizes(**sizes)
-
-
-def _is_pair(name: str) -> bool:
-    """Whether one value of an option is a tuple."""
-    return name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
 
 
 def _range(text: str) -> Iterator[int]:

@@ -48,7 +48,7 @@ def measure(
     while not all(lane.ended or lane.known for lane in lanes):
         for lane in lanes:
             if not lane.ended:
-                lane.run()
+                lane.milliseconds.append(lane.timed())
     return [lane.milliseconds for lane in lanes]
 
 
@@ -60,12 +60,12 @@ class _Lane:
         self.budget, self.most, self.fewest = budget, most, 2
         self.milliseconds: list[float] = []
         self.spent = 0.0
-        first = self._timed()
+        first = self.timed()
         if self.spent > _SEVERAL * budget:
             self.milliseconds, self.fewest = [first], 1
             return
         while self.spent < _WARM_UP * budget:
-            self._timed()
+            self.timed()
         self.spent = 0.0
 
     @property
@@ -77,13 +77,11 @@ class _Lane:
     @property
     def known(self) -> bool:
         """Whether the median is known accurately enough."""
-        enough = len(self.milliseconds) >= _FEWEST
-        return enough and standard_error(self.milliseconds) < _ACCURACY
+        times = self.milliseconds
+        return len(times) >= _FEWEST and standard_error(times) < _ACCURACY
 
-    def run(self) -> None:
-        self.milliseconds.append(self._timed())
-
-    def _timed(self) -> float:
+    def timed(self) -> float:
+        """Milliseconds of one call."""
         start = perf_counter()
         milliseconds = self.engine.time(self.call, cold=self.cold)
         self.spent += perf_counter() - start
@@ -98,8 +96,7 @@ def spread(milliseconds: Sequence[float]) -> float:
 
 def standard_error(milliseconds: Sequence[float]) -> float:
     """The relative standard error of the median, from the spread: outliers do not matter."""
-    deviation = spread(milliseconds) / _NORMAL_WIDTH
-    return 1.253 * deviation / sqrt(len(milliseconds))
+    return 1.253 * spread(milliseconds) / _NORMAL_WIDTH / sqrt(len(milliseconds))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
