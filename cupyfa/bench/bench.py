@@ -19,7 +19,6 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.select import select
@@ -32,7 +31,7 @@ from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
-from cupyfa.verify.sampling import Sample
+from cupyfa.verify.sampling import Judge
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 
@@ -233,26 +232,24 @@ class _Entry:
         error.__context__ = None  # its frames hold references to arrays
 
 
-@dataclass
 class _Shared:
-    """What the kernels of one problem share: inputs, memory, and reference results."""
+    """What the kernels of one problem share: inputs, memory, and the judge of results."""
 
-    case: Case
-    engine: Backend
-    memory: dict[Any, Any] = field(default_factory=dict)
-    samples: dict[str | None, Sample] = field(default_factory=dict)
+    def __init__(self, case: Case, engine: Backend) -> None:
+        self.case, self.engine = case, engine
+        self.memory: dict[Any, Any] = {}
+        self._judge: Judge | None = None
 
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         return self.case.inputs(self.engine)
 
-    def expected(self, plan: Plan, rounding: str | None) -> Sample:
-        """The reference results for kernels with this rounding."""
-        if rounding not in self.samples:
-            inputs = readable_inputs(plan, self.inputs)
-            excerpts = sampling.excerpts(plan.problem, self.case.seed, plan.kernel.operation)
-            self.samples |= sampling.samples(plan, inputs, [rounding], excerpts)
-        return self.samples[rounding]
+    def judge(self, plan: Plan) -> Judge:
+        """The judge of all kernels, by their inputs as this plan has them."""
+        if self._judge is None:
+            excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
+            self._judge = Judge.of(plan, self.inputs, excerpts)
+        return self._judge
 
 
 @dataclass(frozen=True)
@@ -331,16 +328,16 @@ class _Measuring:
             return entry.refuse(error)
         except (WrongResult, SimulatorFault) as error:
             return entry.reject(str(error))
-        expected = shared.expected(plan, plan.rounding)
+        judge = shared.judge(plan)
         entry.row = replace(
             entry.row,
-            checked=expected.share,
+            checked=judge.share,
             passed=True,
             registers=used.get("registers"),
             spilled_bytes=used.get("spilled_bytes"),
             peak=_peak(engine, plan),
         )
-        verdicts = sampling.judge(results, expected, finite=case.values in FINITE)
+        verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
         if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
             return entry.reject("; ".join(wrong))
         entry.plan, entry.results = plan, results
@@ -387,22 +384,20 @@ class _Measuring:
         """
         plan, p = entry.plan, shared.case.problem
         assert plan is not None
-        operation = OPERATIONS[plan.kernel.operation]
+        judge = shared.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
         for name, theirs in other.results.items():
             if not entry.call:
                 return
             mine = entry.results[name]
-            allowed = sum(shared.expected(plan, x).largest_bound(name) for x in roundings)
+            allowed = sum(judge.largest_bound(name, x) for x in roundings)
             expected = Expected(theirs.astype(np.float64), np.full(theirs.shape, allowed))
             (apart,) = tolerance.compare({name: mine}, {name: expected})
             if apart.passed:
                 continue
-            excerpt = operation.excerpt_at(name, apart.index, p)
-            inputs = readable_inputs(plan, shared.inputs)
-            samples = sampling.samples(plan, inputs, roundings, [excerpt])
-            ours, its = (
-                sampling.judge({name: output}, samples[rounding])[0]
+            here = judge.at(name, apart.index)
+            (ours,), (its,) = (
+                here.verdicts({name: output}, rounding)
                 for output, rounding in zip((mine, theirs), roundings)
             )
             farther = other if its.error > ours.error else entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, nan
 
 import numpy as np
@@ -14,6 +14,7 @@ from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.operations import OPERATIONS, Arrays, Excerpt, Operation
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
+from cupyfa.runtime.arrays import readable_inputs
 
 _WORK = 2e9  # multiply-adds of the reference in about a second
 # The rest of the reference's work, in multiply-adds:
@@ -23,43 +24,70 @@ _OF_ELEMENT = 40  # for an element of the arrays
 _ROWS = 64  # of an excerpt
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The expected elements of excerpts of every output, or of all rows for [None]."""
+@dataclass
+class Judge:
+    """Judges results of kernels on the same inputs by the reference of their operation.
+
+    excerpts: the rows that are judged, [None] for all. What is expected is computed once for each
+    rounding.
+    """
 
     operation: Operation
     problem: Problem
-    excerpts: Sequence[Excerpt | None]
-    expected: Sequence[Mapping[str, Expected]]
+    inputs: Arrays
+    excerpts: Sequence[Excerpt | None] = (None,)
+    _known: dict[str | None, list[Mapping[str, Expected]]] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Arrays, excerpts: Sequence[Excerpt | None] = (None,)) -> Judge:
+        """The judge of kernels with plans for the same problem."""
+        readable = readable_inputs(plan, inputs)
+        return cls(OPERATIONS[plan.kernel.operation], plan.problem, readable, excerpts)
+
+    def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
+        """What every excerpt should hold, for each rounding; they share most of the work."""
+        if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
+            p, reference = self.problem, self.operation.reference
+            found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]
+            self._known |= {rounding: [each[rounding] for each in found] for rounding in new}
+        return [self._known[rounding] for rounding in roundings]
+
+    def at(self, name: str, index: Sequence[int]) -> Judge:
+        """A judge of one element of an output."""
+        return replace(self, excerpts=[self.operation.excerpt_at(name, index, self.problem)])
 
     @property
     def share(self) -> float:
-        """The fraction of all rows that are in the sample."""
-        rows = {
-            (x.batch, x.head, i)
-            for x in self.excerpts
-            if x is not None
-            for i in range(x.rows.start, x.rows.stop)
-        }
-        p = self.problem
+        """The fraction of all rows that are judged."""
+        p, chosen = self.problem, [x for x in self.excerpts if x]
+        rows = {(x.batch, x.head, i) for x in chosen for i in range(x.rows.start, x.rows.stop)}
         return len(rows) / (p.batch * p.heads * p.M) if rows else 1.0
 
-    def largest_bound(self, name: str) -> float:
+    def largest_bound(self, name: str, rounding: str | None) -> float:
         """The largest finite bound of an output's elements."""
-        bounds = (x[name].bound for x in self.expected)
+        bounds = (x[name].bound for x in self.expected(rounding)[0])
         return max(float(x.max(initial=0.0, where=np.isfinite(x))) for x in bounds)
 
+    def verdicts(
+        self, results: Arrays, rounding: str | None = None, *, finite: bool = True
+    ) -> tuple[Verdict, ...]:
+        """The worst verdict on each output; if ``finite``, NaN outside the excerpts is wrong."""
+        return tuple(self._worst(name, x, rounding, finite) for name, x in results.items())
 
-def samples(
-    plan: Plan,
-    inputs: Arrays,
-    roundings: Sequence[str | None],
-    excerpts: Sequence[Excerpt | None],
-) -> dict[str | None, Sample]:
-    """The sample for kernels of each rounding; the reference shares its work among them."""
-    operation, p = OPERATIONS[plan.kernel.operation], plan.problem
-    found = [operation.reference(inputs, p, roundings, excerpt) for excerpt in excerpts]
-    return {r: Sample(operation, p, excerpts, [each[r] for each in found]) for r in roundings}
+    def _worst(self, name: str, array: np.ndarray, rounding: str | None, finite: bool) -> Verdict:
+        verdicts = []
+        for chosen, values in zip(self.excerpts, self.expected(rounding)[0]):
+            excerpt = chosen and self.operation.place(name, chosen, self.problem)
+            (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
+            if excerpt and verdict.index:  # the index in the whole array
+                row = verdict.index[2] + excerpt.rows.start
+                index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
+                verdict = replace(verdict, index=index)
+            verdicts.append(verdict)
+        if finite and None not in self.excerpts and (empty := np.isnan(array)).any():
+            first = tuple(map(int, np.argwhere(empty)[0]))
+            verdicts.append(Verdict(name, inf, 0.0, inf, first, nan, nan, int(empty.sum())))
+        return max(verdicts, key=lambda verdict: verdict.ratio)
 
 
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
@@ -93,24 +121,3 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     return [
         Excerpt(batch, head, slice(row, row + _ROWS)) for batch, head, row in sorted(set(places))
     ]
-
-
-def judge(results: Arrays, expected: Sample, *, finite: bool = True) -> list[Verdict]:
-    """The worst verdict on each output. If ``finite``, NaN outside the sample is wrong, too."""
-    return [_worst(name, array, expected, finite) for name, array in results.items()]
-
-
-def _worst(name: str, array: np.ndarray, expected: Sample, finite: bool) -> Verdict:
-    verdicts = []
-    for chosen, values in zip(expected.excerpts, expected.expected):
-        excerpt = chosen and expected.operation.place(name, chosen, expected.problem)
-        (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
-        if excerpt and verdict.index:  # the index in the whole array
-            row = verdict.index[2] + excerpt.rows.start
-            index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
-            verdict = replace(verdict, index=index)
-        verdicts.append(verdict)
-    if finite and expected.excerpts != [None] and (empty := np.isnan(array)).any():
-        first = tuple(int(i) for i in np.argwhere(empty)[0])
-        verdicts.append(Verdict(name, inf, 0.0, inf, first, nan, nan, int(empty.sum())))
-    return max(verdicts, key=lambda verdict: verdict.ratio)

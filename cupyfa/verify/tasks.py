@@ -20,7 +20,7 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify import failures, sampling
 from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.failures import Arrays, Outcome
-from cupyfa.verify.sampling import Sample
+from cupyfa.verify.sampling import Judge
 
 KernelOrName = str | Kernel
 LARGEST_FILE = 250 * 2**20  # bytes of a failure's arrays besides the results
@@ -82,12 +82,11 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
         return
     try:
         inputs = task.case.inputs(engine) if inputs is None else inputs
-        expected = _expected(list(plans.values()), inputs, task.case)
+        judge = _judge(list(plans.values()), inputs, task.case)
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
     for name, plan in plans.items():
-        right = expected[plan.rounding]
         begun = Outcome(name, failures.RIGHT, constants=plan.constants)
         yield Doing(begun, runs=False)
         try:
@@ -95,9 +94,9 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
                 for launch in plan.programs:
                     engine.prepare(launch)
                 if task.keep:
-                    begun = replace(begun, arrays=_kept(inputs, right))
+                    begun = replace(begun, arrays=_kept(inputs, judge, plan))
                 yield Doing(begun, runs=True)
-                yield _outcome(engine, plan, inputs, right, begun, task)
+                yield _outcome(engine, plan, inputs, judge, begun, task)
         except errors.CompilerNotFound:
             raise
         except Exception as error:
@@ -122,27 +121,27 @@ def _planned(engine: Backend, kernel: KernelOrName, task: Task) -> Plan:
     return plan
 
 
-def _expected(plans: Sequence[Plan], inputs: Arrays, case: Case) -> dict[str | None, Sample]:
-    """The expected results for each rounding of the plans.
+def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
+    """The judge of the plans' results.
 
     Large gradients are sampled: their reference takes far longer than the forward one.
     """
     whole = case.operation != "backward"
     chosen = [None] if whole else sampling.excerpts(case.problem, case.seed, case.operation)
-    roundings = tuple(dict.fromkeys(plan.rounding for plan in plans))
-    return sampling.samples(plans[0], readable_inputs(plans[0], inputs), roundings, chosen)
+    judge = Judge.of(plans[0], inputs, chosen)
+    judge.expected(*(plan.rounding for plan in plans))
+    return judge
 
 
 def _outcome(
-    engine: Backend, plan: Plan, inputs: Arrays, expected: Sample, begun: Outcome, task: Task
+    engine: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
 ) -> Outcome:
     """The outcome of running a plan once and then ``task.reruns`` times more."""
     readable = readable_inputs(plan, inputs)
     results = run_guarded(engine, plan, readable, {})
-    kept = {**begun.arrays, **{f"actual_{x}": results[x] for x in results if begun.arrays}}
-    finite = task.case.values in FINITE
-    verdicts = tuple(sampling.judge(results, expected, finite=finite))
-    done = replace(begun, verdicts=verdicts, arrays=kept)
+    actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
+    verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
+    done = replace(begun, verdicts=verdicts, arrays={**begun.arrays, **actual})
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return replace(done, kind=failures.WRONG_RESULT, message="; ".join(wrong))
     if different := difference(engine, plan, readable, results, task.reruns):
@@ -185,12 +184,13 @@ def _kind(engine: Backend, error: Exception) -> str:
     return next((kinds[x] for x in kinds if isinstance(error, x)), failures.ERROR)
 
 
-def _kept(inputs: Arrays, expected: Sample) -> Arrays:
+def _kept(inputs: Arrays, judge: Judge, plan: Plan) -> Arrays:
     """The arrays of a failure's file besides the results, by name; none if they are too large.
 
     Expected values and bounds are among them unless only a sample is known.
     """
     arrays = dict(inputs)
-    for name, pair in expected.expected[0].items() if expected.excerpts == [None] else ():
-        arrays |= {f"expected_{name}": pair.value, f"bound_{name}": pair.bound}
+    if None in judge.excerpts:
+        for name, pair in judge.expected(plan.rounding)[0][0].items():
+            arrays |= {f"expected_{name}": pair.value, f"bound_{name}": pair.bound}
     return arrays if sum(x.nbytes for x in arrays.values()) <= LARGEST_FILE else {}

@@ -188,11 +188,11 @@ def test_a_sample_finds_errors_in_it_and_what_is_unwritten_anywhere(by_sample, i
     if index:
         results["O"][index] = value
     chosen = [Excerpt(0, 0, slice(0, 64)), *_last(p)]
-    sample = sampling.samples(plan, inputs, [None], chosen)[None]
-    (verdict,) = sampling.judge(results, sample)
+    judge = sampling.Judge.of(plan, inputs, chosen)
+    (verdict,) = judge.verdicts(results)
     assert verdict.passed != found
     assert not found or verdict.index == index
-    assert sample.share == 128 / 1200
+    assert judge.share == 128 / 1200
 
 
 def _last(p):
