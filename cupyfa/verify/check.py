@@ -7,9 +7,10 @@ import random
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ EXAMINED = 5  # failures of a kernel that are shrunk and written to files
 MOST_SAMPLES = 100_000  # all cases exist before the first one runs
 _LONGEST = 1_000_000  # seconds, of a timeout
 _TO_BEGIN = 60.0  # seconds to start and compile, for the command that repeats a failure
-_PATIENCE = 3  # times that a kernel may hang or crash before it is given up
+_PATIENCE = 3  # times that a kernel may hang or die before it is given up
 _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
 
 
@@ -285,10 +286,10 @@ class _Sheet:
         self._progress(self._count.total(), self._total, f"{self._count[True]} failed")
 
     def failed(self) -> list[tuple[Task, Outcome]]:
-        """The failures, kernel by kernel in the order of the cases."""
+        """The failures, each with the task of its kernel alone, kernel by kernel."""
         return [
-            (self._tasks[i], outcomes[i])
-            for outcomes in self._done.values()
+            (_only(self._tasks[i], name), outcomes[i])
+            for name, outcomes in self._done.items()
             for i in sorted(outcomes)
             if outcomes[i].failed
         ]
@@ -307,10 +308,7 @@ def _tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
-    """Runs numbered tasks. What other workers may have caused is run again, alone.
-
-    A kernel that hung or died _PATIENCE times is given up.
-    """
+    """Runs numbered tasks; what other workers may have caused is run again, alone."""
     alone = len(workers) == 1
     lost = Counter[str]()  # outcomes without a result, by kernel
     later: dict[int, Task] = {}
@@ -323,14 +321,14 @@ def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) ->
         return worker.run(replace(tasks[i], kernels=kernels)) if kernels else []
 
     for i, outcomes in in_parallel(workers, job, order):
-        left = {name_of(kernel): kernel for kernel in tasks[i].kernels}
+        left = {name_of(kernel) for kernel in tasks[i].kernels}
         for outcome in outcomes:
             lost[outcome.kernel] += outcome.kind in kinds.LOST
             if alone or outcome.kind not in (kinds.NO_ANSWER, kinds.DIED, kinds.NO_MEMORY):
                 sheet.add(i, outcome)
-                del left[outcome.kernel]
-        if not alone and left:
-            later[i] = replace(tasks[i], kernels=tuple(left.values()))
+                left.remove(outcome.kernel)
+        if left and not alone:
+            later[i] = _only(tasks[i], *left)
         for name in left if alone else ():
             given_up = f"given up when it had hung or died {_PATIENCE} times"
             sheet.add(i, Outcome(name, kinds.UNSUPPORTED, given_up))
@@ -338,6 +336,11 @@ def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) ->
         for worker in workers:
             worker.rest()
         _run(workers[:1], later, sheet)
+
+
+def _only(task: Task, *names: str) -> Task:
+    """The task for some of its kernels."""
+    return replace(task, kernels=tuple(x for x in task.kernels if name_of(x) in names))
 
 
 def _examined(
@@ -353,57 +356,40 @@ def _examined(
     closer = dict(in_parallel(workers, job, _first(failed) if shrink or folder else []))
     for i, failure in closer.items():
         found[i] = failure
-    if folder and closer:
-        try:
-            _write(folder, engine, failed, found, closer)
-        except OSError as error:  # the results of the check are worth more than its files
-            warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
+    about = environment.describe(engine) if folder and closer else {}
+    schedule = getattr(engine, "schedule", None)
+    try:
+        for i, failure in closer.items() if folder else ():
+            task, is_named = failed[i][0], has_name(failed[i][0].kernels[0])
+            outcome = failure.outcome
+            stored = Stored(failure.case, outcome, task.reruns, schedule, is_named, about)
+            assert folder
+            found[i] = replace(failure, file=write(folder, stored, failure.command))
+    except OSError as error:  # the results of the check are worth more than its files
+        warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
     return list({failure.command: failure for failure in found}.values())
-
-
-def _write(
-    folder: Path,
-    engine: Backend,
-    failed: Sequence[tuple[Task, Outcome]],
-    found: list[Failure],
-    chosen: Iterable[int],
-) -> None:
-    """Writes the chosen ones of the failures to files. Raises OSError."""
-    made_with, schedule = environment.describe(engine), getattr(engine, "schedule", None)
-    for i in chosen:
-        (task, outcome), failure = failed[i], found[i]
-        is_named = has_name(_kernel_of(task, outcome))
-        stored = Stored(failure.case, failure.outcome, task.reruns, schedule, is_named, made_with)
-        found[i] = replace(failure, file=write(folder, stored, failure.command))
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
     """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn."""
-    of_kind, of_kernel = Counter[tuple[str, str]](), Counter[str]()
-    ranked = []
+    by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (_, outcome) in enumerate(failed):
-        ranked.append((of_kind[outcome.kernel, outcome.kind], i, outcome.kernel))
-        of_kind[outcome.kernel, outcome.kind] += 1
-    first = []
-    for _, i, kernel in sorted(ranked):
-        of_kernel[kernel] += 1
-        if of_kernel[kernel] <= EXAMINED:
-            first.append(i)
-    return first
+        by_kind[outcome.kernel][outcome.kind].append(i)
+    turns = (chain(*zip_longest(*of_kernel.values())) for of_kernel in by_kind.values())
+    return [i for turn in turns for i in islice((i for i in turn if i is not None), EXAMINED)]
 
 
 def _closer(
     worker: Worker, engine: Backend, task: Task, outcome: Outcome, *, shrink: bool
 ) -> Failure:
     """The failure again with its arrays, on a smaller case if ``shrink``."""
-    task = replace(task, kernels=(_kernel_of(task, outcome),), keep=True)
-    quick = replace(task, keep=False, timeout=min(task.timeout, _WHILE_SHRINKING))
+    quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
 
     def fails(case: Case) -> bool:
         return worker.run(replace(quick, case=case))[0].kind == outcome.kind
 
     smaller = replace(task, case=shrunk(task.case, fails)) if shrink else task
-    again = worker.run(smaller)[0]
+    again = worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
         flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
         return _failure(engine, task, replace(outcome, message=flaky))
@@ -411,17 +397,14 @@ def _closer(
     return failure if smaller == task else replace(failure, found_on=task.case)
 
 
-def _kernel_of(task: Task, outcome: Outcome) -> KernelOrName:
-    return next(x for x in task.kernels if name_of(x) == outcome.kernel)
-
-
 def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
-    script = "" if has_name(_kernel_of(task, outcome)) else "SCRIPT.py:"
+    """The failure of a task's only kernel."""
     options = {
         "backend": engine.name,
         "schedule": getattr(engine, "schedule", None),
         "reruns": task.reruns if outcome.kind == kinds.DIFFERS else None,
     }
+    script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
     if outcome.kind == kinds.NO_ANSWER:  # the command would not end
         again = f"timeout -k 5 {task.timeout + _TO_BEGIN:g} {again}"
