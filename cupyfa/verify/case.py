@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.numerics import reference
-from cupyfa.operations import OPERATIONS, score_arguments
+from cupyfa.operations import OPERATIONS, Arrays, score_arguments
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
@@ -57,12 +59,8 @@ class Case:
     layout: str = "bhsd"
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("operation", self.operation, OPERATIONS),
-            ("values", self.values, VALUES),
-            ("layout", self.layout, LAYOUTS),
-        ):
-            if value not in known:
+        for what, known in (("operation", OPERATIONS), ("values", VALUES), ("layout", LAYOUTS)):
+            if (value := getattr(self, what)) not in known:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
 
@@ -94,17 +92,16 @@ class Case:
     def options(self) -> list[str]:
         """The options of the command line for this case."""
         p = self.problem
-        if self.operation == "softmax":
-            sizes = ["-M", p.M, "-N", p.N]
-        else:
-            sizes = ["-B", p.batch, "-H", p.heads, "-M", p.M, "-N", p.N, "-d", p.d]
-            sizes += ["--kv-heads", p.kv_heads] if p.kv_heads != p.heads else []
-            sizes += ["--dv", p.dv] if p.dv != p.d else []
-        about: list[str | int] = [*p.options.command_line(), "--dtype", p.dtype.name]
-        about += ["--seed", self.seed]
-        about += ["--values", self.values] if self.values != "normal" else []
-        about += ["--layout", self.layout] if self.layout != "bhsd" else []
-        return [str(option) for option in [*sizes, *about]]
+        sizes: dict[str, Any] = {"-B": p.batch, "-H": p.heads, "-M": p.M, "-N": p.N, "-d": p.d}
+        if p.is_softmax:
+            sizes = {"-M": p.M, "-N": p.N}
+        sizes |= {"--kv-heads": p.kv_heads} if p.kv_heads != p.heads else {}
+        sizes |= {"--dv": p.dv} if p.dv != p.d else {}
+        about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
+        about |= {"--values": self.values} if self.values != "normal" else {}
+        about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
+        options = [*chain(*sizes.items()), *p.options.command_line(), *chain(*about.items())]
+        return [str(option) for option in options]
 
     def __str__(self) -> str:
         values = f" values={self.values}" if self.values != "normal" else ""
@@ -142,9 +139,7 @@ def _drawn(
     return x.astype(dtype)
 
 
-def _forward(
-    p: Problem, arrays: dict[str, np.ndarray], engine: Backend | None
-) -> dict[str, np.ndarray]:
+def _forward(p: Problem, arrays: Arrays, engine: Backend | None) -> dict[str, np.ndarray]:
     """O and lse of a correct forward pass, in their dtypes."""
     if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
@@ -154,9 +149,7 @@ def _forward(
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 
 
-def _forward_by_kernel(
-    p: Problem, arrays: dict[str, np.ndarray], engine: Backend
-) -> dict[str, np.ndarray]:
+def _forward_by_kernel(p: Problem, arrays: Arrays, engine: Backend) -> dict[str, np.ndarray]:
     """O and lse of the engine's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     kernel = select.select("auto", "forward", p, engine.limits)
@@ -167,7 +160,7 @@ def _forward_by_kernel(
     return outputs
 
 
-def arranged(arrays: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
+def arranged(arrays: Arrays, layout: str) -> dict[str, np.ndarray]:
     """Contiguous arrays in one of LAYOUTS: the same elements at other places in memory."""
     if layout == "packed":
         return _packed(arrays)
@@ -192,9 +185,7 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
         longer = np.empty(x.size + 1, x.dtype)
         longer[1:] = x.ravel()
         return longer[1:].reshape(x.shape)
-    if layout == "far":
-        return _far(x)
-    return x
+    return _far(x) if layout == "far" else x
 
 
 def _far(x: np.ndarray) -> np.ndarray:
@@ -213,12 +204,11 @@ def _far(x: np.ndarray) -> np.ndarray:
     return far
 
 
-def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
     """Slices of one array [batch, rows, all heads, columns], where rows and columns agree."""
-    rows_and_columns = {name: x.shape[2:] for name, x in arrays.items()}
-    alike = [x for x in arrays if rows_and_columns[x] == rows_and_columns[list(arrays)[-1]]]
-    joined = np.concatenate([arrays[name].swapaxes(1, 2) for name in alike], axis=2)
-    whole = np.ascontiguousarray(joined).swapaxes(1, 2)
-    heads = np.cumsum([arrays[name].shape[1] for name in alike])
-    slices = dict(zip(alike, np.split(whole, heads[:-1], axis=1)))
+    *_, last = arrays.values()
+    alike = {name: x.swapaxes(1, 2) for name, x in arrays.items() if x.shape[2:] == last.shape[2:]}
+    joined = np.concatenate(list(alike.values()), axis=2).swapaxes(1, 2)
+    ends = np.cumsum([x.shape[2] for x in alike.values()])
+    slices = dict(zip(alike, np.split(joined, ends[:-1], axis=1)))
     return {name: slices.get(name, _arranged(x, "bshd")) for name, x in arrays.items()}

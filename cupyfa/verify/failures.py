@@ -88,16 +88,14 @@ class Failure:
         return {
             "kernel": self.outcome.kernel,
             "failure": self.outcome.kind,
-            "output": worst.name if worst else None,
-            "error": worst.error if worst else None,
-            "bound": worst.bound if worst else None,
-            "ratio": worst.ratio if worst else None,
-            "worst_at": list(worst.index) if worst else None,
+            "output": worst and worst.name,
+            **{name: worst and getattr(worst, name) for name in ("error", "bound", "ratio")},
+            "worst_at": worst and list(worst.index),
             "case": str(self.case),
-            "found_on": str(self.found_on) if self.found_on else None,
+            "found_on": self.found_on and str(self.found_on),
             "message": self.outcome.message,
             "command": self.command,
-            "file": str(self.file) if self.file else None,
+            "file": self.file and str(self.file),
         }
 
 
@@ -148,7 +146,10 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
         "dtypes": {name: x.dtype.name for name, x in outcome.arrays.items()},
     }
     content = io.BytesIO()
-    arrays = {name: _known_to_numpy(x) for name, x in outcome.arrays.items()}
+    arrays = {  # files do not have bfloat16, so its bits are written
+        name: np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
+        for name, x in outcome.arrays.items()
+    }
     plain = json.dumps(about, default=dict)
     np.savez(content, allow_pickle=False, about=np.array(plain), **arrays)
     name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(outcome.kernel).name).strip("-")
@@ -186,23 +187,13 @@ def read(path: str | Path) -> Stored:
         case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
         more = {name: about[name] for name in ("schedule", "has_name", "made_with")}
         stored = Stored(case, outcome, int(about["reruns"]), **more)
-        _check_inputs(stored)
+        for name, wanted in OPERATIONS[case.operation].inputs_of(case.problem).items():
+            x = stored.inputs[name]
+            if x.shape != wanted.shape(case.problem) or x.dtype != wanted.dtype(case.problem):
+                raise ValueError(f"{name} is {x.dtype} {x.shape} in {case.problem}")
         return stored
     except OSError:
         raise
     except Exception as error:  # a damaged file can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path} is damaged, or not a file of `cupyfa check` ({reason})") from None
-
-
-def _check_inputs(stored: Stored) -> None:
-    problem = stored.case.problem
-    for name, wanted in OPERATIONS[stored.case.operation].inputs_of(problem).items():
-        x = stored.inputs[name]
-        if x.shape != wanted.shape(problem) or x.dtype != wanted.dtype(problem):
-            raise ValueError(f"{name} is {x.dtype} {x.shape} in {problem}")
-
-
-def _known_to_numpy(x: np.ndarray) -> np.ndarray:
-    """The array, with the bits of bfloat16, a dtype that files do not have, as integers."""
-    return np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
