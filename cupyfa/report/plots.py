@@ -17,26 +17,16 @@ SUFFIXES = (".svg", ".png")
 # Of middle lightness: they stand out from white and from black.
 INK = "#7d8590"
 COLOURS = (
-    "#2f81f7",
-    "#d29922",
-    "#2da44e",
-    "#f0554c",
-    "#a371f7",
-    "#db61a2",
-    "#1f9aa5",
-    "#e3763f",
+    *("#2f81f7", "#d29922", "#2da44e", "#f0554c"),
+    *("#a371f7", "#db61a2", "#1f9aa5", "#e3763f"),
 )
 _LINES = ("-", "--", ":")
+_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
+    **dict.fromkeys(_INKED, INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "font.family": "sans-serif",
     "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "svg.hashsalt": "cupyfa",  # the same rows make the same file
 }
 _GAP = 10  # points between the end of a curve and its label
@@ -107,35 +97,29 @@ def new_axes(xlabel: str, title: str) -> Any:
 
 
 def _figure(curves: dict[str, list[tuple[int, float]]], title: str) -> Any:
+    """Curves with labels at their ends, which thin lines join to them."""
     axes = new_axes("N", title)
     axes.grid(visible=False, axis="x")
     sizes = sorted({x for points in curves.values() for x, _ in points})
     axes.set_xticks(sizes, [f"{size}" for size in sizes])
-    looks = cycle(product(_LINES, COLOURS))
-    _spread([_curve(axes, *curve, *look) for curve, look in zip(curves.items(), looks)])
+    labels = []
+    for (name, points), (line, colour) in zip(curves.items(), cycle(product(_LINES, COLOURS))):
+        axes.plot(*zip(*points), line, color=colour, linewidth=2, marker="o", markersize=4)
+        thin = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)}
+        at = {"textcoords": "offset points", "verticalalignment": "center", "color": colour}
+        label = axes.annotate(
+            name, points[-1], (_GAP, 0), annotation_clip=False, arrowprops=thin, **at
+        )
+        labels.append(label)
+    _spread(labels)
     return axes.figure
-
-
-def _curve(axes: Any, name: str, points: list[tuple[int, float]], line: str, colour: str) -> Any:
-    """Draws one curve; returns the label at its end, joined to it by a thin line."""
-    axes.plot(*zip(*points), line, color=colour, linewidth=2, marker="o", markersize=4)
-    return axes.annotate(
-        name,
-        points[-1],
-        (_GAP, 0),
-        textcoords="offset points",
-        color=colour,
-        verticalalignment="center",
-        annotation_clip=False,
-        arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)},
-    )
 
 
 def _spread(labels: Sequence[Any]) -> None:
     """Moves labels at the same N up or down until none overlaps another, as little as possible.
 
-    The sum of the squared shifts is minimal: labels that would overlap move as one group, by the
-    mean of their shifts.
+    Labels that would overlap move as one group, by the mean of their shifts: the sum of the squared
+    shifts is minimal.
     """
     from matplotlib.text import Text
 
@@ -150,7 +134,6 @@ def _spread(labels: Sequence[Any]) -> None:
             groups.append([box.y0 - i * height])
             while len(groups) > 1 and mean(groups[-2]) > mean(groups[-1]):
                 groups[-2:] = [groups[-2] + groups[-1]]
-        starts = [mean(group) for group in groups for _ in group]
-        for i, (label, start) in enumerate(zip(column, starts)):
-            up = start + i * height - boxes[i].y0
-            label.set_position((_GAP, up * 72 / figure.dpi))
+        starts = (mean(group) for group in groups for _ in group)
+        for i, (label, box, start) in enumerate(zip(column, boxes, starts)):
+            label.set_position((_GAP, (start + i * height - box.y0) * 72 / figure.dpi))

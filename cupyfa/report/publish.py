@@ -60,19 +60,21 @@ def _unrounded(problem: Problem) -> Problem:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The table of a ladder, of rows from ``at_length``."""
-    return [
-        {
-            "rung": row.kernel,
-            "adds": LADDER[row.operation][row.kernel].adds,
-            "ms": row.time,
-            "TFLOP/s": _short(row.tflops),
-            "%_of_baseline": _short(_percent(row)),
-            "%_of_peak": _short(row.percent_of_peak),
-            "x_rung_before": _short(row.factors.get(BEFORE)),
+    """The table of a ladder, of rows from ``at_length``; rates have three digits."""
+    first = next(iter(LADDER[rows[0].operation]))
+    table = []
+    for row in rows:
+        share = 1.0 if row.kernel == first and row.time else row.factors.get(BASELINE)
+        rates = {
+            "TFLOP/s": row.tflops,
+            "%_of_baseline": None if share is None else 100 * share,
+            "%_of_peak": row.percent_of_peak,
+            "x_rung_before": row.factors.get(BEFORE),
         }
-        for row in rows
-    ]
+        rounded = {name: None if x is None else float(f"{x:.3g}") for name, x in rates.items()}
+        adds = LADDER[row.operation][row.kernel].adds
+        table.append({"rung": row.kernel, "adds": adds, "ms": row.time, **rounded})
+    return table
 
 
 def described(results: Results, problem: Problem) -> str:
@@ -110,36 +112,14 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
 
     The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
     """
-    pages = pages_of(folder, results.environment.get("backend", ""))
-    table = markdown(rungs(rows))
-    text = f"{table}\n\n{described(results, problem_of(rows))}\n"
-    changed = {page: _marked(page, rows[0].operation, text) for page in pages}
+    table = f"{markdown(rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
+    first, last = (f"<!-- {sign}measured {rows[0].operation} -->" for sign in ("", "/"))
+    between = re.compile(f"(?<={first}\n).*?(?={last})", re.DOTALL)
+    changed = {}
+    for page in pages_of(folder, results.environment.get("backend", "")):
+        changed[page], count = between.subn(lambda _: table, page.read_text(encoding="utf-8"))
+        if count != 1:
+            raise ValueError(f"{page} needs one {first} and one {last} after it")
     for page, content in changed.items():
         store.write_whole(page, content.encode())
-    return pages
-
-
-def _marked(page: Path, operation: str, text: str) -> str:
-    """The text of a page with new text between the markers of an operation."""
-    first, last = f"<!-- measured {operation} -->", f"<!-- /measured {operation} -->"
-    content, count = re.subn(
-        f"(?<={first}\n).*?(?={last})",
-        lambda _: text,
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise ValueError(f"{page} needs one {first} and one {last} after it")
-    return content
-
-
-def _percent(row: Measurement) -> float | None:
-    """The speed in percent of the baseline's."""
-    first = next(iter(LADDER[row.operation]))
-    share = 1.0 if row.kernel == first and row.time else row.factors.get(BASELINE)
-    return None if share is None else 100 * share
-
-
-def _short(value: float | None) -> float | None:
-    """The value to three digits."""
-    return None if value is None else float(f"{value:.3g}")
+    return list(changed)

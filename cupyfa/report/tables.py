@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from rich.cells import cell_len
@@ -280,8 +281,9 @@ def _csv(rows: Sequence[Row]) -> str:
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        nested = {k: _plain(x) for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
-        writer.writerow({**row, **{k: json.dumps(x, allow_nan=False) for k, x in nested.items()}})
+        nested = {k: x for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
+        dumped = {k: json.dumps(_plain(x), allow_nan=False) for k, x in nested.items()}
+        writer.writerow({**row, **dumped})
     return out.getvalue().rstrip("\n")
 
 
@@ -296,39 +298,32 @@ def table_of(
         return ""
     share = share and len(rows) > 1
     shared = {c: x for c, x in rows[0].items() if share and all(r[c] == x for r in rows)}
-    columns = {c: [text(row[c]) for row in rows] for c in rows[0] if c not in shared}
-    headings = {c: _heading(c, cells) for c, cells in columns.items()}
+    columns: dict[str, list[str]] = {}  # the heading and the cells of each
+    for column in [c for c in rows[0] if c not in shared]:
+        cells = [text(row[column]) for row in rows]
+        roomy = len(column) <= max(map(len, cells))  # else the heading has several lines
+        columns[column] = [column.replace("_", " " if roomy else "\n"), *cells]
     room = Console(width=width).width
     for column in spare:
-        if _width(headings, columns) > room:
+        if _width(columns) > room:
             columns.pop(column, None)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, cells in columns.items():
+    for column, (heading, *cells) in columns.items():
         values = [row[column] for row in rows]
         number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
-        plain = all(len(cell) < _LONG for cell in cells)
-        table.add_column(
-            headings[column],
-            justify="right" if number else "left",
-            no_wrap=plain,
-            overflow="fold",
-        )
-    for row_of_cells in zip(*columns.values()):
-        table.add_row(*map(Text, row_of_cells))
+        short = all(len(cell) < _LONG for cell in cells)
+        justify: Any = "right" if number else "left"
+        table.add_column(heading, justify=justify, no_wrap=short, overflow="fold")
+    for line in islice(zip(*columns.values()), 1, None):
+        table.add_row(*map(Text, line))
     caption = text({c: x for c, x in shared.items() if x is not None})
     above = f"{_drawn(Text(caption), width)}\n" if caption else ""
     return above + _drawn(table, width)
 
 
-def _heading(column: str, cells: Sequence[str]) -> str:
-    """The name of a column, on several lines if the cells are short."""
-    roomy = len(column) <= max(map(len, cells))
-    return column.replace("_", " " if roomy else "\n")  # values do not wrap
-
-
-def _width(headings: Mapping[str, str], columns: Mapping[str, Sequence[str]]) -> int:
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
     """Characters in a row of the table, with two between columns."""
-    lines = ([*headings[c].split("\n"), *cells] for c, cells in columns.items())
+    lines = ([line for cell in cells for line in cell.split("\n")] for cells in columns.values())
     return sum(max(map(cell_len, x)) for x in lines) + 2 * (len(columns) - 1)
 
 
