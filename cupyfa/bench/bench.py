@@ -80,22 +80,19 @@ def bench(
     against = (against,) if isinstance(against, str) else tuple(against)
     named = cache(record_named)  # a script makes another record each time
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
-    given = {
-        name: value if isinstance(value, Sequence) else [value]
-        for name, value in (constants or {}).items()
-    }
+    given = {x: y if isinstance(y, Sequence) else [y] for x, y in (constants or {}).items()}
     operations = list(dict.fromkeys(map(_operation, chosen)))
     _check(chosen, operations, given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
     measuring = _Measuring(engine, labels, given, against, cold, graph, budget, patience, alone)
-    cases = [
-        Case(operation, problem, seed, values, layout)
-        for operation in operations
-        for problem in sweeps.problems(
-            operation, _with_dtype(sizes, operation, chosen), small=engine.name == "simulator"
-        )
-    ]
+    cases: list[Case] = []
+    for operation in operations:
+        able = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
+        usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
+        its = {**sizes, "dtype": sizes.get("dtype") or usual}
+        problems = sweeps.problems(operation, its, small=engine.name == "simulator")
+        cases += [Case(operation, problem, seed, values, layout) for problem in problems]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []
     for done, case in enumerate(cases):
@@ -127,15 +124,6 @@ def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
 
 def _operation(kernel: str | Kernel) -> str:
     return kernel.operation if isinstance(kernel, Kernel) else "forward"
-
-
-def _with_dtype(
-    sizes: Mapping[str, Any], operation: str, kernels: Sequence[str | Kernel]
-) -> Mapping[str, Any]:
-    """The sizes; without a dtype, with one that all kernels of the operation can do."""
-    able = [x for x in kernels if isinstance(x, Kernel) and x.operation == operation]
-    usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
-    return sizes if sizes.get("dtype") else {**sizes, "dtype": usual}
 
 
 def _check(

@@ -24,16 +24,10 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
 
 # torch's names of the kernels of scaled_dot_product_attention.
-_TORCH = {
-    "fa2": "FLASH_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
-PACKAGES = dict.fromkeys(_TORCH, "torch") | {
-    "cudnn-frontend": "nvidia-cudnn-frontend",
-    "jax": "jax",
-}
+_TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+_TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+_OTHERS = {"cudnn-frontend": "nvidia-cudnn-frontend", "jax": "jax"}
+PACKAGES = dict.fromkeys(_TORCH, "torch") | _OTHERS
 NAMES = tuple(PACKAGES)
 OPTIONS_OF_PEERS = ("causal", "scale")
 
@@ -54,33 +48,26 @@ class Peer:
 
 
 def peer(
-    name: str,
-    engine: Backend,
-    p: Problem,
-    arrays: Mapping[str, Any],
-    operation: str = "forward",
+    name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
     """The peer of a name on arrays of the backend: Q, K, V, and dO for gradients.
 
     Raises Unsupported if it is not installed or cannot do the problem.
     """
     check_names([name])
-    prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
-    with _reasons(label(name), p):
-        _check_options(p)
-        if operation == "backward":
-            if name not in _TORCH:
-                raise Unsupported("its gradients are not timed here")
-            return _torch(name, engine, p, [arrays[x] for x in "QKV"], arrays["dO"])
-        return prepare(name, engine, p, [arrays[x] for x in "QKV"])
-
-
-def _check_options(p: Problem) -> None:
-    """Raises Unsupported for options that peers do not have, or that are not used here."""
     row = p.options.row()
-    asked = [name for name in p.options.changed if (name, row[name]) != ("precision", "float32")]
-    if others := [f"{name}={row[name]}" for name in asked if name not in OPTIONS_OF_PEERS]:
-        raise Unsupported(f"its attention has no {', '.join(others)} here")
+    asked = [x for x in p.options.changed if (x, row[x]) != ("precision", "float32")]
+    others = ", ".join(f"{x}={row[x]}" for x in asked if x not in OPTIONS_OF_PEERS)
+    prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
+    inputs = [arrays[x] for x in "QKV"]
+    with _reasons(label(name), p):
+        if others:
+            raise Unsupported(f"its attention has no {others} here")
+        if operation == "forward":
+            return prepare(name, engine, p, inputs)
+        if name not in _TORCH:
+            raise Unsupported("its gradients are not timed here")
+        return _torch(name, engine, p, inputs, arrays["dO"])
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -229,27 +216,23 @@ def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
     if p.causal and p.causal_offset != 0:
         raise Unsupported("its causal mask is aligned to the top left")
     inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
-    for implementation in ("cudnn", "xla"):
-        attention = partial(
-            jax.nn.dot_product_attention,
-            scale=p.scale,
-            is_causal=p.causal is not None,
-            implementation=implementation,
-        )
+    options = {"scale": p.scale, "is_causal": p.causal is not None}
+
+    def prepared(implementation: str) -> Peer:
+        attention = partial(jax.nn.dot_product_attention, implementation=implementation, **options)
         function = jax.jit(attention)
 
-        def call(function: Callable[..., Any] = function) -> Any:
+        def call() -> Any:
             engine.synchronize()
             return function(*inputs).block_until_ready()
 
-        try:
-            output = np.asarray(call()).swapaxes(1, 2)
-        except Exception:
-            if implementation == "xla":
-                raise
-        else:
-            break
-    return Peer(f"jax {implementation}", call, {"O": output})
+        output = np.asarray(call()).swapaxes(1, 2)
+        return Peer(f"jax {implementation}", call, {"O": output})
+
+    try:
+        return prepared("cudnn")
+    except Exception:  # cuDNN does not take all problems, and needs a GPU
+        return prepared("xla")
 
 
 def _jax_array(jax: Any, array: Any) -> Any:
@@ -281,15 +264,9 @@ def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any
         mask["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, corner)
         mask["diagonal_band_right_bound"] = 0
     handle = cudnn.create_handle()
-    graph = cudnn.pygraph(
-        io_data_type=kind,
-        intermediate_data_type=single,
-        compute_data_type=single,
-        handle=handle,
-    )
-    q, k, v = (
-        graph.tensor(name=x, data_type=kind, **layout(array)) for x, array in zip("qkv", arrays)
-    )
+    sums = {"intermediate_data_type": single, "compute_data_type": single}
+    graph = cudnn.pygraph(io_data_type=kind, handle=handle, **sums)
+    q, k, v = (graph.tensor(name=x, data_type=kind, **layout(y)) for x, y in zip("qkv", arrays))
     o, _ = graph.sdpa(q=q, k=k, v=v, generate_stats=False, attn_scale=p.scale, **mask)
     placed = layout(out)
     o.set_output(True).set_dim(placed["dim"]).set_stride(placed["stride"])

@@ -108,10 +108,8 @@ class Results:
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file, whole or not at all."""
-        content = {
-            "environment": dict(self.environment),
-            "rows": [row.record() for row in self.rows],
-        }
+        rows = [row.record() for row in self.rows]
+        content = {"environment": dict(self.environment), "rows": rows}
         store.write_whole(Path(path), json.dumps(content, indent=1).encode())
 
     @classmethod
