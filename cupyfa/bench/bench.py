@@ -152,10 +152,7 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """The kernels and their names in rows; where two have the same name, the names given.
-
-    Raises ValueError for records with equal names.
-    """
+    """The kernels and their names in rows: where two names are equal, those that were given."""
     known: list[tuple[Kernel, str]] = []
     for name, kernel in zip(names, chosen):
         if isinstance(kernel, Kernel):
@@ -178,9 +175,7 @@ def _labels(
 
 
 def rivals(kernel: Kernel) -> dict[str, Kernel]:
-    """What a kernel is compared with: the operation's first kernel, and for one of the ladder the
-    rung before it that shares a dtype with it.
-    """
+    """What a kernel is compared with: the first rung, and the one before that shares a dtype."""
     rungs = list(LADDER[kernel.operation].values())
     earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
     alike = [x for x in earlier if set(x.dtypes) & set(kernel.dtypes)]

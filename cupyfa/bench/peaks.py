@@ -23,10 +23,7 @@ _BUDGET = 0.2  # seconds for each size
 
 
 def product_rate(engine: Backend, precision: str) -> float | None:
-    """TFLOP/s of a large product of random matrices in a precision: a dtype, or "tf32".
-
-    None without a library for it.
-    """
+    """TFLOP/s of a large product in a precision: a dtype, or "tf32"; None without a library."""
     if engine.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
@@ -58,10 +55,7 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """The stored rate of this device, or the best measured one, which is then stored.
-
-    The rate is work per millisecond; sizes grow as far as memory and time allow.
-    """
+    """The stored rate, work per millisecond, or else the best of growing sizes, which is stored."""
     file = store.facts_file("peaks", engine.limits.device)
     fact = store.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:

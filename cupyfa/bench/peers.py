@@ -34,11 +34,10 @@ OPTIONS_OF_PEERS = ("causal", "scale")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention or gradients on given arrays.
+    """Another library's attention or gradients on given arrays: ``outputs`` of the first time.
 
     ``call`` computes them again on the backend's stream, gradients without their forward pass;
-    ``outputs`` are the results of the first time, by their names in operations.py; ``capture``
-    makes a CUDA graph and returns the function that replays it.
+    ``capture`` makes a CUDA graph and returns the function that replays it.
     """
 
     label: str

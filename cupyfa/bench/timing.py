@@ -105,10 +105,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def resources(engine: Backend, plan: Plan) -> dict[str, int]:
-    """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor.
-
-    Empty in the simulator.
-    """
+    """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor."""
     found: dict[str, int] = {}
     for launch in plan.programs:
         prepared = engine.prepare(launch)
@@ -123,10 +120,7 @@ def resources(engine: Backend, plan: Plan) -> dict[str, int]:
 def arrays_of(
     engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Every array of a plan on the backend, inputs with the strides they have on the host.
-
-    ``memory`` keeps them for other plans on the same inputs, which share what they can.
-    """
+    """Every array of a plan on the backend; plans on the same inputs share those in ``memory``."""
     arrays = placed(engine, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))

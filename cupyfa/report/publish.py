@@ -95,10 +95,7 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """README.md and its translations in a folder.
-
-    Raises ValueError if there is no README.md, or for measurements of the simulator.
-    """
+    """README.md and its translations. Raises ValueError without them, or for the simulator."""
     pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
     if not pages or pages[0].name != README:
         raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")

@@ -290,9 +290,9 @@ def _csv(rows: Sequence[Row]) -> str:
 def table_of(
     rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = (), share: bool = True
 ) -> str:
-    """A table; with ``share`` values that are equal in all rows are printed once, above it.
+    """A table; with ``share`` values that are equal in all rows stand above it.
 
-    Columns of ``spare`` are left out, the first one first, until the others fit.
+    Columns of ``spare`` are left out, one by one, until the others fit.
     """
     if not rows:
         return ""

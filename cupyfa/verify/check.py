@@ -46,11 +46,7 @@ _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
 
 @dataclass(frozen=True)
 class Tally:
-    """The results of one kernel.
-
-    worst: the largest error / bound of its right results, if it has any. not_run: the number of
-    cases that it did not run on, by reason.
-    """
+    """The results of one kernel: ``worst`` error / bound if right, cases not run by reason."""
 
     kernel: str
     runs: int
@@ -106,10 +102,7 @@ class Checked:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was interrupted; ``checked`` has the results until then.
-
-    The cause is a KeyboardInterrupt, or a SystemExit that a signal handler raised.
-    """
+    """A check was interrupted by its cause; ``checked`` has the results until then."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))

@@ -44,11 +44,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one kernel on one case.
-
-    kind: RIGHT, UNSUPPORTED, NO_MEMORY or a kind of failure. message: the reason in words. arrays:
-    those of a failure's file, if they were asked for.
-    """
+    """The outcome of one kernel on one case; arrays are those of a failure's file, if asked for."""
 
     kernel: str
     kind: str
@@ -70,10 +66,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """A kernel that failed on a case.
+    """A kernel that failed on a case, and the command that repeats it.
 
-    command: repeats the failure. found_on: the original case if ``case`` was made smaller. file:
-    for ``replay``, if one was written.
+    found_on: the original case if ``case`` was made smaller. file: for ``replay``.
     """
 
     case: Case
@@ -103,8 +98,7 @@ class Failure:
 class Stored:
     """A failure in a file.
 
-    schedule: of the simulator's threads. has_name: whether the kernel can be found by its name.
-    made_with: device and versions.
+    schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
     """
 
     case: Case
@@ -129,10 +123,7 @@ def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, stored: Stored, command: str) -> Path | None:
-    """Writes a failure for ``read``, under a name made from the command that repeats it.
-
-    Returns None without arrays. Raises OSError.
-    """
+    """Writes a failure for ``read``; returns None without arrays. Raises OSError."""
     outcome = stored.outcome
     if not outcome.arrays:
         return None
@@ -160,10 +151,7 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
 
 
 def read(path: str | Path) -> Stored:
-    """The failure in a file of ``write``.
-
-    Raises OSError if the file cannot be read, and ValueError if it is damaged or no such file.
-    """
+    """The failure in a file of ``write``. Raises OSError, or ValueError for other files."""
     try:
         with Path(path).open("rb") as file:
             if not zipfile.is_zipfile(file):  # np.load would read it as a pickle

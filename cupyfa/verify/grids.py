@@ -52,11 +52,10 @@ def cases(
     samples: int | None = None,
     seed: int = 0,
 ) -> list[Case]:
-    """The cases of one of GRIDS for an operation.
+    """The cases of one of GRIDS for an operation, or a sample with many pairs of values.
 
-    dtypes: in place of the grid's own. samples: how many cases to draw, by default all
-    (FUZZ_SAMPLES of ``fuzz``); the sample has as many pairs of values as possible. seed: of the
-    sample and of the inputs. Raises ValueError for an unknown grid.
+    dtypes: in place of the grid's own. samples: how many to draw, by default all (FUZZ_SAMPLES of
+    ``fuzz``). seed: of the sample and of the inputs. Raises ValueError for an unknown grid.
     """
     if grid not in GRIDS:
         raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(GRIDS)}")
@@ -71,8 +70,7 @@ def cases(
 def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY) -> Case:
     """Sample i of a seed; it does not depend on the other samples.
 
-    Of each 64 samples, those that are 16 apart have the same dtype, d, dv and mask, which are
-    compiled into a kernel: compiling takes longer than running.
+    Samples that are 16 apart, of each 64, share what is compiled: dtype, d, dv and mask.
     """
     compiled = random.Random(f"{seed} {i // 64} {i % 16} compiled")
     pick = random.Random(f"{seed} {i}")
@@ -210,7 +208,6 @@ def _case(
 
 
 def _crossed(axes: Axes) -> Iterator[Choice]:
-    """Every combination of the values of the axes."""
     for values in product(*axes.values()):
         yield dict(zip(axes, values))
 

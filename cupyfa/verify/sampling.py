@@ -26,11 +26,7 @@ _ROWS = 64  # of an excerpt
 
 @dataclass
 class Judge:
-    """Judges results of kernels on the same inputs by the reference of their operation.
-
-    excerpts: the rows that are judged, [None] for all. What is expected is computed once for each
-    rounding.
-    """
+    """Judges rows of results, all for [None], by the reference, computed once for each rounding."""
 
     operation: Operation
     problem: Problem
@@ -93,8 +89,7 @@ class Judge:
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
     """The excerpts to judge a problem by: [None], all of it, if that is quick.
 
-    Otherwise the first and last rows of the first and last head, and random ones by the seed: at
-    least two, and as many as are quick.
+    Otherwise the first and last rows of the first and last head, and at least two random ones.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)

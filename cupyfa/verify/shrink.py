@@ -15,10 +15,7 @@ from cupyfa.verify.case import Case
 def shrunk(
     case: Case, fails: Callable[[Case], bool], *, tries: int = 300, seconds: float = 60.0
 ) -> Case:
-    """The simplest failing case that is found within `tries` cases and about `seconds`.
-
-    Each simpler case that fails becomes the next one to simplify.
-    """
+    """The simplest failing case that is found within `tries` cases and about `seconds`."""
     end = time.monotonic() + seconds
     tried = {case}
     simpler = _simpler(case)
@@ -75,10 +72,7 @@ def _smaller_windows(p: Problem) -> Iterator[Problem]:
 
 
 def _sizes(size: int) -> list[int]:
-    """Smaller sizes, the smallest first.
-
-    Faults often depend on the remainder of a size by a tile's size, so remainders are among them.
-    """
+    """Smaller sizes, the smallest first; faults often depend on the remainder by a tile's size."""
     remainders = {size % 2**power for power in range(1, 11)}
     parts = {1, 2, size // 2, size - size // 4, size - 1}
     return sorted(x for x in remainders | parts if 0 < x < size)

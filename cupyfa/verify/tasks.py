@@ -32,9 +32,8 @@ _SIMULATED = (2**29, 2**20, 2**16)
 class Task:
     """Kernels to run on one case, by name or record, with some constants fixed.
 
-    reruns: how often each kernel runs again and must give the same bits.
-    timeout: seconds that a kernel may take; only worker processes hold to it.
-    keep: whether outcomes hold the arrays, unless these are too large for a file.
+    reruns: how often each kernel runs again and must give the same bits. timeout: seconds that it
+    may take in a worker process. keep: whether outcomes hold the arrays of a failure's file.
     """
 
     case: Case
@@ -64,10 +63,9 @@ def has_name(kernel: KernelOrName) -> bool:
 
 
 def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Doing | Outcome]:
-    """Runs a task and yields each next step and the outcome of each kernel.
+    """Runs a task and yields each next step and the outcome of each kernel; DEVICE_LOST ends it.
 
-    inputs: in place of the case's own. The outcome DEVICE_LOST is the last one. Raises
-    CompilerNotFound if there is no compiler for the simulator.
+    inputs: in place of the case's own. Raises CompilerNotFound without one for the simulator.
     """
     plans: dict[str, Plan] = {}
     for kernel in task.kernels:
@@ -122,10 +120,7 @@ def _planned(engine: Backend, kernel: KernelOrName, task: Task) -> Plan:
 
 
 def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
-    """The judge of the plans' results.
-
-    Large gradients are sampled: their reference takes far longer than the forward one.
-    """
+    """The judge of the plans' results; gradients are sampled, as their reference takes long."""
     whole = case.operation != "backward"
     chosen = [None] if whole else sampling.excerpts(case.problem, case.seed, case.operation)
     judge = Judge.of(plans[0], inputs, chosen)
@@ -185,10 +180,7 @@ def _kind(engine: Backend, error: Exception) -> str:
 
 
 def _kept(inputs: Arrays, judge: Judge, plan: Plan) -> Arrays:
-    """The arrays of a failure's file besides the results, by name; none if they are too large.
-
-    Expected values and bounds are among them unless only a sample is known.
-    """
+    """Inputs and, unless sampled, expected values and bounds; nothing if they are too large."""
     arrays = dict(inputs)
     if None in judge.excerpts:
         for name, pair in judge.expected(plan.rounding)[0][0].items():

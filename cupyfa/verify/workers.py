@@ -70,10 +70,9 @@ class Here:
 
 
 class Process:
-    """Runs tasks in a process of its own, where records are found by their names.
+    """Runs tasks in a process of its own, on a backend like the given one, with one thread.
 
-    The process has a backend like the given one, with one thread. Several GPUs are assigned to
-    processes in turn, by their number.
+    Several GPUs are assigned to processes in turn, by their number.
     """
 
     def __init__(self, engine: Backend, number: int = 0) -> None:
@@ -240,10 +239,7 @@ def _end_with_parent() -> None:
 def in_parallel(
     workers: Sequence[Worker], job: Callable[[Any, Item], Made], items: Sequence[Item]
 ) -> Iterator[tuple[Item, Made]]:
-    """Each item with the result of job(worker, item), in the order in which jobs finish.
-
-    A worker has one job at a time. On an error or an early end all workers are stopped.
-    """
+    """Each item with job(worker, item), as jobs finish; an error stops all workers."""
     if len(workers) == 1:
         yield from ((item, job(workers[0], item)) for item in items)
         return
