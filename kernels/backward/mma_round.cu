@@ -5,7 +5,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, causal, windowed, threads,
 //   shared_bytes
-#include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/store_part.cuh>
 #include <ptx/red.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
@@ -29,12 +29,12 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(
     for (int n = 0; n < fours; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        sums[n / blocks][n % blocks][e] = from[place_of_sum(slice * fours + n, e)];
+        sums[n / blocks][n % blocks][e] = from[place_of_sum<threads>(slice * fours + n, e)];
     }
     if (all_finite(sums)) {
       // Columns behind the end of a warp's part are another warp's, of the next slice.
-      store_gradient<d>(dQ, sums, scale, own, batch, head, tile * Br, extent.M, own_lane(),
-                        own.end);
+      store_gradient<d>(sums, scale, dQ, batch, head, tile * Br + own.row, extent.M,
+                        threadIdx.x % warp_size, own.col, own.end);
       continue;
     }
     const Repair<d, dv, operand, StatsInMemory> repair = {

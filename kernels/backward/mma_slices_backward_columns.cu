@@ -9,7 +9,18 @@
 //   block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
 //   windowed, threads, shared_bytes
+#include <attention/extent.cuh>
+#include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>
+#include <backward/parts/store_gradient.cuh>
+
+using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
+using Stage = Tiles::Stage;
+using Own = Tiles::Own;
+template <int cols>
+constexpr int own_width = Tiles::own_width<cols>;
+template <int cols>
+constexpr int tile_width = Tiles::tile_width<cols>;
 
 struct Shared {
   Stage ring[stages];
@@ -95,7 +106,8 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
   const bool some = key < extent.N && extent.row_begin(key) < end;
   const int count = some ? cdiv(end - start, Bd) : 0;
   const RowWalk all = {first, start, start, end, count * group};
-  Ring<Source<cols>> ring = {shared.ring, {left, right, round, heads, key, col, all}};
+  Ring<Source<cols>, Stage, stages> ring = {shared.ring,
+                                            {left, right, round, heads, key, col, all}};
   ring.start();
 
   float sums[Wr / step][width / 8][4] = {};
@@ -113,8 +125,8 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
     return;
   }
   const int kv_heads = heads / group, kv_head = round.first_head / group + local_kv_head;
-  store_gradient<cols>(gradient, sums, factor, own, kv_head / kv_heads, kv_head % kv_heads, key,
-                       extent.N, own_lane());
+  store_gradient<cols>(sums, factor, gradient, kv_head / kv_heads, kv_head % kv_heads,
+                       key + own.row, extent.N, own_lane(), own.col);
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_columns(

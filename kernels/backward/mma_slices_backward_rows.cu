@@ -9,10 +9,17 @@
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
 //   windowed, threads, shared_bytes
+#include <attention/extent.cuh>
+#include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>
+#include <backward/parts/store_gradient.cuh>
 
-constexpr int own_cols = own_width<d>;
-constexpr int tile_cols = tile_width<d>;
+using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
+using Stage = Tiles::Stage;
+using Own = Tiles::Own;
+
+constexpr int own_cols = Tiles::own_width<d>;
+constexpr int tile_cols = Tiles::tile_width<d>;
 constexpr int fragments = Wr / step * (own_cols / 8);  // of dQ that a thread holds, 4 floats each
 using Sums = float[Wr / step][own_cols / 8][4];
 
@@ -96,8 +103,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const int end = kv_begin < kv_end ? min(kv_end, first_key + stride) : start;
   const Round round = {first_head, first_key, stride, M};
   const int kv_head = head / group;
-  Ring<Source> ring = {shared.ring,
-                       {dS, K, round, local_head, batch, kv_head, first_row, col, start, end}};
+  Ring<Source, Stage, stages> ring = {
+      shared.ring, {dS, K, round, local_head, batch, kv_head, first_row, col, start, end}};
   ring.start();
   Sums sums = {};
   if (first_key > 0) {
@@ -123,7 +130,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
     return;
   }
   if (first_key + stride >= N) {  // the last round of keys
-    store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, M, own_lane());
+    store_gradient<d>(sums, scale, dQ, batch, head, first_row + own.row, M, own_lane(), own.col);
   } else {
     float4* to = saved(dQ_sum);
 #pragma unroll

@@ -10,15 +10,20 @@
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
 //   windowed, threads, shared_bytes
 #include <backward/parts/gradient_slices.cuh>
+#include <backward/parts/mma_gradients.cuh>
+#include <tile/store.cuh>
+
+using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
+using Stage = Tiles::Stage;
+using Own = Tiles::Own;
 
 constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
 constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow
 
 struct Shared {
   Stage ring[stages];
-  float2 P[pairs_of_sums][threads];
-  float lse2[Br];
-  float delta[Br];
+  float2 PS[pairs_of_sums][threads];  // P times the slope of the modification
+  RowStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -50,9 +55,10 @@ struct Source {
   }
 };
 
-using Sums = Fragments<Wr, Wc>;
+using Sums = float[Wr / step][Wc / 8][4];
 
-__device__ __forceinline__ void multiply_slices(Ring<Source>& ring, int count, Sums& sums) {
+__device__ __forceinline__ void multiply_slices(Ring<Source, Stage, stages>& ring, int count,
+                                                Sums& sums) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     Slice& slice = ring.next().template as<Slice>();
@@ -73,7 +79,8 @@ struct RowMask {
   __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
 };
 
-// S becomes P = 2^(S * scale2 - lse2). Slopes of modified scores go where P will be parked.
+// S becomes P = 2^(S * scale2 - lse2). P in float32, times the slope of the modification, is
+// parked.
 template <bool masked>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -81,55 +88,35 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
-    const float lse2 = shared.lse2[row];
+    const float lse2 = shared.stats[row].lse2;
     const RowMask mask(pair, row);
 #pragma unroll
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
-      if constexpr (has_score_mod) {
-        const auto [score, slope] = scorer.with_slope(x);
-        float2& parked = shared.P[i * (Wc / 8) + j / 2][threadIdx.x];
-        (j % 2 ? parked.y : parked.x) = slope;
-        x = exp2f(score * log2e - lse2);
-      } else {
-        x = exp2f(x * (scorer.scale * log2e) - lse2);
-      }
+      const auto [exponent, slope] = scorer.exponent_with_slope(x);
+      x = exp2f(exponent - lse2);
       if (masked && !mask.sees(own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2)) x = 0;
+      float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
+      (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
     }
   }
 }
 
-// Parks P in float32, times the slope of modified scores, and clears the registers.
-__device__ __forceinline__ void park(Sums& P, Shared& shared) {
-#pragma unroll
-  for (int i = 0; i < pairs_of_sums; ++i) {
-    float (&x)[4] = P[i / (Wc / 8) / 2][i % (Wc / 8)];
-    const int half = i / (Wc / 8) % 2 * 2;
-    float2& parked = shared.P[i][threadIdx.x];
-    if constexpr (has_score_mod)
-      parked = {score_gradient(x[half], 1.0f, parked.x),
-                score_gradient(x[half + 1], 1.0f, parked.y)};
-    else
-      parked = {x[half], x[half + 1]};
-    x[half] = x[half + 1] = 0;
-  }
-}
-
-// dP becomes dS = P * (dP - delta), with the P that is parked; without the scale.
+// dP becomes dS = PS * (dP - delta), without the scale.
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
-    const float delta = shared.delta[row];
+    const float delta = shared.stats[row].delta;
     const RowMask mask(pair, row);
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n) {
-      const float2 P = shared.P[i * (Wc / 8) + n][threadIdx.x];
+      const float2 PS = shared.PS[i * (Wc / 8) + n][threadIdx.x];
       float& x = dP[i / 2][n][i % 2 * 2];
       float& y = dP[i / 2][n][i % 2 * 2 + 1];
-      x = P.x * (x - delta), y = P.y * (y - delta);
+      x = PS.x * (x - delta), y = PS.y * (y - delta);
       const int col = own.col + n * 8 + 2 * (lane % 4);
       if (masked && !mask.sees(col)) x = 0;
       if (masked && !mask.sees(col + 1)) y = 0;
@@ -148,15 +135,7 @@ __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& 
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n)
       pairs[n] = pack<operand>(part[i / 2][n][i % 2 * 2], part[i / 2][n][i % 2 * 2 + 1]);
-#pragma unroll
-    for (int n = 0; n < Wc / 8; n += 4) {
-      const uint2 first = trade_pairs(pairs[n], pairs[n + 1], lane);
-      const uint2 second = trade_pairs(pairs[n + 2], pairs[n + 3], lane);
-      const uint4 piece = trade_quads(first, second, lane);
-      const int col = own.col + (n + lane % 4) * 8;
-      if (row < rows && col < cols)
-        *reinterpret_cast<uint4*>(to + (long long)row * stride + col) = piece;
-    }
+    store_row<Bc>(to + (long long)row * stride, pairs, own.col, true, row < rows, lane, cols);
   }
 }
 
@@ -178,34 +157,34 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   if (key >= N || extent.kv_end(last_row) <= key || extent.kv_begin(first_row) >= key + Bc)
     return;  // the whole block: no row of its tile sees a key of it
 
-  RowLoads<Br> stats;
-  stats.load(lse, delta, batch, head, first_row, M);
-  Ring<Source> ring = {shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
+  RowLoads<threads, Br> loads;
+  loads.load({lse, delta, batch}, head, first_row, M);
+  Ring<Source, Stage, stages> ring = {
+      shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  stats.store(shared.lse2, shared.delta);
+  loads.store(shared.stats);
   __syncthreads();  // lse2 and delta are there
   const TilePair<Br, Bc> pair = {extent, first_row, key};
   const bool whole = key + Bc <= N && pair.sees_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
-  Sums sums = {};
-  multiply_slices(ring, slices, sums);
+  Sums S = {}, dP = {};
+  multiply_slices(ring, slices, S);
   {
     const Own own(Wc);
     const int lane = own_lane();
     if (whole)
-      compute_P<false>(sums, shared, own, pair, scorer, lane);
+      compute_P<false>(S, shared, own, pair, scorer, lane);
     else
-      compute_P<true>(sums, shared, own, pair, scorer, lane);
-    write_tile(P + place, stride, sums, own, M - first_row, stride - col, lane);
-    park(sums, shared);
+      compute_P<true>(S, shared, own, pair, scorer, lane);
+    write_tile(P + place, stride, S, own, M - first_row, stride - col, lane);
   }
-  multiply_slices(ring, cdiv(dv, Bd), sums);
+  multiply_slices(ring, cdiv(dv, Bd), dP);
   const Own own(Wc);
   const int lane = own_lane();
   if (whole)
-    compute_dS<false>(sums, shared, own, pair, lane);
+    compute_dS<false>(dP, shared, own, pair, lane);
   else
-    compute_dS<true>(sums, shared, own, pair, lane);
-  write_tile(dS + place, stride, sums, own, M - first_row, stride - col, lane);
+    compute_dS<true>(dP, shared, own, pair, lane);
+  write_tile(dS + place, stride, dP, own, M - first_row, stride - col, lane);
 }

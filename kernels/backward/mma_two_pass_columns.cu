@@ -9,6 +9,7 @@
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
 //   shared_bytes
 #include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/store_part.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 
@@ -22,12 +23,12 @@ struct Shared {
   operand dO[stages][Br][width];
   operand P[Br][Bc];
   operand dS[Br][Bc];
-  float lse2[2][Br];
-  float delta[2][Br];
+  RowStats stats[2][Br];
 };
-using Scores = Part<Br, Bc, warps>;
-using KeyPart = Part<Bc, depth, warps>;
-using ValuePart = Part<Bc, width, warps>;
+using Loads = RowLoads<threads, Br>;
+using Scores = WarpPart<Br, Bc, warps>;
+using KeyPart = WarpPart<Bc, depth, warps>;
+using ValuePart = WarpPart<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
@@ -41,7 +42,7 @@ constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 // together are at the same rows, under a causal mask too.
 struct Walk {
   Tensor<const operand> Q, dO;
-  Tensor<const real> lse, delta;
+  StatsInMemory stats;
   int M, batch, head, first_row, first, last, left;
 
   __device__ __forceinline__ void advance() {
@@ -56,10 +57,10 @@ struct Walk {
     copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
     copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
   }
-  __device__ __forceinline__ RowLoads<Br> load_stats() const {
-    RowLoads<Br> stats;
-    stats.load(lse, delta, opaque(batch), opaque(head), first_row, M);
-    return stats;
+  __device__ __forceinline__ Loads load_stats() const {
+    Loads loads;
+    loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
+    return loads;
   }
 };
 // One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
@@ -71,30 +72,23 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   const int stage = stages == 2 ? turn : 0;
   walk.advance();
   const bool more = walk.left > 0;
-  RowLoads<Br> next;
+  Loads next;
   {
     const Scores own;
     const int lane = own_lane();
-    Scores::Sums S = {}, dP = {};
+    Scores::Sums S = {}, PS, dP = {};
     multiply_transposed<S_steps>(S, shared.Q[stage], shared.K, own, lane);
     // The addresses of the next tile are computed while these products go on.
     if (more) next = walk.load_stats();
     if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
     cp_async_commit_group();
-    if constexpr (has_score_mod) {
-      multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
-      compute_P_and_dS<masked>(S, dP, shared.lse2[turn], shared.delta[turn], own, pair, scorer,
-                               lane);
-      store_tile(shared.P, S, own, lane);
-    } else {
-      compute_P<masked>(S, shared.lse2[turn], own, pair, scorer.scale * log2e, lane);
-      store_tile(shared.P, S, own, lane);
-      multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
-      compute_dS(dP, S, shared.delta[turn], own, lane);
-    }
+    compute_P<masked>(S, PS, shared.stats[turn], own, pair, scorer, lane);
+    store_tile(shared.P, S, own, lane);
+    multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
+    compute_dS(dP, PS, shared.stats[turn], own, lane);
     store_tile(shared.dS, dP, own, lane);
   }
-  if (more) next.store(shared.lse2[1 - turn], shared.delta[1 - turn]);
+  if (more) next.store(shared.stats[1 - turn]);
   __syncthreads();  // P and dS are there
 
   multiply_tiles<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
@@ -118,17 +112,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
-  Walk walk = {Q,    dO,    lse,  delta,        extent.M, batch, kv_head * group,
-               last, start, last, tiles * group};
+  const StatsInMemory stats = {lse, delta, batch};
+  Walk walk = {Q, dO, stats, extent.M, batch, kv_head * group, last, start, last, tiles * group};
   KeyPart::Sums sums_K = {};
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {
-    const RowLoads<Br> first = walk.load_stats();
+    const Loads first = walk.load_stats();
     copy_rows<threads, d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
     copy_rows<threads, dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
     walk.begin_copies(shared, 0);
     cp_async_commit_group();
-    first.store(shared.lse2[0], shared.delta[0]);
+    first.store(shared.stats[0]);
     cp_async_wait_group<0>();
     __syncthreads();  // the tiles are there
   }
@@ -141,22 +135,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile is there, and this one is no longer read
   }
-  const KeyPart keys;
-  const ValuePart values;
-  const Repair<d, dv, operand, StatsInMemory> repair = {
-      extent, Q, K, V, dO, {lse, delta, batch}, scorer, batch, kv_head};
-  if (all_finite(sums_K))
-    store_gradient<d>(dK, sums_K, scale, keys, batch, kv_head, first_key, extent.N, own_lane());
-  else
-    call_rarely([=] {
-      repair.keys<false, KeyPart::cols>(dK, group, first_key + keys.row,
-                                        first_key + keys.row + KeyPart::rows, keys.col);
-    });
-  if (all_finite(sums_V))
-    store_gradient<dv>(dV, sums_V, 1, values, batch, kv_head, first_key, extent.N, own_lane());
-  else
-    call_rarely([=] {
-      repair.keys<true, ValuePart::cols>(dV, group, first_key + values.row,
-                                         first_key + values.row + ValuePart::rows, values.col);
-    });
+  const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
+                                                        stats,  scorer, batch, kv_head};
+  store_or_repair<false>(sums_K, dK, KeyPart(), repair, group, first_key, own_lane());
+  store_or_repair<true>(sums_V, dV, ValuePart(), repair, group, first_key, own_lane());
 }

@@ -10,6 +10,7 @@
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
 //   shared_bytes
 #include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/store_part.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 
@@ -21,12 +22,14 @@ struct Shared {
   operand dO[Br][width];
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
-  float lse2[Br];
-  float delta[Br];
+  RowStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+using Scores = float[Wr / step][Bc / 8][4];      // a warp's rows of S, P or dS
+using Queries = float[Wr / step][depth / 8][4];  // and of dQ
 
 // A warp's rows, with all keys of a tile.
 struct OwnRows {
@@ -37,9 +40,8 @@ struct OwnRows {
 };
 
 // dQ += dS K, of dS in registers.
-__device__ __forceinline__ void multiply_keys(const Fragments<Wr, Bc>& dS, operand (&K)[Bc][depth],
-                                              Fragments<Wr, depth>& dQ, const OwnRows& own,
-                                              int lane) {
+__device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc][depth],
+                                              Queries& dQ, const OwnRows& own, int lane) {
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];
@@ -76,21 +78,16 @@ struct Keys {
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, int end, int buffer,
-                                           Fragments<Wr, depth>& dQ, const Scorer<float>& scorer,
+                                           Queries& dQ, const Scorer<float>& scorer,
                                            const OwnRows& own, int lane) {
   const bool more = pair.first_key + Bc < end;
   if (stages == 2 && more) keys.begin_copies(shared, pair.first_key + Bc, 1 - buffer);
   cp_async_commit_group();
-  Fragments<Wr, Bc> S = {}, dP = {};
+  Scores S = {}, PS, dP = {};
   multiply_transposed(S, shared.Q, shared.K[buffer], own, lane);
-  if constexpr (has_score_mod) {
-    multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
-    compute_P_and_dS<masked>(S, dP, shared.lse2, shared.delta, own, pair, scorer, lane);
-  } else {
-    compute_P<masked>(S, shared.lse2, own, pair, scorer.scale * log2e, lane);
-    multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
-    compute_dS(dP, S, shared.delta, own, lane);
-  }
+  compute_P<masked>(S, PS, shared.stats, own, pair, scorer, lane);
+  multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
+  compute_dS(dP, PS, shared.stats, own, lane);
   multiply_keys(dP, shared.K[buffer], dQ, own, lane);
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites K and V
@@ -116,16 +113,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   const OwnRows own = {int(threadIdx.x) / warp_size * Wr};
   const Keys keys = {K, V, batch, head / group, extent.N};
 
-  RowLoads<Br> stats;
-  stats.load(lse, delta, batch, head, first_row, extent.M);
+  const StatsInMemory stats = {lse, delta, batch};
+  RowLoads<threads, Br> loads;
+  loads.load(stats, head, first_row, extent.M);
   copy_rows<threads, d>(shared.Q, Head(Q, batch, head, extent.M), first_row);
   copy_rows<threads, dv>(shared.dO, Head(dO, batch, head, extent.M), first_row);
   keys.begin_copies(shared, rows.kv_begin, 0);
   cp_async_commit_group();
-  stats.store(shared.lse2, shared.delta);
+  loads.store(shared.stats);
   cp_async_wait_group<0>();
   __syncthreads();  // the tiles are there
-  Fragments<Wr, depth> sums = {};
+  Queries sums = {};
   int buffer = 0;
   for (int first_key = rows.kv_begin; first_key < rows.kv_end; first_key += Bc) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
@@ -136,10 +134,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     buffer = stages - 1 - buffer;
   }
   if (all_finite(sums)) {
-    store_gradient<d>(dQ, sums, scale, own, batch, head, first_row, extent.M, lane);
+    store_gradient<d>(sums, scale, dQ, batch, head, first_row + own.row, extent.M, lane);
   } else {
-    const Repair<d, dv, operand, StatsInMemory> repair = {
-        extent, Q, K, V, dO, {lse, delta, batch}, scorer, batch, head / group};
+    const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,           dO,
+                                                          stats,  scorer, batch, head / group};
     const int first = first_row + own.row;
     call_rarely([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
   }

@@ -159,7 +159,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   Sums<depth> sums = {};
   consume(shared, task, warpgroup, rows, sums, extent, scorer);
   if (all_finite(sums)) {
-    store_gradient<d>(sums, scale, first, dQ, batch, head, extent.M, lane);
+    store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
   } else {
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, scorer, batch, kv_head};

@@ -49,7 +49,7 @@ struct Piece {
     const auto& repair = in.repair;
     if (!is_there) return;
     if (all_finite(sums))
-      store_gradient<d>(sums, repair.scorer.scale, first_row, in.dQ, repair.batch, head,
+      store_gradient<d>(sums, repair.scorer.scale, in.dQ, repair.batch, head, first_row,
                         repair.extent.M, threadIdx.x % warp_size, first_col);
     else
       repair.template rows<Parts::width>(in.dQ, head, first_row, first_row + step, first_col);

@@ -1,43 +1,56 @@
 #pragma once
-// The launches of `mma_slices_backward` share tiles of Br x Bc sums in registers, a ring of slices
+// What the launches of `mma_slices_backward` share: tiles of sums in registers, a ring of slices
 // that they are summed from, and P and dS of a round of heads in memory.
-//
-// A round has heads from `first_head` on, of all batches, and keys from `first_key` on. Its P and
-// dS are [heads, M, stride], of which columns begin with key `first_key`; stride is a multiple of
-// 8, so that copies go by 16 bytes.
 
+#include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
-#include <backward/parts/mma_gradients.cuh>
 #include <tile/shared.cuh>
 
-constexpr int col_warps = Bc / Wc;  // that share a row of the tile
-static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover the tile");
-static_assert(Wr % step == 0 && Wc % (2 * step) == 0 && Bd % step == 0, "tiles are whole products");
-static_assert(Br % Wr == 0 && Bc % Wc == 0, "warps have equal parts");
-static_assert(Bc % Br == 0 && Br % Bd == 0, "what is read of P and dS lies in one tile of them");
-static_assert(stages >= 2, "one slice is multiplied while another one comes");
+// The warps of a block own Wr x Wc each of a tile of Br x Bc scores. Slices have a depth of Bd, and
+// `stages` of them a place in shared memory.
+template <int threads, int Br, int Bc, int Wr, int Wc, int Bd, int stages>
+struct Slices {
+  static constexpr int row_warps = Br / Wr, col_warps = Bc / Wc;
+  static_assert(threads == warp_size * row_warps * col_warps, "the warps' tiles cover the tile");
+  static_assert(Wr % step == 0 && Wc % (2 * step) == 0 && Bd % step == 0, "whole products");
+  static_assert(Br % Wr == 0 && Bc % Wc == 0, "warps have equal parts");
+  static_assert(Bc % Br == 0 && Br % Bd == 0, "what is read of P and dS lies in one tile of them");
+  static_assert(stages >= 2, "one slice is multiplied while another one comes");
 
-// A warp owns Wr x `own_width` of a tile of gradients with `cols` columns in all. All tiles are
-// equally wide, and as few as with Bc columns each.
-template <int cols>
-constexpr int own_width = cdiv(cols, cdiv(cols, Bc) * col_warps * step) * step;
-template <int cols>
-constexpr int tile_width = own_width<cols> * col_warps;
+  // A warp owns Wr x `own_width` of a tile of gradients with `cols` columns in all. All tiles are
+  // equally wide, and as few as with Bc columns each.
+  template <int cols>
+  static constexpr int own_width = cdiv(cols, cdiv(cols, Bc) * col_warps * step) * step;
+  template <int cols>
+  static constexpr int tile_width = own_width<cols> * col_warps;
 
-// A place for a slice, whatever its tiles are.
-struct alignas(128) Stage {
-  operand numbers[(Br + Bc) * Bd];
+  // A place for a slice, whatever its tiles are.
+  struct alignas(128) Stage {
+    operand numbers[(Br + Bc) * Bd];
 
-  template <class Slice>
-  __device__ __forceinline__ Slice& as() {
-    static_assert(sizeof(Slice) <= sizeof(Stage), "a slice fits into its stage");
-    return reinterpret_cast<Slice&>(*this);
-  }
+    template <class Slice>
+    __device__ __forceinline__ Slice& as() {
+      static_assert(sizeof(Slice) <= sizeof(Stage), "a slice fits into its stage");
+      return reinterpret_cast<Slice&>(*this);
+    }
+  };
+
+  // A warp's part of a tile, from a row and column on.
+  struct Own {
+    int row, col;
+
+    __device__ __forceinline__ explicit Own(int width) {
+      const int warp = opaque(int(threadIdx.x)) / warp_size;
+      row = warp % row_warps * Wr;
+      col = warp / row_warps * width;
+    }
+    __device__ __forceinline__ bool has(int) const { return true; }
+  };
 };
 
 // The slices that a block multiplies, one after another. `source.begin` begins to copy the next
 // one, if there is one.
-template <class Source>
+template <class Source, class Stage, int stages>
 struct Ring {
   Stage (&ring)[stages];
   Source source;
@@ -66,19 +79,9 @@ struct Ring {
   }
 };
 
-// A warp's part of a tile, from a row and column on.
-struct Own {
-  int row, col;
-
-  __device__ __forceinline__ explicit Own(int width) {
-    const int warp = opaque(int(threadIdx.x)) / warp_size;
-    row = warp % (Br / Wr) * Wr;
-    col = warp / (Br / Wr) * width;
-  }
-  __device__ __forceinline__ bool has(int) const { return true; }
-};
-
-// The heads and keys of a round.
+// A round has heads from `first_head` on, of all batches, and keys from `first_key` on. Its P and
+// dS are [heads, M, stride], of which columns begin with key `first_key`; stride is a multiple of
+// 8, so that copies go by 16 bytes.
 struct Round {
   int first_head, first_key, stride, M;
 

@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tens
                                                 const Repair<d, dv, scalar, Stats>& repair) {
   const int first = task.first_key + own.first_key();
   if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, first, gradient,
-                                  task.batch, task.kv_head, task.extent.N, own.lane);
+    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, gradient, task.batch,
+                                  task.kv_head, first, task.extent.N, own.lane);
   else
     repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
 }

@@ -5,22 +5,10 @@
 // again in float32, from the pairs that the mask shows.
 
 #include <attention/score.cuh>
+#include <backward/parts/all_finite.cuh>
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
-
-// Whether all of the warp's sums are finite.
-template <int count>
-__device__ __forceinline__ bool all_finite(const float (&sums)[count]) {
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < count; ++i) finite &= fabs(sums[i]) < infinity;
-  return __all_sync(full_warp, finite);
-}
-template <int m, int n>
-__device__ __forceinline__ bool all_finite(const float (&sums)[m][n][4]) {
-  return all_finite(reinterpret_cast<const float (&)[m * n * 4]>(sums));
-}
 
 // The warp's sums for one row of a gradient: `width` columns from one on, before column `end`.
 template <int width>

@@ -3,13 +3,25 @@
 // infinity and 0, which make its P 0; an lse that is infinite otherwise comes with delta = NaN.
 
 #include <tile/math.cuh>
+#include <tile/tensor.cuh>
 
 struct RowStats {
-  float lse2 = infinity, delta = 0;
+  float lse2, delta;
 
   __device__ __forceinline__ bool sees_keys() const { return lse2 != infinity || delta != 0; }
 };
 
 __device__ __forceinline__ RowStats row_stats(float lse, float delta) {
-  return lse == -infinity ? RowStats{} : RowStats{lse * log2e, delta};
+  if (lse == -infinity) return {infinity, 0};
+  return {lse * log2e, delta};
 }
+
+// The RowStats of any row of a batch element.
+struct StatsInMemory {
+  Tensor<const real> lse, delta;
+  int batch;
+
+  __device__ __forceinline__ RowStats operator()(int head, int row) const {
+    return row_stats(*lse.row(batch, head, row), *delta.row(batch, head, row));
+  }
+};

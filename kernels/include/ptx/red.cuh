@@ -6,20 +6,22 @@
 constexpr bool sums_by_fours = __CUDA_ARCH__ >= 900;
 
 // Where number e of a thread's n-th four floats is, among the sums of a block.
+template <int threads>
 __device__ __forceinline__ int place_of_sum(int n, int e) {
   const int thread = threadIdx.x;
   return sums_by_fours ? (n * threads + thread) * 4 + e : (n * 4 + e) * threads + thread;
 }
 
 // Adds to a thread's n-th four.  red.global.add.v4.f32; red.global.add.f32 before sm_90
+template <int threads>
 __device__ __forceinline__ void add_four(float* sums, int n, const float (&more)[4]) {
   if constexpr (sums_by_fours) {
     asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(
-                     __cvta_generic_to_global(sums + place_of_sum(n, 0))),
+                     __cvta_generic_to_global(sums + place_of_sum<threads>(n, 0))),
                  "f"(more[0]), "f"(more[1]), "f"(more[2]), "f"(more[3])
                  : "memory");
   } else {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum(n, e), more[e]);
+    for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum<threads>(n, e), more[e]);
   }
 }

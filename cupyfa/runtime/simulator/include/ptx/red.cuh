@@ -3,11 +3,13 @@
 // those of its neighbours follow them, whatever rows and columns they are of.
 
 // Where number e of a thread's n-th four floats is, among the sums of a block.
+template <int threads>
 inline int place_of_sum(int n, int e) {
   return (n * threads + int(threadIdx.x)) * 4 + e;
 }
 
 // Adds to a thread's n-th four.
+template <int threads>
 inline void add_four(float* sums, int n, const float (&more)[4]) {
-  for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum(n, e), more[e]);
+  for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum<threads>(n, e), more[e]);
 }

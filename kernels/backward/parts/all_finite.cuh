@@ -1,0 +1,18 @@
+#pragma once
+// The check of finished sums. It shows what a masked pair's infinity or NaN has spoilt.
+
+#include <tile/math.cuh>
+#include <tile/warp.cuh>
+
+// Whether all of the warp's sums are finite.
+template <int m, int n>
+__device__ __forceinline__ bool all_finite(const float (&sums)[m][n][4]) {
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < m * n * 4; ++i) finite &= fabs(sums[i / 4 / n][i / 4 % n][i % 4]) < infinity;
+  return __all_sync(full_warp, finite);
+}
+template <int count>
+__device__ __forceinline__ bool all_finite(const float (&sums)[count]) {
+  return all_finite(reinterpret_cast<const float (&)[1][count / 4][4]>(sums));
+}

@@ -1,0 +1,28 @@
+#pragma once
+// The end of a gradient on tensor cores: a warp's part of it is written, or computed again.
+
+#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/store_gradient.cuh>
+#include <backward/parts/warp_part.cuh>
+
+// Calls a body that is rarely needed, so that the kernel's loop keeps the registers it would take.
+template <class Body>
+__device__ __noinline__ void call_rarely(const Body& body) {
+  body();
+}
+
+// Stores a warp's part of dK or dV, or computes it again if it is not finite.
+template <bool of_V, int d, int dv, class T, class Stats, class Own>
+__device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
+                                                Tensor<scalar> gradient, const Own& own,
+                                                const Repair<d, dv, T, Stats>& repair, int group,
+                                                int first_key, int lane) {
+  const int first = first_key + own.row;
+  if (all_finite(sums))
+    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, gradient, repair.batch,
+                                  repair.kv_head, first, repair.extent.N, lane, own.col);
+  else
+    call_rarely([=] {
+      repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
+    });
+}

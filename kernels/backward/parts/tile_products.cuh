@@ -1,0 +1,79 @@
+#pragma once
+// Products of the backward pass on tensor cores, of 16-bit tiles in shared memory.
+
+#include <ptx/mma.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
+#include <tile/warp.cuh>
+
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
+
+// The thread's lane, from which the compiler precomputes nothing.
+__device__ __forceinline__ int own_lane() {
+  return opaque(int(threadIdx.x)) % warp_size;
+}
+
+// D += A B for one step of the sum, of A's fragments and B's by columns of 16.
+template <int rows, int blocks, class Has, class Load>
+__device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
+                                              const unsigned (&a)[rows][4], Has has, Load load) {
+#pragma unroll
+  for (int n = 0; n < blocks / 2; ++n) {
+    if (!has(n)) continue;
+    unsigned b[4];
+    load(b, n);
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      multiply_add<operand>(D[i][2 * n], a[i], b[0], b[1]);
+      multiply_add<operand>(D[i][2 * n + 1], a[i], b[2], b[3]);
+    }
+  }
+}
+
+// D += A B^T for rows of both, with `at_once` steps of the sum unrolled: with more, loads of later
+// steps take the registers of what waits.
+template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
+__device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
+                                                    operand (&A)[height][length],
+                                                    operand (&B)[other][length], const Own& own,
+                                                    int lane) {
+  const Spots of_A(A, own.row + lane % 16, lane / 16);
+  const Spots of_B(B, own.col + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll at_once
+  for (int k = 0; k < length / step; ++k) {
+    unsigned a[rows][4];
+#pragma unroll
+    for (int i = 0; i < rows; ++i) ldmatrix(a[i], of_A(i * step, 2 * k));
+    multiply_step(
+        D, a, [&](int n) { return own.has(n); },
+        [&](unsigned (&b)[4], int n) { ldmatrix(b, of_B(n * step, 2 * k)); });
+  }
+}
+
+// D += A B, or D += A^T B: sums over the rows of B.
+template <bool of_columns, class Own, int rows, int blocks, int height, int length, int other,
+          int columns>
+__device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
+                                               operand (&A)[height][length],
+                                               operand (&B)[other][columns], const Own& own,
+                                               int lane) {
+#pragma unroll
+  for (int k = 0; k < other / step; ++k) {
+    unsigned a[rows][4];
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      if constexpr (of_columns) {
+        const int row = lane / 16 * 8 + lane % 8, chunk = own.row / 8 + 2 * i + lane / 8 % 2;
+        ldmatrix_trans(a[i], at(A, row, chunk, k * step));
+      } else {
+        ldmatrix(a[i], Spots(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
+      }
+    }
+    multiply_step(
+        D, a, [&](int n) { return own.has(n); },
+        [&](unsigned (&b)[4], int n) {
+          const int chunk = own.col / 8 + 2 * n + lane / 16;
+          ldmatrix_trans(b, at(B, lane % 16, chunk, k * step));
+        });
+  }
+}
