@@ -79,8 +79,7 @@ struct RowMask {
   __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
 };
 
-// S becomes P = 2^(S * scale2 - lse2). P in float32, times the slope of the modification, is
-// parked.
+// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked.
 template <bool masked>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
