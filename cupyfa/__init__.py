@@ -9,10 +9,7 @@ from cupyfa.api import (
     attention_vjp,
     compile,
     compile_backward,
-    configure_transfer,
     empty_pinned,
-    free_buffers,
-    held_buffers,
     plan,
     softmax,
 )
@@ -33,6 +30,9 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.runtime.transfer import Transfer
+from cupyfa.runtime.transfer import configure as configure_transfer
+from cupyfa.runtime.transfer import held as held_buffers
+from cupyfa.runtime.transfer import release as free_buffers
 
 if TYPE_CHECKING:
     from cupyfa.analysis.doctor import doctor

@@ -26,12 +26,10 @@ from cupyfa.options import (
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime import transfer
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
-from cupyfa.runtime.transfer import Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -146,22 +144,9 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", unknown)
-    given: Sequence[Any] = (q, k, v)
-    targets = None if out is None else (out,)
     asked = precision, causal, window, scale, softcap
-    how = (options, kernel, backend, layout, return_lse, tiles, *asked)
-    if not check and (repeated := _repeated("forward", given, targets, how)) is not None:
-        return repeated
-    engine, arrays, forms = _adopted(backend, ("q", "k", "v"), given)
-    key = "forward", forms, _which(kernel), repr(asked), options, layout, return_lse, repr(tiles)
-    prepared = _known(engine, key)
-    if prepared is None:
-        chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
-        prepared = _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=False)
-        _keep(engine, key, prepared)
-    else:
-        _remember("forward", prepared, engine, how)
-    return prepared.run(arrays, targets, check=check, progress=progress)
+    how = ("forward", kernel, backend, options, layout, tiles, return_lse, *asked)
+    return _call(how, (q, k, v), out=out, check=check, progress=progress)
 
 
 def compile(
@@ -184,12 +169,11 @@ def compile(
     ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
     ``attention``.
 
-    Returns a Prepared. ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
-    refuses arrays of other shapes, strides, dtypes or devices. Raises what ``attention`` raises.
+    Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
+    refuses arrays of other shapes, strides, dtypes or devices.
     """
-    chosen = _options("compile", options, keywords)
-    engine, arrays = _arrays(backend, dtype, q=q, k=k, v=v)
-    return _forward(engine, arrays, kernel, chosen, layout, return_lse, tiles, keep=True)
+    how = ("forward", kernel, backend, options, layout, tiles, return_lse)
+    return _compiled((*how, *_values("compile", keywords)), (q, k, v), dtype)
 
 
 def compile_backward(
@@ -209,19 +193,15 @@ def compile_backward(
     tiles: Tiles | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Prepared:
-    """The prepared form of ``attention_backward``: its plan is made, its kernels are compiled.
+    """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
 
-    The arrays have the forms of later calls, or all are shapes of contiguous arrays of ``dtype``
-    (lse of float32, or float64 for float64). The other arguments are those of
-    ``attention_backward``.
-
-    Returns a Prepared. ``prepared(dout, q, k, v, out, lse, grads=None)`` takes a few microseconds
-    for CuPy arrays. It refuses arrays of other shapes, strides, dtypes or devices. Raises what
-    ``attention_backward`` raises.
+    As shapes, lse is of float32, or float64 for float64. The other arguments are those of
+    ``attention_backward``. The Prepared is called as ``prepared(dout, q, k, v, out, lse,
+    grads=None)``.
     """
-    chosen = _options("compile_backward", options, keywords)
-    engine, arrays = _arrays(backend, dtype, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    return _backward(engine, arrays, kernel, chosen, layout, deterministic, tiles, keep=True)
+    how = ("backward", kernel, backend, options, layout, tiles, deterministic)
+    how += _values("compile_backward", keywords)
+    return _compiled(how, (dout, q, k, v, out, lse), dtype)
 
 
 def attention_backward(
@@ -257,25 +237,9 @@ def attention_backward(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
-    given: Sequence[Any] = (dout, q, k, v, out, lse)
-    how = (options, kernel, backend, layout, deterministic, tiles, *keywords, *keywords.values())
-    if not check and (repeated := _repeated("backward", given, grads, how)) is not None:
-        return repeated
-    names = ("dout", "q", "k", "v", "out", "lse")
-    engine, arrays, forms = _adopted(backend, names, given)
-    asked = repr(keywords), bool(deterministic)
-    key = "backward", forms, _which(kernel), asked, options, layout, repr(tiles)
-    prepared = _known(engine, key)
-    if prepared is None:
-        chosen = _options("attention_backward", options, keywords)
-        prepared = _backward(
-            engine, arrays, kernel, chosen, layout, deterministic, tiles, keep=False
-        )
-        _keep(engine, key, prepared)
-    else:
-        _remember("backward", prepared, engine, how)
-    targets = None if grads is None else prepared.targets(None, grads)
-    return prepared.run(arrays, targets, check=check)
+    how = ("backward", kernel, backend, options, layout, tiles, deterministic)
+    how += _values("attention_backward", keywords)
+    return _call(how, (dout, q, k, v, out, lse), grads=grads, check=check)
 
 
 def attention_vjp(
@@ -335,20 +299,8 @@ def softmax(
     """
     if unknown:
         raise _unknown("softmax", unknown)
-    engine, arrays, forms = _adopted(backend, ("x",), (x,))
-    key = "softmax", forms, _which(kernel), return_lse, repr(tiles)
-    prepared = _known(engine, key)
-    if prepared is None:
-        (x,) = arrays
-        results = [Result("P", tuple(x.shape), "out")]
-        if return_lse:
-            results.append(Result("lse", tuple(x.shape[:-1]), None))
-        problem = Problem.of_rows(x)
-        with engine.working_on(x):
-            plan = _plan(engine, "softmax", kernel, problem, tiles)
-            prepared = Prepared(engine, plan, {"x": x}, results, layout=None, keep=False)
-        _keep(engine, key, prepared)
-    return prepared.run(arrays, None if out is None else (out,), check=check)
+    how = ("softmax", kernel, backend, None, None, tiles, return_lse)
+    return _call(how, (x,), out=out, check=check)
 
 
 def plan(
@@ -373,17 +325,9 @@ def plan(
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
     by default the backend's. Raises what ``attention`` raises.
     """
-    problem = Problem.of_sizes(
-        M=M,
-        N=N,
-        d=d,
-        dv=dv,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        dtype=dtype,
-        options=_options("plan", options, keywords),
-    )
+    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values("plan", keywords))))
+    sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
+    problem = Problem.of_sizes(**sizes, kv_heads=kv_heads, dtype=dtype, options=chosen)
     limits = limits or backend_named(backend).limits
     record = planning.select(kernel, "forward", problem, limits)
     return planning.plan(record, problem, limits, **_given(tiles))
@@ -412,116 +356,136 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def configure_transfer(**changes: Any) -> Transfer:
-    """Sets how NumPy arrays are copied to and from the GPU, from the next call on.
+# A call, besides its arrays: the operation, kernel, backend, options, layout and tiles;
+# ``return_lse`` or ``deterministic``; and the values of OPTIONS, of which softmax has none.
+How = tuple[Any, ...]
+_NOT_GIVEN = (None,) * len(OPTIONS)
+_ARRAYS = {
+    "forward": ("q", "k", "v"),
+    "backward": ("dout", "q", "k", "v", "out", "lse"),
+    "softmax": ("x",),
+}
 
-    The names are the fields of ``Transfer``: threads, chunk_bytes, buffers, piece_bytes, pieces,
-    device_bytes, pinned_results. Returns all settings. Raises TypeError for other names and
-    ValueError for wrong values.
+
+def _call(
+    how: How,
+    arrays: Sequence[Any],
+    *,
+    out: Any = None,
+    grads: Any = None,
+    check: bool,
+    progress: Progress | None = None,
+) -> Any:
+    """A call of a function of the library."""
+    if not check:
+        results = (None if out is None else (out,)) if grads is None else grads
+        repeated = _repeated(how, arrays, results)
+        if repeated is not None:
+            return repeated
+    operation, kernel, named, options, layout, tiles, flag, *asked = how
+    backend, arrays, forms = _adopted(named, _ARRAYS[operation], arrays)
+    which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
+    key = operation, forms, str(which), repr(asked), options, layout, flag, repr(tiles)
+    try:
+        prepared = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        prepared = None
+    if prepared is None:
+        prepared = _prepared(how, backend, arrays, keep=False)
+        _keep(backend, key, prepared)
+    elif backend.stream is not None and all(map(_FIXED.__contains__, map(type, how))):
+        recent[operation] = how, prepared
+    targets = prepared.targets(out, grads)
+    return prepared.run(arrays, targets, check=check, progress=progress)
+
+
+def _repeated(how: How, arrays: Sequence[Any], targets: Any) -> Any:
+    """The results of a call that repeats an earlier one, if its arguments are the last call's.
+
+    Arguments are compared by identity: True equals 1, which is refused. Else returns None.
     """
-    return transfer.configure(**changes)
+    last = recent.get(how[0])
+    if last is None or not (targets is None or isinstance(targets, tuple | list)):
+        return None
+    before, prepared = last
+    same = len(before) == len(how) and all(map(is_, before, how))
+    return prepared.again(arrays, targets) if same else None
 
 
-def held_buffers() -> int:
-    """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
-
-    Buffers take up to ``configure_transfer().most_held``. Buffers that calls of other threads still
-    use after ``free_buffers`` are not counted.
-    """
-    return transfer.held()
-
-
-def free_buffers() -> None:
-    """Frees the page-locked memory of buffers and of results that no longer exist.
-
-    Calls of other threads go on; the next call allocates buffers again.
-    """
-    transfer.release()
+def _keep(backend: Backend, key: Any, prepared: Prepared) -> None:
+    """Remembers a call; not of a kernel from outside, whose source may have changed by the next."""
+    if prepared.plan.is_from_outside:
+        return
+    if len(backend.known) >= _MOST_KNOWN:
+        backend.known.clear()
+    backend.known[key] = prepared
 
 
 def _adopted(
     backend: BackendName | Backend, names: Sequence[str], arrays: Sequence[Any]
 ) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
     """The backend for arrays, the arrays as its own or NumPy's, and their forms."""
-    engine = owner(backend, arrays)
-    if engine is not None:
-        return engine, arrays, tuple(map(engine.form, arrays))
-    engine, arrays = adopt(backend, **dict(zip(names, arrays)))
-    return engine, arrays, tuple([form(engine, x) for x in arrays])
+    theirs = owner(backend, arrays)
+    if theirs is not None:
+        return theirs, arrays, tuple(map(theirs.form, arrays))
+    theirs, arrays = adopt(backend, **dict(zip(names, arrays)))
+    return theirs, arrays, tuple([form(theirs, x) for x in arrays])
 
 
-def _arrays(
-    backend: BackendName | Backend, dtype: str | None, **given: Any
-) -> tuple[Backend, Sequence[Any]]:
-    """The arrays to compile for, made from their shapes if there is a dtype."""
-    if {isinstance(x, tuple | list) for x in given.values()} != {dtype is not None}:
-        *names, last = given
+def _compiled(how: How, given: Sequence[Any], dtype: str | None) -> Prepared:
+    """The prepared form of calls on arrays like these, or of these shapes if there is a dtype."""
+    operation, backend = how[0], how[2]
+    *names, last = _ARRAYS[operation]
+    if {isinstance(x, tuple | list) for x in given} != {dtype is not None}:
         raise TypeError(
             f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
         )
+    inputs = dict(zip(_ARRAYS[operation], given))
     if dtype is None:
-        return adopt(backend, **given)
-    engine, of = backend_named(backend), dtype_named(dtype)
-    sizes = {name: _shape(f"the shape of {name}", x) for name, x in given.items()}
-    with engine.working_on(None):
-        return engine, [
-            engine.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
+        return _prepared(how, *adopt(backend, **inputs), keep=True)
+    backend, of = backend_named(backend), dtype_named(dtype)
+    sizes = {name: _shape(f"the shape of {name}", x) for name, x in inputs.items()}
+    with backend.working_on(None):
+        arrays = [
+            backend.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
             for name, x in sizes.items()
         ]
+    return _prepared(how, backend, arrays, keep=True)
 
 
-def _forward(
-    engine: Backend,
-    arrays: Sequence[Any],
-    kernel: str | Kernel,
-    options: AttentionOptions,
-    layout: str,
-    return_lse: bool,
-    tiles: Tiles | None,
-    *,
-    keep: bool,
-) -> Prepared:
-    """``attention`` for arrays like these."""
-    q, k, v = arrays
-    problem = Problem.of(q, k, v, options=options, layout=layout)
-    inputs = {"q": q, "k": k, "v": v}
-    require_one_device(engine, inputs)
-    results = [Result("O", (*q.shape[:-1], v.shape[-1]), "out")]
-    if return_lse:
-        results.append(Result("lse", _rows_of(q, layout), None))
-    with engine.working_on(q):
-        plan = _plan(engine, "forward", kernel, problem, tiles)
-        return Prepared(engine, plan, inputs, results, layout=layout, keep=keep)
-
-
-def _backward(
-    engine: Backend,
-    arrays: Sequence[Any],
-    kernel: str | Kernel,
-    options: AttentionOptions,
-    layout: str,
-    deterministic: bool,
-    tiles: Tiles | None,
-    *,
-    keep: bool,
-) -> Prepared:
-    """``attention_backward`` for arrays like these."""
-    dout, q, k, v, out, lse = arrays
-    problem = Problem.of(q, k, v, options=options, layout=layout)
-    shape = (*q.shape[:-1], problem.dv)
-    _check_like("dout", dout, shape, problem.dtype.numpy)
-    _check_like("out", out, shape, problem.dtype.numpy)
-    _check_like("lse", lse, _rows_of(q, layout), problem.dtype.sums)
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    require_one_device(engine, inputs)
-    inputs = {"dout": dout, **{name: x for name, x in inputs.items() if name != "dout"}}
-    results = [
-        Result(f"d{name}", tuple(x.shape), f"d{name.lower()} of grads")
-        for name, x in zip("QKV", (q, k, v))
-    ]
-    with engine.working_on(q):
-        plan = _plan(engine, "backward", kernel, problem, tiles, deterministic=deterministic)
-        return Prepared(engine, plan, inputs, results, layout=layout, keep=keep)
+def _prepared(how: How, backend: Backend, arrays: Sequence[Any], *, keep: bool) -> Prepared:
+    """The prepared form of a call on arrays like these."""
+    operation, kernel, _, options, layout, tiles, flag, *asked = how
+    inputs = dict(zip(_ARRAYS[operation], arrays))
+    if operation == "softmax":
+        problem, (x,) = Problem.of_rows(*arrays), arrays
+        results = [Result("P", tuple(x.shape), "out"), Result("lse", tuple(x.shape[:-1]), None)]
+    else:
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
+        problem = Problem.of(q, k, v, options=chosen, layout=layout)
+        out, lse = (*q.shape[:-1], v.shape[-1]), _rows_of(q, layout)
+        results = [Result("O", out, "out"), Result("lse", lse, None)]
+    if operation == "backward":
+        for name, shape, of in (
+            ("dout", out, problem.dtype.numpy),
+            ("out", out, problem.dtype.numpy),
+            ("lse", lse, problem.dtype.sums),
+        ):
+            _check_like(name, inputs[name], shape, of)
+        results = [
+            Result(f"d{name.upper()}", tuple(inputs[name].shape), f"d{name} of grads")
+            for name in "qkv"
+        ]
+    elif not flag:  # return_lse
+        del results[1]
+    require_one_device(backend, inputs)
+    deterministic = operation == "backward" and flag
+    with backend.working_on(arrays[0]):
+        limits = backend.limits
+        record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
+        plan = planning.plan(record, problem, limits, **_given(tiles))
+        return Prepared(backend, plan, inputs, results, layout=layout, keep=keep)
 
 
 def _rows_of(q: Any, layout: str) -> tuple[int, ...]:
@@ -529,19 +493,6 @@ def _rows_of(q: Any, layout: str) -> tuple[int, ...]:
     if layout == "bshd" and q.ndim > 2:
         return (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return tuple(q.shape[:-1])
-
-
-def _plan(
-    engine: Backend,
-    operation: str,
-    kernel: str | Kernel,
-    problem: Problem,
-    tiles: Tiles | None,
-    *,
-    deterministic: bool = False,
-) -> Plan:
-    record = planning.select(kernel, operation, problem, engine.limits, deterministic=deterministic)
-    return planning.plan(record, problem, engine.limits, **_given(tiles))
 
 
 def _given(tiles: Tiles | None) -> Tiles:
@@ -553,13 +504,13 @@ def _given(tiles: Tiles | None) -> Tiles:
     return tiles
 
 
-def _options(
-    function: str, options: AttentionOptions | None, keywords: Mapping[str, Any]
-) -> AttentionOptions:
-    """The options that a call of a function asks for."""
-    if keywords.keys() - OPTIONS.keys():
+def _values(function: str, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The values of OPTIONS in a call of a function, each None if it is not given."""
+    if not keywords:
+        return _NOT_GIVEN
+    if not keywords.keys() <= OPTIONS.keys():
         raise _unknown(function, keywords)
-    return AttentionOptions.of(options, keywords)
+    return tuple(map(keywords.get, OPTIONS))
 
 
 # Names in other libraries, and what to write here.
@@ -596,47 +547,6 @@ def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
     else:
         remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
     return TypeError(f"{function}() has no argument {name!r}; {remedy}")
-
-
-def _which(kernel: str | Kernel) -> str | int:
-    """A kernel in the key of what is kept, with which a record is kept, too."""
-    return str(kernel) if isinstance(kernel, str) else id(kernel)
-
-
-def _known(engine: Backend, key: Any) -> Prepared | None:
-    """The call for arrays and arguments like these, if there was one."""
-    try:
-        return engine.known.get(key)
-    except TypeError:  # an argument that cannot be hashed, and will be refused
-        return None
-
-
-def _keep(engine: Backend, key: Any, prepared: Prepared) -> None:
-    """Remembers a call; not of a kernel from outside, whose source may have changed by the next."""
-    if prepared.plan.is_from_outside:
-        return
-    if len(engine.known) >= _MOST_KNOWN:
-        engine.known.clear()
-    engine.known[key] = prepared
-
-
-def _remember(function: str, prepared: Prepared, engine: Backend, how: tuple[Any, ...]) -> None:
-    """Remembers a function's call, if its arguments cannot change before the next."""
-    if engine.stream is not None and all(map(_FIXED.__contains__, map(type, how))):
-        recent[function] = how, prepared
-
-
-def _repeated(function: str, arrays: Any, targets: Any, how: tuple[Any, ...]) -> Any:
-    """A call's results if it repeats an earlier one, with the same options as the last; else None.
-
-    Arguments are compared by identity: True equals 1, which is refused.
-    """
-    last = recent.get(function)
-    if last is None or not (targets is None or isinstance(targets, tuple | list)):
-        return None
-    before, prepared = last
-    same = len(before) == len(how) and all(map(is_, before, how))
-    return prepared.again(arrays, targets) if same else None
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

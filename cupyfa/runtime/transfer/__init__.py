@@ -27,9 +27,10 @@ __all__ = ["Pieces", "Transfer", "compute", "configure", "fresh", "held", "relea
 
 
 def configure(**changes: Any) -> Transfer:
-    """Chooses how NumPy arrays are moved from now on; returns all settings.
+    """Sets how NumPy arrays are copied to and from the GPU, from the next call on.
 
-    The names are those of ``Transfer``. Buffers that were made with other settings are freed.
+    The names are the fields of ``Transfer``. Returns all settings. Raises TypeError for other names
+    and ValueError for wrong values. Buffers that were made with other settings are freed.
     """
     if unknown := changes.keys() - vars(settings.now).keys():
         known = ", ".join(vars(settings.now))
@@ -41,13 +42,20 @@ def configure(**changes: Any) -> Transfer:
 
 
 def held() -> int:
-    """Bytes of page-locked memory that buffers and results take now."""
+    """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
+
+    Buffers take up to ``configure_transfer().most_held``. Buffers that calls of other threads still
+    use after ``free_buffers`` are not counted.
+    """
     with lock:
         return pinned_results.bytes + sum(host.bytes for host in hosts.values())
 
 
 def release() -> None:
-    """Gives the buffers back to the system; calls in progress keep theirs until they end."""
+    """Frees the page-locked memory of buffers and of results that no longer exist.
+
+    Calls of other threads go on; the next call allocates buffers again.
+    """
     with lock:
         backends = list(hosts)
         hosts.clear()  # their threads end once nothing is left to do
