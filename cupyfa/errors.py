@@ -52,11 +52,8 @@ class SimulatorFault(RuntimeError):
     ) -> None:
         where = f", at {place}" if place and place not in what else ""
         super().__init__(f"{kernel}, block {block}, thread {thread}: {what}{where}")
-        self.kernel = kernel
-        self.block = block
-        self.thread = thread
-        self.what = what
-        self.place = place
+        self.kernel, self.block, self.thread = kernel, block, thread
+        self.what, self.place = what, place
 
 
 class CompilerNotFound(RuntimeError):

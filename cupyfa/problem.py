@@ -225,15 +225,12 @@ class Problem:
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
         """The problem of this many batch elements and key heads, of some rows and some keys."""
-        part = replace(
-            self,
-            batch=batch,
-            kv_heads=kv_heads,
-            heads=kv_heads * self.group,
-            M=len(rows),
-            N=len(keys),
-            shift=0,
-        )
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "kv_heads": kv_heads,
+            "heads": kv_heads * self.group,
+        }
+        part = replace(self, **sizes, M=len(rows), N=len(keys), shift=0)
         if not self.is_masked:
             return part
         return replace(part, shift=self._position + rows.start - keys.start - part._position)

@@ -41,10 +41,7 @@ def folder() -> Path:
 
 
 def give_cupy_a_folder() -> None:
-    """Sets a writable CUPY_CACHE_DIR if CuPy's own cache directory is not writable.
-
-    To be called before CuPy is imported: the import creates the directory, and fails if it cannot.
-    """
+    """Sets a writable CUPY_CACHE_DIR, without which the import of CuPy fails, if there is none."""
     usual = os.path.expanduser("~/.cupy/kernel_cache")
     if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
         os.environ["CUPY_CACHE_DIR"] = str(folder() / "cupy")
@@ -71,14 +68,13 @@ def recall(path: Path) -> dict[str, Any]:
     """The content of a file; {} without one, and {} with a warning for a damaged one."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(facts, dict):
+            return facts
+        warnings.warn(f"{path} has no JSON object and is ignored; delete it", stacklevel=2)
     except FileNotFoundError:
-        return {}
+        pass
     except (OSError, ValueError) as error:
         warnings.warn(f"{path} cannot be read and is ignored ({error})", stacklevel=2)
-        return {}
-    if isinstance(facts, dict):
-        return facts
-    warnings.warn(f"{path} has no JSON object and is ignored; delete it", stacklevel=2)
     return {}
 
 
@@ -103,10 +99,9 @@ def can_write_to(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically: others see the old content or all of the new one.
+    """Writes a file atomically; raises OSError with the path.
 
-    Links are followed. Pipes, devices and files that this process has open are appended to. Raises
-    OSError with the path.
+    Links are followed. Pipes, devices and files that this process has open are appended to.
     """
     try:
         if _is_stream(path):

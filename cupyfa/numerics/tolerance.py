@@ -157,7 +157,7 @@ def expected_attention(
     by design, or None; kernels share most of the work. Where that rounding overflows in the plain
     computation, an element may hold anything.
     """
-    kernels = {rounding: _Arithmetic.of(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: _Arithmetic(dtype, rounding) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
@@ -198,7 +198,7 @@ def expected_gradients(
     the gradient of out; the others are those of `expected_attention`. dK and dV are sums over the
     query heads that share a key head.
     """
-    kernels = {rounding: _Arithmetic.of(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: _Arithmetic(dtype, rounding) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
@@ -230,7 +230,7 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype allow flushing
     to zero and underflow.
     """
-    kernel = _Arithmetic.of(dtype)
+    kernel = _Arithmetic(dtype)
     count, N = math.prod(x.shape[:-1]), x.shape[-1]
     rows, some = x.reshape(count, N), max(1, _BLOCK // max(N, 1))
     parts = [
@@ -241,59 +241,32 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     return {"P": _joined(P, x.shape), "lse": _joined(lse, x.shape[:-1])}
 
 
-@dataclass(frozen=True)
 class _Arithmetic:
     """The dtype of a kernel's arrays, and the precision of the operands of its products.
 
     rounds_by_design: whether it may round more than its arrays and P to that precision.
+    coarsest: the precision of O, the coarser one of the arrays' and the operands'.
+    accumulator: np.finfo of the sums; eps: the spacing at 1 of sums of products.
+    operand_unit, output_unit: the relative errors of rounding operands and results.
     """
 
-    dtype: str
-    operands: str
-    rounds_by_design: bool
-
-    @staticmethod
-    def of(dtype: str, rounding: str | None = None) -> "_Arithmetic":
+    def __init__(self, dtype: str, rounding: str | None = None) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if rounding not in (None, *reference.PRECISIONS):
             known = ", ".join(reference.PRECISIONS)
             raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
-        return _Arithmetic(dtype, rounding or dtype, rounding is not None)
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.dtype in _NARROW or self.operands in _NARROW
-
-    @property
-    def coarsest(self) -> str:
-        """The precision of O: the coarser one of the arrays' and the operands'."""
-        if self.operands == _FLOAT8:  # no result has this precision
-            return self.dtype
-        return max(self.dtype, self.operands, key=lambda name: float(_finfo(name).eps))
-
-    @property
-    def accumulator(self) -> Any:
-        """np.finfo of the sums: float32, or float64 if the operands are."""
-        return np.finfo(np.float64 if self.operands == "float64" else np.float32)
-
-    @property
-    def eps(self) -> float:
-        """The spacing at 1 of the sums of products."""
-        return _FLOAT8_SUMS if self.operands == _FLOAT8 else float(self.accumulator.eps)
-
-    @property
-    def tiny(self) -> float:
-        return float(self.accumulator.smallest_normal)
-
-    @property
-    def operand_unit(self) -> float:
-        """The relative error of rounding to the precision of the operands."""
-        return float(_finfo(self.operands).eps) / 2 if self.operands in _NARROW else 0.0
-
-    @property
-    def output_unit(self) -> float:
-        return float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
+        self.dtype, self.operands = dtype, rounding or dtype
+        self.rounds_by_design = rounding is not None
+        is_float8 = self.operands == _FLOAT8  # which no result has
+        given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
+        self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
+        self.accumulator = np.finfo(np.float64 if self.operands == "float64" else np.float32)
+        self.tiny = float(self.accumulator.smallest_normal)
+        self.eps = _FLOAT8_SUMS if is_float8 else float(self.accumulator.eps)
+        self.is_narrow = dtype in _NARROW or self.operands in _NARROW
+        self.operand_unit = given[self.operands] / 2 if self.operands in _NARROW else 0.0
+        self.output_unit = float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
 
     def rounded_product(self, size: Any, count: int) -> Any:
         """The error of a product of `count` terms whose operands are rounded by design."""
@@ -344,8 +317,7 @@ def _plain_orders(scale: float) -> tuple[str, ...]:
 
     The error of a float16 pipeline that scales S is sometimes more than twice that of scaling K.
     """
-    is_power_of_two = abs(math.frexp(scale)[0]) == 0.5
-    return ("K",) if is_power_of_two else ("K", "S")
+    return ("K",) if abs(math.frexp(scale)[0]) == 0.5 else ("K", "S")
 
 
 def _bounds(work: _Work, kernel: _Arithmetic) -> tuple[Array, Array]:

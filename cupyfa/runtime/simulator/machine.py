@@ -1,8 +1,8 @@
 """Compiles a kernel's text for the CPU and runs it, each CUDA thread as a fiber.
 
-Two shared objects take part: the runtime (``runtime.cpp`` with ``asynchronous.h``), the same for
-all kernels, and the kernel's text behind ``simulator.h``, compiled with the compiler's own checks
-of every access. Both are kept on disk under a name made from everything that went into them.
+There are two kinds of shared objects: the runtime (``runtime.cpp`` with ``asynchronous.h``), and
+each kernel's text behind ``simulator.h``, with the compiler's own checks of every access. The cache
+directory has both, under names made from everything that went into them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ ENTRY = "simulator entry point"  # the file that messages name for the call of a
 _NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
 _LONGEST = 600  # seconds that a compiler may take
 _PATIENCE = 0.5  # seconds between two checks of what was asked to end
-_MAX_THREADS = 1024
 _MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
 
 # Version 4 of the debug information is the last that every addr2line reads right.
@@ -118,10 +117,15 @@ def starter(
     pseudo-random order of threads; with None they run in the order of their indices. ``workers``
     OS threads share the blocks; by default one per core.
 
-    Raises ValueError for a launch that no device would accept; the function raises SimulatorFault.
+    Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
     block = threads if isinstance(threads, tuple) else (int(threads), 1, 1)
-    _check_launch(kernel, sizes, grid, block, shared_bytes)
+    if tuple(sizes) != kernel.argument_bytes:
+        raise ValueError(
+            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)} "
+            "were given; let args= of its Launch name one for each parameter, of that parameter's "
+            "type"
+        )
     number = ctypes.c_size_t
     request = _Request()
     request.entry = kernel.call_address
@@ -199,31 +203,6 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     (result,) = results
     assert result is not None
     return result
-
-
-def _check_launch(
-    kernel: CompiledKernel,
-    sizes: Sequence[int],
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared_bytes: int,
-) -> None:
-    entry, count = kernel.entry, block[0] * block[1] * block[2]
-    if min(block) < 1 or count > _MAX_THREADS:
-        raise ValueError(
-            f"{entry}: a block of {block} has {count} threads; choose 1 to {_MAX_THREADS}"
-        )
-    if min(grid) < 0 or max(grid) >= 2**31:
-        raise ValueError(f"{entry}: grid {grid}; each side must be 0 to 2**31 - 1")
-    if not 0 <= shared_bytes <= dynamic_shared.CAPACITY:
-        raise ValueError(
-            f"{entry}: shared_bytes is {shared_bytes}; choose 0 to {dynamic_shared.CAPACITY}"
-        )
-    if tuple(sizes) != kernel.argument_bytes:
-        raise ValueError(
-            f"{entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)} were "
-            "given; let args= of its Launch name one for each parameter, of that parameter's type"
-        )
 
 
 class _Region(ctypes.Structure):
@@ -458,10 +437,10 @@ def _kernel_flags() -> list[str]:
 
 
 def compiler() -> list[str]:
-    """The command that compiles C++: of ``CUPYFA_COMPILER``, else the first found.
+    """The command that compiles C++. Raises CompilerNotFound.
 
-    Looked for in this order: ``c++``, ``g++``, ``clang++`` on the PATH, the ziglang wheel.
-    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the wheel. Raises CompilerNotFound.
+    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the ziglang wheel; by default the first found
+    of ``c++``, ``g++``, ``clang++`` on the PATH and the wheel.
     """
     chosen = os.environ.get("CUPYFA_COMPILER")
     if chosen and chosen != "zig":
@@ -573,7 +552,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _environment(folder: Path | None) -> dict[str, str]:
     """The environment of a compiler: the caller's, with a place for zig's cache if it has none.
 
-    Its temporary files go to the folder, which goes with them: a linker that is ended leaves some.
+    Temporary files go to ``folder``, which is removed: a linker that is ended leaves some.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = store.user_cache()

@@ -39,15 +39,14 @@ class _Buffer:
 
 
 class Buffers:
-    """The page-locked buffers of one direction. The buffer that became free last is taken first:
-    its memory may still be in the processor's caches."""
+    """The page-locked buffers of one direction.
 
-    def __init__(self, engine: Backend, chosen: Transfer) -> None:
-        self._engine, self._size, self._most = (
-            weakref.ref(engine),
-            chosen.chunk_bytes,
-            chosen.buffers,
-        )
+    The buffer that became free last is taken first: its memory may still be in the caches.
+    """
+
+    def __init__(self, backend: Backend, chosen: Transfer) -> None:
+        self._backend = weakref.ref(backend)
+        self._size, self._most = chosen.chunk_bytes, chosen.buffers
         self._busy: deque[_Buffer] = deque()  # each with a copy in progress
         self._free: list[_Buffer] = []
         self._lock = threading.Lock()  # Ctrl-C cannot leave it held, unlike a Condition
@@ -81,10 +80,10 @@ class Buffers:
             self._given.notify()
 
     def _new(self) -> _Buffer:
-        engine = self._engine()
-        assert engine is not None
+        backend = self._backend()
+        assert backend is not None
         try:
-            return _Buffer(engine.pinned(self._size))
+            return _Buffer(backend.pinned(self._size))
         except BaseException:
             with self._lock:
                 self.made -= 1

@@ -22,8 +22,8 @@ lock = threading.Lock()
 class Copies:
     """The copies of a piece in one direction, most of them made by threads.
 
-    ``tasks`` are the copies for threads, as long as they are not submitted. A thread counts a copy
-    out of a buffer when it is complete. ``end`` marks the end of copies without threads.
+    ``tasks`` are the copies for threads that are not yet submitted. ``end`` marks the end of copies
+    without threads.
     """
 
     def __init__(self, lane: Lane, buffers: Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:
@@ -62,9 +62,9 @@ class Copies:
 class Host:
     """The buffers and threads of a backend."""
 
-    def __init__(self, engine: Backend, chosen: Transfer) -> None:
+    def __init__(self, backend: Backend, chosen: Transfer) -> None:
         self.chosen = chosen
-        self.buffers = {move: Buffers(engine, chosen) for move in (send, bring)}
+        self.buffers = {move: Buffers(backend, chosen) for move in (send, bring)}
         self._tasks: dict[Move, queue.SimpleQueue] = {}
         self._lock = threading.Lock()
 
@@ -110,8 +110,8 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
         del task, copies, arguments, error  # they refer to the caller's arrays
 
 
-def host_of(engine: Backend) -> Host:
+def host_of(backend: Backend) -> Host:
     with lock:
-        if engine not in hosts:
-            hosts[engine] = Host(engine, settings.now)
-        return hosts[engine]
+        if backend not in hosts:
+            hosts[backend] = Host(backend, settings.now)
+        return hosts[backend]

@@ -48,7 +48,7 @@ class Piece:
 
 
 def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
-    """Pieces of a plan's problem that each need ``wanted`` bytes on the device at most.
+    """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
     Only batch and heads are cut for that, and rows where every array has them. A piece that still
     needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it.
@@ -65,8 +65,7 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
 
     @cache
     def size(b: int, h: int, m: int, n: int) -> int:
-        part = p.part(b, h, range(m), range(n))
-        return needed(plan_of(part))
+        return needed(plan_of(p.part(b, h, range(m), range(n))))
 
     def largest(total: int, fits: Callable[[int], bool]) -> int:
         """The largest even share that fits, at least one."""
@@ -92,12 +91,8 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
             m = cdiv(m, 2)
         else:
             n = cdiv(n, 2)
-    return [
-        Piece(*ranges)
-        for ranges in product(
-            _ranges(p.batch, b), _ranges(p.kv_heads, h), _ranges(p.M, m), _ranges(p.N, n)
-        )
-    ]
+    steps = ((p.batch, b), (p.kv_heads, h), (p.M, m), (p.N, n))
+    return [Piece(*ranges) for ranges in product(*(_ranges(*x) for x in steps))]
 
 
 class Cut:

@@ -14,7 +14,7 @@ from cupyfa.runtime.transfer import settings
 _POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
 
 
-def fresh(engine: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def fresh(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Host memory for a result, page-locked if large and of a size that was asked for before.
 
     Page-locked memory goes back to a pool, for later results, when the caller drops the array.
@@ -22,7 +22,7 @@ def fresh(engine: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if size < _POOLED or not pinned_results.admits(size):
         return np.empty(shape, dtype)
-    return np.asarray(_Result(engine, size)).view(dtype).reshape(shape)
+    return np.asarray(_Result(backend, size)).view(dtype).reshape(shape)
 
 
 class _Results:
@@ -53,9 +53,9 @@ pinned_results = _Results()
 class _Result:
     """Page-locked memory of an array; NumPy keeps it as the array's base."""
 
-    def __init__(self, engine: Backend, size: int) -> None:
+    def __init__(self, backend: Backend, size: int) -> None:
         self._size = size  # set first, for __del__ subtracts it even if pinning fails
-        self._memory = engine.pinned(size)
+        self._memory = backend.pinned(size)
         self.__array_interface__ = self._memory.__array_interface__
 
     def __del__(self) -> None:
