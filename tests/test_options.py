@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import numpy as np
@@ -156,20 +157,7 @@ def test_a_check_takes_options_for_all_cases(monkeypatch):
         cupyfa.check("fa2", backend="simulator", slope=2.0)
 
 
-STRUCTS = """\
-#include <attention/extent.cuh>
-#include <tile/tensor.cuh>
-
-extern "C" __global__ void mine(Tensor<scalar> O, Sizes sizes, Mods mods, int diagonal, int lower,
-                                Tensor<const real> gate) {
-  static_assert(sizeof(Mods) == 1);
-  const int row = threadIdx.x;
-  const int found[] = {sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset, diagonal, lower};
-  if (row < sizes.M)
-    for (int i = 0; i < dv; ++i)
-      O.row(0, 0, row)[i] = scalar(gate.data ? gate.row(0, 0, row)[0] : real(found[i]));
-}
-"""
+STRUCTS = Path(own_kernel.__file__).with_name("structs.cu").read_text()
 
 
 def structs(folder):

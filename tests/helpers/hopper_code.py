@@ -1,30 +1,14 @@
 """Pieces of device code with the headers of Hopper, as kernels of the simulator."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import device_code
 
 from cupyfa.errors import SimulatorFault
 
-HEAD = """
-#include <ptx/mbarrier.cuh>
-#include <tile/tma_tile.cuh>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <ptx/named_barrier.cuh>
-#include <tile/shared.cuh>
-#include <ptx/tma.cuh>
-#include <ptx/setmaxnreg.cuh>
-#include <ptx/stmatrix.cuh>
-#include <ptx/e4m3.cuh>
-#include <ptx/wgmma.cuh>
-"""
-FILL = """
-template <class T>
-__device__ void fill(void* to, const T* from, int count) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) static_cast<T*>(to)[i] = from[i];
-}
-"""
+HEAD = Path(__file__).with_name("hopper.cuh").read_text()
 WRITE = """
     for (int j = 0; j < {n} / 2; ++j) {{
       int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j / 2 % 2 * 8;

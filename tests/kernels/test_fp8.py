@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.device_code import code
-from helpers.hopper_code import FILL, WRITE, launch
+from helpers.hopper_code import WRITE, launch
 from helpers.problems import FORWARD, inputs_of
 
 import cupyfa
@@ -69,7 +69,7 @@ def test_products(in_registers):
     """
     body = code("products", product=registers if in_registers else from_shared)
     c = np.zeros((64, 32), np.float32)
-    launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=FILL + head)
+    launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=head)
     assert (c == a @ b.T).all()
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.device_code import code
-from helpers.hopper_code import FILL, WRITE, Map, fault, launch, numbers
+from helpers.hopper_code import WRITE, Map, fault, launch, numbers
 
 from cupyfa.errors import CompileError, SimulatorFault
 
@@ -70,7 +70,7 @@ def test_products_by_rows(c_type, dtype, n):
     got = start.copy()
     body = code("products_by_rows", n=n, c_type=c_type, write=WRITE.format(n=n))
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 128> A; TmaTile<{c_type}, {n}, 128> B; }};"
-    launch(body, boxes(A), boxes(B), got, head=FILL + shared, shared_bytes=1 << 17)
+    launch(body, boxes(A), boxes(B), got, head=shared, shared_bytes=1 << 17)
     assert (got == start + A.astype(np.float32) @ B.astype(np.float32).T).all()
 
 
@@ -84,7 +84,7 @@ def test_products_by_columns_with_registers(c_type, dtype, n):
         "products_by_columns_with_registers", wide=wide, n=n, c_type=c_type, write=WRITE.format(n=n)
     )
     shared = f"using Shared = TmaTile<{c_type}, 32, {wide}>;"
-    launch(body, A, boxes(B), got, head=FILL + shared)
+    launch(body, A, boxes(B), got, head=shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
 
@@ -96,7 +96,7 @@ def test_every_finite_half_is_multiplied_exactly():
     shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     for start in range(0, 1024, 64):
         part = A[:, start : start + 64]
-        launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=FILL + shared)
+        launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=shared)
         assert (got == part).all()
 
 
@@ -143,7 +143,7 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
     got = np.zeros((2, 64, 64), np.float32)
     body = code("two_warpgroups_and_products_of_two_groups_at_a_time")
     shared = "struct Shared { TmaTile<__half, 64, 128> A; TmaTile<__half, 64, 128> B; };"
-    launch(body, boxes(A), boxes(B), got, head=FILL + shared, threads=256, schedule=schedule)
+    launch(body, boxes(A), boxes(B), got, head=shared, threads=256, schedule=schedule)
     A, B = A.astype(np.float32), B.astype(np.float32)
     assert (got[0] == 2 * A @ B.T + A[:, :16] @ B[:, :16].T).all()
     assert (got[1] == -B[:, :16] @ A[:, :16].T).all()
@@ -159,10 +159,10 @@ def test_faults_of_products(name):
     shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     A = numbers((64, 64), np.float16)
     threads = 64 if name == "half a warpgroup" else 128
-    launch(body, A, head=FILL + shared)
+    launch(body, A, head=shared)
     assert right in body
     body = body.replace(right, wrong) if right else body
-    caught = fault(body, A, head=FILL + shared, threads=threads)
+    caught = fault(body, A, head=shared, threads=threads)
     assert re.search(message, str(caught)), str(caught)
     assert caught.place.startswith("test.cu:")
 
@@ -246,7 +246,7 @@ def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
         write=WRITE.format(n=n),
     )
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B; }};"
-    launch(body, A, boxes(B), got, head=FILL + shared)
+    launch(body, A, boxes(B), got, head=shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
 
