@@ -112,12 +112,12 @@ def test_no_columns_make_equal_scores(backend):
     close(lse, np.full(lse.shape, np.log(7)))
 
 
-def test_columns_that_are_not_side_by_side_are_copied(backend):
+def test_noncontiguous_columns_are_copied(backend):
     q, k, v = (np.repeat(x, 2, axis=3)[..., ::2] for x in arrays(2, 2, 9, 8))
     close(cupyfa.attention(q, k, v, backend=backend, check=True), expected(q, k, v)[0])
 
 
-def test_memory_that_is_not_aligned_is_copied(backend):
+def test_unaligned_memory_is_copied(backend):
     aligned = arrays(1, 1, 9, 8)
     q, k, v = (np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(x.dtype) for x in aligned)
     q, k, v = (x.reshape(1, 1, 9, 8) for x in (q, k, v))
@@ -145,7 +145,7 @@ def test_cupy_in_cupy_out_on_the_current_stream(cuda):
 
 @pytest.mark.gpu
 @KERNELS
-def test_a_view_as_out_is_filled_and_nothing_beside_it(cuda, kernel):
+def test_out_may_be_a_view_and_nothing_else_is_written(cuda, kernel):
     import cupy
 
     q = cupy.asarray(arrays_for(kernel, 1, 2, 5, 8)[0])
@@ -171,7 +171,7 @@ def test_cupy_views_and_out_are_used_in_place(cuda):
 
 
 @pytest.mark.gpu
-def test_out_that_no_kernel_can_write_into_is_filled_at_the_end(cuda):
+def test_out_of_unsupported_strides_is_copied_into(cuda):
     import cupy
 
     x = cupy.asarray(arrays(2, 3, 6, 8)[0])
@@ -194,7 +194,7 @@ def test_torch_tensors_pass_through_dlpack(cuda, dtype):
     assert str(o.dtype) == dtype
 
 
-def test_dlpack_arrays_on_the_host_are_seen_by_numpy(backend):
+def test_dlpack_arrays_on_the_host_are_accepted(backend):
     class Foreign:
         def __init__(self, array):
             self.array = array
@@ -208,7 +208,7 @@ def test_dlpack_arrays_on_the_host_are_seen_by_numpy(backend):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_out_has_the_inputs_dtype_and_lse_that_of_sums(backend, dtype):
+def test_dtypes_of_out_and_lse(backend, dtype):
     q, k, v = arrays(2, 9, 8, dtype=dtype)
     o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
     assert o.dtype == dtype
@@ -271,7 +271,7 @@ def test_a_nan_score_makes_its_row_nan_and_no_other(backend, kernel):
 
 
 @KERNELS
-def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
+def test_scores_of_minus_infinity_have_no_weight(backend, kernel):
     skip_without_infinity(kernel)
     q, k, v = (
         np.ones_like(x) * one for x, one in zip(arrays_for(kernel, 1, 1, 3, 8, N=40), (1, 0, 1))
@@ -284,7 +284,7 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, kernel):
 
 
 @KERNELS
-def test_a_nan_value_shows_even_where_every_weight_is_0(backend, kernel):
+def test_a_nan_value_propagates_with_weights_of_0(backend, kernel):
     skip_without_infinity(kernel)
     q, k, v = (np.ones_like(x) for x in arrays_for(kernel, 1, 1, 3, 8, N=40))
     k[:] = NEG
@@ -306,7 +306,7 @@ def test_huge_scores_do_not_overflow(backend, kernel, size):
 
 
 @KERNELS
-def test_one_hot_values_read_off_the_weights(backend, kernel):
+def test_weights_sum_to_1(backend, kernel):
     q, k, _ = arrays_for(kernel, 1, 1, 9, 8, N=40)
     v = np.tile(np.eye(8, dtype=q.dtype), (1, 1, 5, 1))
     weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
@@ -344,7 +344,7 @@ def test_out_is_filled_and_returned(backend, check):
     np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, backend=backend))
 
 
-def test_memory_mapped_inputs_and_a_plain_out_are_one_kind(tmp_path):
+def test_memory_mapped_inputs_go_with_a_plain_out(tmp_path):
     q, k, v = arrays(4, 8)
     np.save(tmp_path / "q.npy", q)
     mapped = np.load(tmp_path / "q.npy", mmap_mode="r")
@@ -363,7 +363,7 @@ def test_an_error_leaves_out_untouched(backend):
 
 
 @pytest.mark.gpu
-def test_no_allocation_survives_a_call(cuda):
+def test_calls_keep_no_device_memory(cuda):
     import cupy
 
     used = []

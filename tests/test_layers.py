@@ -75,7 +75,7 @@ def own_module(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_modules_import_upwards_only(path):
+def test_modules_import_only_from_layers_above(path):
     here = module_name(path)
     for name in imports(path, everywhere=False):
         other = own_module(name)
@@ -145,7 +145,7 @@ def test_kernels_keep_the_rules_of_style(path):
         assert not re.search(r"\basm\b", text), "PTX belongs in kernels/include"
 
 
-def test_every_header_with_ptx_has_a_twin_of_the_same_functions():
+def test_every_ptx_header_has_a_simulator_header_with_the_same_functions():
     twins = PACKAGE / "runtime" / "simulator" / "include"
     function = re.compile(r"^(?:__device__|inline|template)[^;{}]*?\b(\w+)\(", re.MULTILINE)
     for header in INCLUDE.rglob("*.cuh"):
@@ -157,6 +157,6 @@ def test_every_header_with_ptx_has_a_twin_of_the_same_functions():
             assert ours and ours <= twin, f"{header.name}: {ours - twin}"
 
 
-def test_root_holds_kernels_and_the_command_line():
+def test_root_has_kernels_and_the_command_line():
     assert (ROOT / "cli.py").is_file()
     assert (ROOT / "kernels").is_dir()

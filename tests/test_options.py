@@ -35,7 +35,7 @@ SIZES = {"M": 40, "N": 30, "d": 16, "heads": 2}
 
 
 @pytest.mark.parametrize("given", VALUES, ids=str)
-def test_the_command_line_gives_back_the_options(given):
+def test_options_survive_the_command_line(given):
     @click.command()
     @attention_options
     def command(**found):
@@ -48,14 +48,14 @@ def test_the_command_line_gives_back_the_options(given):
 
 
 @pytest.mark.parametrize("given", VALUES, ids=str)
-def test_a_sweep_and_a_row_write_values_alike(given):
+def test_sweeps_parse_values_as_rows_print_them(given):
     options = AttentionOptions(**given)
     for name, value in options.changed.items():
         assert sweeps.parsed(f"{name}={options.row()[name]}") == (name, [value])
 
 
 @pytest.mark.parametrize("given", VALUES, ids=str)
-def test_a_record_gives_back_the_problem(given):
+def test_problems_survive_records(given):
     p = Problem.of_sizes(**SIZES, **given)
     assert Problem.of_record(p.record()) == p
     assert {"M", "dtype", *OPTIONS} <= p.row().keys()
@@ -74,7 +74,7 @@ def test_flags_take_no_value_that_is_another_argument():
     assert with_flag_values(["fa2", "--causal"]) == ["fa2", "--causal=bottom-right"]
 
 
-def test_options_are_normal_forms():
+def test_options_are_normalised():
     assert AttentionOptions(causal=True) == AttentionOptions(causal="bottom-right")
     assert AttentionOptions(causal=np.False_, window=[3, None]) == AttentionOptions(
         window=(3, None)
@@ -84,7 +84,7 @@ def test_options_are_normal_forms():
     assert str(AttentionOptions(window=(5, None), scale=0.5)) == "window=5,- scale=0.5"
 
 
-def test_numbers_are_in_no_text():
+def test_option_numbers_are_not_compiled_in():
     def text(**options):
         problem = Problem.of_sizes(**SIZES, **options)
         record = cupyfa.kernel("fa2")
@@ -114,7 +114,7 @@ def test_peers_are_left_out_for_options_that_they_lack():
         peers.peer("math", Simulator(), p, {})
 
 
-def test_grids_try_the_values_of_an_option_that_they_do_not_name(monkeypatch):
+def test_grids_try_values_of_every_option(monkeypatch):
     before = {grid: grids.cases(grid, "forward", dtypes=["float32"]) for grid in ("edges", "fuzz")}
     monkeypatch.setitem(OPTIONS, "precision", replace(OPTIONS["precision"], tried=("tf32",)))
     for grid, cases in before.items():
@@ -230,7 +230,7 @@ cupyfa.plan(M=5, d=8, causal="top")  # refused
 """
 
 
-def test_type_checkers_refuse_what_calls_would(tmp_path):
+def test_mypy_refuses_wrong_calls(tmp_path):
     file = tmp_path / "typed.py"
     file.write_text(TYPED)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", file]

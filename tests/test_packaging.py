@@ -80,7 +80,7 @@ def test_the_wheel_is_the_same_from_the_tree_and_from_the_sdist(built):
     assert contents(from_sdist) == contents(from_tree)
 
 
-def test_the_wheel_holds_all_and_nothing_else(built):
+def test_the_wheel_has_exactly_the_package(built):
     files = set(contents(built[1]))
     expected = {"cupyfa/cli.py"}
     expected |= {f"cupyfa/{file.relative_to(TREE)}" for file in (TREE / "kernels").rglob("*.cu*")}
@@ -94,7 +94,7 @@ def test_the_wheel_holds_all_and_nothing_else(built):
     assert any(file.endswith("licenses/LICENSE") for file in info)
 
 
-def test_the_sdist_holds_the_project_and_nothing_else(built):
+def test_the_sdist_has_exactly_the_project(built):
     top = {name.partition("/")[0] for name in texts(built[0])}
     assert {"cli.py", "cupyfa", "kernels", "tests", "pyproject.toml", "README.md", "LICENSE"} <= top
     assert top <= {entry.name for entry in TREE.iterdir()} | {"PKG-INFO"}
@@ -203,7 +203,7 @@ def test_the_unpacked_sdist(built, environment, tmp_path):
     works([python, tmp_path / "unpacked" / "cli.py"], tmp_path)
 
 
-def test_the_import_is_quick_and_brings_neither_cupy_nor_click(tmp_path):
+def test_the_import_is_fast_and_imports_neither_cupy_nor_click(tmp_path):
     """By NumPy's own import, in the same processes: both take longer on a slower machine.
 
     The first process writes the bytecode of both, as installing them would.

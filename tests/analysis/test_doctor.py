@@ -54,7 +54,7 @@ def as_json(**options):
     return {row["thing"]: row for row in json.loads(cli("--format", "json", **options).stdout)}
 
 
-def test_everything_is_examined():
+def test_every_probe_has_a_finding():
     seen = []
     findings = cupyfa.doctor(progress=lambda done, total, what: seen.append(what))
     assert seen == THINGS
@@ -104,7 +104,7 @@ def echo(answer, error):
     return Finding("x", FAULT if error else OK, error or str(answer))
 
 
-def test_a_probe_that_raises_is_a_fault_and_the_others_go_on(monkeypatch):
+def test_a_probe_that_raises_is_a_fault_and_the_others_run(monkeypatch):
     def broken():
         raise KeyError("nonsense")
 
@@ -113,7 +113,7 @@ def test_a_probe_that_raises_is_a_fault_and_the_others_go_on(monkeypatch):
     assert cupyfa.doctor() == [Finding("x", FAULT, "KeyError: 'nonsense'", ("cuda",)), good]
 
 
-def test_a_process_that_hangs_is_ended_and_the_others_go_on(monkeypatch, asking):
+def test_a_process_that_hangs_is_killed_and_the_others_run(monkeypatch, asking):
     hangs = asking("hangs", "time.sleep(600)")
     answers = asking("answers", "return [1, 2]")
     probes(
@@ -201,7 +201,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert look("cache").state == FAULT
 
 
-def test_packages_that_are_not_installed_hinder_nothing(monkeypatch):
+def test_missing_packages_do_not_prevent_running(monkeypatch):
     monkeypatch.setattr(diagnosis, "version_of", lambda name: None)
     for thing in ("torch", "jax", "nvidia-cudnn-frontend"):
         assert look(thing).state == MISSING and "bench --against" in look(thing).found
@@ -218,7 +218,7 @@ def wheels(monkeypatch):
     return say
 
 
-def test_a_broken_cupy_leaves_the_rest_to_be_examined(monkeypatch):
+def test_the_other_probes_run_if_cupy_is_broken(monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] in ("cupy", "cupy_backends")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "cupyfa.runtime.cuda.device", raising=False)
@@ -238,7 +238,7 @@ def test_no_cupy_is_missing_and_two_are_a_fault(wheels):
     assert "keep one: cupy-cuda12x, cupy-cuda13x" in look("CuPy").found
 
 
-def test_cupys_own_message_is_cut_to_the_error(monkeypatch, wheels):
+def test_cupys_import_message_is_reduced_to_the_error(monkeypatch, wheels):
     def fail(name):
         raise ImportError(
             "\n====\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: libfoo.so.1: gone\n"

@@ -42,7 +42,7 @@ def test_naive_and_tiled_attention_by_formula():
     assert rows[0].bytes == naive_bytes("backward", p)
 
 
-def test_what_a_plan_holds():
+def test_arrays_and_scratch_of_a_plan():
     p = Problem.of_sizes(heads=2, M=30, N=20, d=8)
     (*_, row) = cupyfa.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)
     q, kv, s = 4 * 2 * 30 * 8, 4 * 2 * 20 * 8, 4 * 2 * 30 * 20
@@ -85,14 +85,14 @@ def test_kernels_that_are_named():
     assert naive.moved == 2 * 4 * 20 * 30
 
 
-def test_no_columns_are_none_of_the_problem():
+def test_columns_of_options_that_are_not_set_are_left_out():
     (naive, tiled, kernel) = cupyfa.memory("fa2", **{**SIZES, "d": 0})
     assert naive.inputs == tiled.inputs and kernel.problem.d == 0
     assert str(kernel.problem).startswith("batch=2 heads=4 M=300 N=300 d=0 float32")
     assert "computed as one column" in kernel.note and kernel.inputs > naive.inputs
 
 
-def test_a_kernel_of_ones_own(tmp_path):
+def test_a_users_kernel(tmp_path):
     (*_, row) = cupyfa.memory(f"{own_kernel.write(tmp_path)}:mine", **SIZES)
     assert row.scratch == 0
 
@@ -107,7 +107,7 @@ class Measuring(Simulator):
         return 12_345_678
 
 
-def test_what_is_measured_stands_beside(monkeypatch):
+def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     counters = [
         profiling.Counter(launch, name, value, unit)
         for launch in ("mma_split_kv", "merge_splits")
@@ -123,7 +123,7 @@ def test_what_is_measured_stands_beside(monkeypatch):
     assert (row["peak_MB"], row["DRAM_MB"]) == (12.3, 6000)
 
 
-def test_without_nsight_compute_that_is_said(monkeypatch):
+def test_a_missing_nsight_compute_is_reported(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8}
     with pytest.warns(UserWarning, match="ncu is not on the PATH"):
@@ -131,7 +131,7 @@ def test_without_nsight_compute_that_is_said(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_what_the_gpu_holds(cuda):
+def test_peak_memory_on_the_gpu(cuda):
     for row in footprint.memory(["fa2", "baseline"], backend=cuda, ncu=False, **SIZES)[2:]:
         held = row.inputs + row.outputs + row.scratch
         assert held <= row.peak <= held + 2**23

@@ -137,7 +137,7 @@ def test_the_hidden_option_runs_what_the_command_names(monkeypatch):
     assert seen == [("fa2", SMALL, {"Br": 16})]
 
 
-def test_what_is_profiled_is_two_equal_runs(monkeypatch):
+def test_the_kernel_is_launched_twice_alike(monkeypatch):
     simulator = cupyfa.Simulator()
     runs = []
     monkeypatch.setattr(profiling, "backend_named", lambda name: simulator)
@@ -174,7 +174,7 @@ def test_a_softmax_is_profiled_by_its_rows():
     )
 
 
-def test_a_users_kernel_is_named_as_it_was(tmp_path):
+def test_a_users_kernel_keeps_its_name(tmp_path):
     script = f"{own_kernel.write(tmp_path)}:mine"
     ncu, nsys = map(shlex.split, cli(script, "--print").stdout.splitlines())
     assert "regex:^(mine)$" in ncu and script in ncu
@@ -190,7 +190,7 @@ def test_ncu_rows_are_read_by_launch():
 
 
 @pytest.mark.parametrize("said", ["", "==ERROR== nothing\n", '"ID","Kernel Name"\n"",""\n'])
-def test_nothing_is_read_from_nothing(said):
+def test_output_without_rows_gives_no_counters(said):
     assert profiling.read_ncu(said) == profiling.read_nsys(said) == []
 
 
@@ -199,7 +199,7 @@ def values():
     return {(x.launch, x.counter): x for x in found}
 
 
-def test_figures_are_made_of_metrics():
+def test_counters_are_computed_from_metrics():
     found = values()
     assert found["fa2", "duration"].value == pytest.approx(7.712345)
     assert found["fa2", "tensor cores"].value == 12.5, "the second name, where the first is n/a"
@@ -208,7 +208,7 @@ def test_figures_are_made_of_metrics():
     assert found["fa2", "stalls"].value == ("short scoreboard 13.0, long scoreboard 3.0, wait 1.5")
 
 
-def test_what_is_not_known_is_said_not_to_be():
+def test_missing_metrics_are_shown_as_not_available():
     found = values()
     for counter in ("store sectors", "FMA pipe", "occupancy"):
         assert found["fa2", counter].row()["unit"] == "n/a"
@@ -218,13 +218,13 @@ def test_what_is_not_known_is_said_not_to_be():
     assert {x.value for x in empty} == {None} and len(empty) == len(profiling.COUNTERS)
 
 
-def test_what_limits_is_the_scarcest_or_the_grid():
+def test_occupancy_is_limited_by_the_scarcest_resource_or_the_grid():
     found = values()
     assert found["fa2", "limited by"].value == "shared memory, 2 blocks"
     assert found["repair_rows", "limited by"].value == "grid, 0.25 waves"
 
 
-def test_what_bounds_is_the_busiest_unit_or_what_is_waited_for():
+def test_bound_by_the_busiest_unit_or_the_longest_stall():
     found = values()
     assert found["fa2", "bound by"].value == "latency: short scoreboard"
     assert found["repair_rows", "bound by"].value == "DRAM"
@@ -277,7 +277,7 @@ def test_the_counters_as_data(tools):
     assert next(x["value"] for x in rows if x["counter"] == "store sectors") is None
 
 
-def test_a_metric_that_ncu_never_heard_of_is_left_out(tools, tmp_path):
+def test_metrics_unknown_to_ncu_are_left_out(tools, tmp_path):
     refusal = tmp_path / "refusal"
     refusal.write_text("==ERROR== Failed to find metric regex:^launch__occupancy_limit_blocks$\n")
     known = f'case "$*" in *limit_blocks*) exec {shutil.which("cat")} {refusal};; esac'
@@ -288,7 +288,7 @@ def test_a_metric_that_ncu_never_heard_of_is_left_out(tools, tmp_path):
     assert len(first) > len(second) and "limit_blocks" not in second
 
 
-def test_nsys_tells_times(tools):
+def test_nsys_gives_times(tools):
     tools("nsys", NSYS_PRINTS)
     rows = json.loads(cli("baseline", "--tool", "nsys", "--format", "json").stdout)
     assert rows[1] == {"kernel": "softmax_safe", "launches": 2, "median_ms": 0.5, "total_ms": 1.0}
@@ -339,12 +339,12 @@ def test_the_simulator_has_no_counters():
         ("", "saw no launch of fa2: it gave no reason"),
     ],
 )
-def test_what_a_profiler_refuses_is_one_line_with_the_remedy(tools, said, message):
+def test_errors_of_a_profiler_are_one_line_with_the_remedy(tools, said, message):
     tools("ncu", said)
     assert message in refused("fa2")
 
 
-def test_what_cannot_be_run_is_refused_before_the_profiler_starts(tools):
+def test_invalid_problems_are_refused_before_the_profiler_starts(tools):
     log = tools("ncu", "")
     assert "has no rows and launches nothing" in refused("fa2", "-M", 0, code=2)
     assert "bytes of shared memory a block" in refused("fa2", "-d", 100_000)
@@ -354,7 +354,7 @@ def test_what_cannot_be_run_is_refused_before_the_profiler_starts(tools):
 
 
 @pytest.mark.gpu
-def test_the_profilers_of_this_machine(cuda):
+def test_counters_of_this_gpu(cuda):
     if shutil.which("ncu") is None:
         pytest.skip("ncu is not on the PATH")
     try:

@@ -38,7 +38,7 @@ def row(kernel, **options):
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_peaks_are_what_the_units_of_a_device_can_do(name):
+def test_peaks_follow_from_the_units_of_a_device(name):
     device = DEVICES[name]
     tensor, plain = PER_CLOCK[device.arch]
     clocks = device.multiprocessors * device.clock / 1e3
@@ -120,7 +120,7 @@ def test_float8_is_multiplied_twice_as_fast_where_there_are_such_tensor_cores():
     assert DEVICES["a100"].peak("float8_e4m3", tensor=True) == DEVICES["a100"].plain["float32"]
 
 
-def test_what_a_device_cannot_do():
+def test_kernels_that_a_device_cannot_run_are_refused():
     names = {x.computation for x in rows(device="a100")}
     assert {"naive", "tiled", "fa2", "mma_pipelined"} <= names
     assert not any(name.startswith("wgmma") for name in names)
@@ -141,12 +141,12 @@ def test_kernels_move_each_array_of_each_launch_once():
         assert found.bound and found.tflops <= found.peak
 
 
-def test_from_the_package():
+def test_the_public_function():
     (found,) = cupyfa.roofline("tiled", device="h100", measure=False, M=1024)
     assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float16")
 
 
-def test_what_is_here_is_measured(monkeypatch):
+def test_the_device_of_this_machine_is_measured(monkeypatch):
     """Whatever it is: here the simulator stands for a device."""
     monkeypatch.setattr(roofs, "_gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
@@ -211,7 +211,7 @@ def timed(found, tflops):
     return Measurement(found.computation, found.operation, found.problem, {}, [ms])
 
 
-def test_shares_of_what_is_attainable():
+def test_measured_kernels_have_a_share_of_the_attainable_rate():
     found = row("fa2", device="h100")
     assert found.percent is None
     measured = replace(found, measured=timed(found, 33.45))

@@ -57,7 +57,7 @@ def noisy(ms, noise, seed=0):
     return lambda: ms * (1 + noise * pick.gauss(0, 1))
 
 
-def test_calls_alternate_from_the_first_round_on(clock):
+def test_calls_alternate_in_every_round(clock):
     a, b, c = timing.measure(clock, [lambda: 1, lambda: 2, lambda: 3], budget=0.1, cold=True)
     assert clock.called[-60:] == [1, 2, 3] * 20
     assert (a, b, c) == ([1] * 20, [2] * 20, [3] * 20)
@@ -71,7 +71,7 @@ def test_rounds_end_when_all_medians_are_known(clock):
     assert len(steady) == len(loose)
 
 
-def test_a_call_leaves_when_its_budget_is_used_up(clock):
+def test_a_call_ends_when_its_budget_is_used_up(clock):
     slow, fast = timing.measure(clock, [noisy(300, 0.5, 1), noisy(1, 0.5, 2)], budget=1, cold=True)
     assert 2 <= len(slow) < 8
     assert len(fast) > 300
@@ -85,7 +85,7 @@ def test_slow_calls_are_made_twice_unless_that_takes_very_long(clock, seconds, l
     assert len(clock.called) == (1 if launches == 1 else 3)  # the first one warms up
 
 
-def test_at_most_so_many_rounds(clock):
+def test_the_number_of_rounds_is_limited(clock):
     (times,) = timing.measure(clock, [noisy(1, 0.5)], budget=60, cold=False, most=20)
     assert len(times) == 20
 
@@ -98,7 +98,7 @@ def test_the_standard_error_of_the_median_is_that_of_many_repetitions():
     assert told == pytest.approx(medians.std() / 100, rel=0.15)
 
 
-def test_a_ratio_is_told_from_pairs_not_from_medians():
+def test_ratios_are_medians_of_pairs():
     drifting = [1, 2, 4, 8, 16, 32]
     assert timing.ratio([3 * x for x in drifting], drifting) == 3
     assert timing.ratio([3, 6, 12], drifting) == 3
@@ -115,7 +115,7 @@ class Apart(Simulator):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_lie_with_the_engine_as_they_lie_on_the_host(layout):
+def test_inputs_keep_their_strides_on_the_device(layout):
     plan = planned(FORWARD["fa2"], Simulator(), {"batch": 2, "heads": 2, "M": 9, "d": 5})
     inputs = readable_inputs(plan, inputs_of(plan, layout=layout))
     memory = {}
@@ -139,7 +139,7 @@ FORWARD_PROBLEMS = [
 
 
 @pytest.mark.parametrize("p", FORWARD_PROBLEMS, ids=str)
-def test_a_window_expects_what_the_whole_does(p):
+def test_an_excerpt_has_the_expected_values_of_the_whole(p):
     plan = planned(FORWARD["fa2"], Simulator(), {"M": 1, "d": 1})
     plan = replace(plan, problem=p)
     inputs = inputs_of(plan)
@@ -151,7 +151,7 @@ def test_a_window_expects_what_the_whole_does(p):
             np.testing.assert_allclose(part[name].value, excerpt.of(whole[name].value), rtol=1e-12)
 
 
-def test_large_problems_are_judged_by_their_corners_and_some_other_rows():
+def test_large_problems_are_sampled_at_the_corners_and_at_random():
     p = Problem.of_sizes(batch=3, heads=5, M=4096, d=128)
     excerpts = sampling.excerpts(p, seed=0)
     for batch, head in ((0, 0), (2, 4)):
@@ -180,7 +180,9 @@ def by_sample(monkeypatch):
         (None, 0.0, False),
     ],
 )
-def test_a_sample_finds_errors_in_it_and_what_is_unwritten_anywhere(by_sample, index, value, found):
+def test_a_sample_finds_errors_in_it_and_unwritten_elements_anywhere(
+    by_sample, index, value, found
+):
     p = Problem.of_sizes(batch=2, heads=3, M=200, N=50, d=8)
     plan = replace(planned(FORWARD["fa2"], Simulator(), {"M": 1, "d": 1}), problem=p)
     inputs = inputs_of(plan)
@@ -310,7 +312,7 @@ def test_a_kernel_is_measured_beside_its_baseline_and_the_rung_before():
         (FORWARD["v2"], {"alone": True}, ["v2"]),
     ],
 )
-def test_who_is_measured(kernels, options, expected):
+def test_kernels_that_are_measured_by_default(kernels, options, expected):
     sizes = {"M": 9, "N": 7} if kernels == "softmax_online" else TINY
     rows = bench(kernels, backend="simulator", budget=0, **sizes, **options)
     assert names(rows) == expected
@@ -322,7 +324,7 @@ def test_auto_is_measured_as_what_it_chooses():
     assert row.kernel == "fa2_coalesced"
 
 
-def test_what_a_row_says():
+def test_figures_of_a_row():
     engine = Paced(fa2=2.0)
     (row,) = bench("fa2", backend=engine, alone=True, budget=0.001, dtype="float16", **TINY)
     p = row.problem
@@ -336,7 +338,7 @@ def test_what_a_row_says():
     assert Measurement.of_record(json.loads(json.dumps(row.record()))) == row
 
 
-def test_registers_are_those_of_the_hungriest_launch():
+def test_registers_are_the_largest_of_all_launches():
     class Telling(Simulator):
         def resources(self, prepared):
             wanting = "repair_rows" in str(vars(prepared).values())
@@ -365,7 +367,7 @@ def two_of_a_name(tmp_path):
     return [f"{tmp_path / folder}/script.py:mine" for folder in ("old", "new")]
 
 
-def test_kernels_of_one_name_are_called_what_they_were_given_as(two_of_a_name, tmp_path):
+def test_kernels_of_the_same_name_are_shown_by_their_scripts(two_of_a_name, tmp_path):
     file = tmp_path / "a.json"
     cli("bench", *two_of_a_name, *SMALL, "--save", file)
     assert names(Results.load(file).rows) == two_of_a_name
@@ -375,14 +377,14 @@ def test_kernels_of_one_name_are_called_what_they_were_given_as(two_of_a_name, t
     assert names(bench([old, old], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
 
 
-def test_a_kernel_with_the_name_of_one_that_joins_it(tmp_path):
+def test_a_users_kernel_named_like_the_baseline(tmp_path):
     script = own_kernel.write(tmp_path, py=('name="mine"', 'name="baseline"'))
     rows = bench(f"{script}:mine", backend="simulator", budget=0, **TINY)
     assert names(rows) == ["baseline", f"{script}:mine"]
     assert rows[1].factors["baseline"] > 0
 
 
-def test_records_of_one_name_cannot_be_told_apart(two_of_a_name):
+def test_different_records_of_the_same_name_are_refused(two_of_a_name):
     one, other = map(records.record_named, two_of_a_name)
     with pytest.raises(ValueError, match="two different kernels have the name 'mine'; give a rec"):
         bench([one, other], backend="simulator", budget=0, **TINY)
@@ -399,7 +401,7 @@ def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():
     ]
 
 
-def test_what_cannot_be_is_a_row_that_says_so():
+def test_unsupported_problems_are_rows_with_a_note():
     rows = bench(
         "v3", backend="simulator", budget=0, alone=True, dtype=["float64", "float16"], **TINY
     )
@@ -408,7 +410,7 @@ def test_what_cannot_be_is_a_row_that_says_so():
     assert rows[0].passed is None
 
 
-def test_constants_that_break_a_rule_are_rows_that_say_so():
+def test_constants_that_break_a_rule_are_rows_with_a_note():
     constants = {"Br": [32, 8], "Bc": 24}
     rows = bench(["v1", "fa2"], backend="simulator", budget=0, constants=constants, **TINY)
     rule = "fa2 with Br={}, Bc=24 breaks its rule: Bc is below 16 or a multiple of it"
@@ -430,7 +432,7 @@ class Cramped(Simulator):
         return super().empty(shape, dtype)
 
 
-def test_what_does_not_fit_in_memory_is_left_out():
+def test_problems_that_do_not_fit_in_memory_are_left_out():
     sizes = {**TINY, "M": [8, 80]}  # S and P of 80 rows have 51,200 bytes, O has 5,120
     rows = bench("baseline_online", backend=Cramped(), budget=0, **sizes)
     assert [(row.problem.M, row.time is not None, row.note) for row in rows] == [
@@ -467,7 +469,7 @@ def test_a_wrong_kernel_is_not_timed(tmp_path):
     assert "x the bound" in rows[0].note
 
 
-def test_a_kernel_that_writes_where_it_must_not_is_wrong(tmp_path):
+def test_a_kernel_that_writes_out_of_bounds_is_wrong(tmp_path):
     beyond = ("O.row(batch, head, row)[i]", "O.row(batch, head, row)[i + (row == M - 1)]")
     script = own_kernel.write(tmp_path, cu=beyond)
     rows = bench([f"{script}:mine", "fa2"], backend="simulator", budget=0, **TINY)
@@ -475,7 +477,7 @@ def test_a_kernel_that_writes_where_it_must_not_is_wrong(tmp_path):
     assert rows[0].note.startswith("WRONG: ")
 
 
-def test_a_large_problem_tells_how_much_of_it_was_checked(by_sample):
+def test_the_checked_share_of_a_large_problem_is_reported(by_sample):
     sizes = {"batch": 1, "heads": 3, "M": 200, "N": 20, "d": 8}
     (row,) = bench("fa2", backend="simulator", alone=True, budget=0, **sizes)
     assert 0.3 < row.checked < 1
@@ -494,7 +496,7 @@ def test_graphs_are_replayed():
     assert row.passed and row.time
 
 
-def test_a_graph_that_does_less_than_the_call_is_found():
+def test_an_incomplete_graph_is_found():
     (row,) = bench("fa2", backend=Forgetful(), graph=True, alone=True, budget=0, **TINY)
     assert (row.passed, row.time) == (False, None)
     assert row.note == "WRONG: fa2: its CUDA graph does not write all of O"
@@ -532,7 +534,7 @@ def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
-def test_a_peer_that_is_farther_from_the_reference_is_named(peer, monkeypatch, at_once):
+def test_a_wrong_peer_is_named(peer, monkeypatch, at_once):
     monkeypatch.setattr(tolerance, "_BLOCK", at_once)
 
     def wrong(q, k, v):
@@ -547,7 +549,7 @@ def test_a_peer_that_is_farther_from_the_reference_is_named(peer, monkeypatch, a
     assert [row.time is not None for row in rows] == [True, True]
 
 
-def test_a_peer_finds_what_the_sample_missed(monkeypatch, peer, by_sample):
+def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
     """One wrong element in a row that is in no excerpt."""
     sizes = {"batch": 1, "heads": 3, "M": 300, "N": 20, "d": 8}
     p = Problem.of_sizes(**sizes)
@@ -588,7 +590,7 @@ def test_a_peer_takes_part_in_gradients(peer, recwarn):
 
 
 @pytest.mark.parametrize("output", ["dQ", "dK", "dV"])
-def test_a_gradient_that_is_farther_from_the_reference_is_named(peer, output):
+def test_a_wrong_gradient_of_a_peer_is_named(peer, output):
     def wrong(**arrays):
         grads = gradients(**arrays)
         grads[output][0, 1, 7, 3] += 1
@@ -625,7 +627,7 @@ def test_bench_as_json():
     assert {row["device"] for row in rows} == {"the simulator"}
 
 
-def test_what_was_measured_before_an_error_is_told_and_saved(tmp_path):
+def test_measurements_before_an_error_are_printed_and_saved(tmp_path):
     own_kernel.write(tmp_path, cu=("extern", 'static_assert(sizeof(scalar) < 8, "no");\nextern'))
     script, file = tmp_path / "script.py", tmp_path / "saved.json"
     args = (f"{script}:mine", *SMALL, "--alone", "-p", "dtype=float32,float64", "--save", file)
@@ -634,7 +636,7 @@ def test_what_was_measured_before_an_error_is_told_and_saved(tmp_path):
     assert [row.problem.dtype.name for row in Results.load(file).rows] == ["float32"]
 
 
-def test_constants_that_were_asked_for_are_told_once():
+def test_given_constants_are_printed_once():
     """Above the table if there is one of each, in it if there are several."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
         head, *table = cli(
@@ -644,7 +646,7 @@ def test_constants_that_were_asked_for_are_told_once():
         assert sum("Br=" in line for line in table) == rows
 
 
-def test_a_single_row_for_people():
+def test_a_table_of_one_row():
     shown = cli("bench", "fa2", *SMALL, "--alone").stdout
     assert "kernel     fa2\n" in shown and "TFLOP/s" in shown
 
@@ -706,7 +708,7 @@ def test_times_on_the_gpu_are_repeatable(cuda, graph, cold):
 
 
 @pytest.mark.gpu
-def test_the_time_is_that_of_the_device_not_of_the_host(cuda):
+def test_host_time_is_not_measured(cuda):
     """A call whose host side takes much longer than its kernel."""
     import time
 
@@ -723,7 +725,7 @@ def test_the_time_is_that_of_the_device_not_of_the_host(cuda):
 
 
 @pytest.mark.gpu
-def test_cold_is_slower_than_hot_where_all_fits_into_the_cache(cuda):
+def test_cold_caches_are_slower_than_hot_ones(cuda):
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("the caches are shared with other tests: run without -n")
     import cupy

@@ -46,7 +46,7 @@ def verdict(old, new):
         (row(0), row(0), "not timed either time"),
     ],
 )
-def test_a_verdict_goes_by_the_noise(old, new, expected):
+def test_a_verdict_depends_on_the_noise(old, new, expected):
     assert verdict(old, new).verdict == expected
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_kernel_has_no_speed():
         (row(0), row(2.01), ""),
     ],
 )
-def test_a_change_is_told_with_its_uncertainty(old, new, words):
+def test_a_change_has_an_uncertainty(old, new, words):
     assert re.fullmatch(words, verdict(old, new).change)
 
 
@@ -96,7 +96,7 @@ def test_rows_are_matched_by_kernel_problem_and_constants():
     ]
 
 
-def test_rows_of_the_same_are_compared_in_order():
+def test_equal_rows_are_compared_in_order():
     found = comparing.compare([row(1), row(2)], [row(1), row(4), row(5)])
     assert [(x.verdict, x.measurement.time) for x in found] == [
         ("SAME", 1),
@@ -105,14 +105,14 @@ def test_rows_of_the_same_are_compared_in_order():
     ]
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_saved_results_can_be_loaded(tmp_path):
     rows = [row(1.0, noise=0.1, registers=40, factors={"baseline": 2.0}), row(0, note="too large")]
     Results(WHERE, rows).save(tmp_path / "a.json")
     assert Results.load(tmp_path / "a.json") == Results(WHERE, rows)
     strict((tmp_path / "a.json").read_text())
 
 
-def test_files_that_do_not_say_which_problems_are_softmaxes(tmp_path):
+def test_files_without_the_kind_of_problem_can_be_loaded(tmp_path):
     problem = Problem.of_row_sizes(5, 7, "float32")
     rows, file = [Measurement("softmax_safe", "softmax", problem, {}, [1.0])], tmp_path / "a.json"
     Results(WHERE, rows).save(file)
@@ -145,7 +145,7 @@ def test_compare_as_json(files):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_compare_for_people_fits_the_terminal(monkeypatch, files, columns):
+def test_the_table_fits_the_terminal(monkeypatch, files, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     old = [row(1.0, kernel=name) for name in ("fa2", "fa2_coalesced", "baseline")]
     new = [row(ms, kernel=x.kernel) for x, ms in zip(old, (1.0, 0.5, 2.0))]

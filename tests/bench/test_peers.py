@@ -86,7 +86,7 @@ def test_gradients_mean_the_same(simulator, name, mask):
     np.testing.assert_array_equal(again[0].numpy(), peer.outputs["dQ"])
 
 
-def test_who_is_not_asked_for_gradients(simulator):
+def test_peers_without_gradients_are_refused(simulator):
     needs("jax")
     with pytest.raises(Unsupported, match="its gradients are not timed here"):
         asked(simulator, "jax", operation="backward")
@@ -94,7 +94,7 @@ def test_who_is_not_asked_for_gradients(simulator):
 
 @on_cpu
 @pytest.mark.parametrize("layout", ["bshd", "packed", "gaps", "unaligned"])
-def test_layouts_go_over(simulator, name, layout):
+def test_peers_take_every_layout(simulator, name, layout):
     needs(name)
     agrees(simulator, name, layout=layout, N=24)
 
@@ -122,7 +122,7 @@ def test_nothing_is_copied_for_torch(simulator, name):
         ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
     ],
 )
-def test_what_a_peer_cannot_do_comes_with_the_reason(simulator, name, sizes, reason):
+def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):
     needs(name)
     with pytest.raises(Unsupported, match=reason):
         asked(simulator, name, **sizes)

@@ -19,14 +19,14 @@ def test_every_combination_in_order_and_once():
     assert [(p.M, p.d) for p in found] == [(8, 4), (8, 8), (16, 4), (16, 8)]
 
 
-def test_what_is_left_out_is_usual_or_follows():
+def test_missing_sizes_have_defaults():
     (p,) = problems("forward", {"M": 100, "kv_heads": None})
     assert (p.batch, p.heads, p.kv_heads, p.M, p.N, p.d, p.dv) == (4, 16, 16, 100, 100, 64, 64)
     assert (p.dtype.name, p.causal, p.scale) == ("float32", None, 1 / 8)
     assert [p.N for p in problems("forward", {"M": [8, 16], "N": 5})] == [5, 5]
 
 
-def test_the_customary_grid():
+def test_the_default_grid():
     sizes = {"tokens": 16384, "width": 2048, "M": [512, 16384], "d": [64, 256], "causal": [0, 1]}
     found = problems("forward", {**sizes, "causal": [False, True]})
     assert len(found) == 8

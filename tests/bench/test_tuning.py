@@ -120,7 +120,7 @@ def test_a_second_tuning_measures_nothing_again(laps, engine, monkeypatch):
     assert len(seen) == 3
 
 
-def test_a_killed_tuning_goes_on_where_it_was(laps, engine, monkeypatch):
+def test_an_interrupted_tuning_is_continued(laps, engine, monkeypatch):
     with monkeypatch.context() as patch:
         seen = count_checks(patch, interrupted=1)
         with pytest.raises(KeyboardInterrupt):
@@ -130,7 +130,7 @@ def test_a_killed_tuning_goes_on_where_it_was(laps, engine, monkeypatch):
     assert len(seen) == 1 and len(again) == 2 and seen[0] not in again
 
 
-def test_another_text_is_another_kernel(laps, engine, monkeypatch):
+def test_changed_source_is_tuned_again(laps, engine, monkeypatch):
     tune(laps, engine)
     file = Path(laps.rpartition(":")[0]).with_name("mine.cu")
     file.write_text(file.read_text().replace("laps == 2", "laps == 200"))
@@ -152,7 +152,7 @@ def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
     assert states(rows)[1] == "right"
 
 
-def test_what_cannot_be_remembered_is_tuned_all_the_same(laps, engine, monkeypatch):
+def test_tuning_works_if_results_cannot_be_stored(laps, engine, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_remembered_is_tuned_all_the_same(laps, engine, monkeypat
         assert states(tune(laps, engine))[1] == "right"
 
 
-def test_what_was_not_tried_in_time_is_tried_next_time(laps, engine):
+def test_candidates_not_tried_in_time_are_tried_next_time(laps, engine):
     assert sorted(states(tune(laps, engine, budget=0.0)).values()) == [
         "right",
         "untried",
@@ -170,7 +170,7 @@ def test_what_was_not_tried_in_time_is_tried_next_time(laps, engine):
     assert states(tune(laps, engine)) == {1: "right", 200: "right", 2: "wrong"}
 
 
-def test_what_does_not_compile_is_refused(tmp_path, engine):
+def test_candidates_that_do_not_compile_are_refused(tmp_path, engine):
     broken = LAPS.replace(
         "  const int row", '  static_assert(laps != 1, "not one");\n  const int row'
     )
@@ -180,9 +180,7 @@ def test_what_does_not_compile_is_refused(tmp_path, engine):
     assert "not one" in refused.measurement.note and "\n" not in refused.measurement.note
 
 
-def test_a_candidate_that_the_device_was_lost_to_is_passed_over_next_time(
-    laps, engine, monkeypatch
-):
+def test_a_candidate_that_lost_the_device_is_skipped_next_time(laps, engine, monkeypatch):
     def check(engine, plan):
         if plan.constants["laps"] == 1:
             raise DeviceLost("an illegal memory access: the context is lost")
@@ -193,7 +191,7 @@ def test_a_candidate_that_the_device_was_lost_to_is_passed_over_next_time(
     assert states(tune(laps, engine)) == {200: "right", 2: "right", 1: "refused"}
 
 
-def test_every_problem_of_several_is_tuned(laps, engine):
+def test_each_of_several_problems_is_tuned(laps, engine):
     rows = tune(laps, engine, d=[8, 9], dtype=["float32", "float64"])
     problems = {(x.measurement.problem.d, x.measurement.problem.dtype.name) for x in rows}
     assert len(rows) == 12 and len(problems) == 4
@@ -226,7 +224,7 @@ def measured(monkeypatch, speeds):
     return bouts
 
 
-def test_close_candidates_are_told_apart_though_the_clock_drifts(laps, engine, monkeypatch):
+def test_close_candidates_are_distinguished_despite_clock_drift(laps, engine, monkeypatch):
     bouts = measured(monkeypatch, {200: 10.05, 2: 10.0, 1: 30.0})
     rows = tune(laps, engine)
     assert [row.measurement.constants["laps"] for row in rows] == [2, 200, 1]
@@ -236,7 +234,7 @@ def test_close_candidates_are_told_apart_though_the_clock_drifts(laps, engine, m
     assert len(first) == 3 and later and all(sorted(names) == [2, 200] for names in later)
 
 
-def test_equal_candidates_end_the_tuning_before_its_time(laps, engine, monkeypatch):
+def test_tuning_ends_early_if_candidates_are_equal(laps, engine, monkeypatch):
     bouts = measured(monkeypatch, {200: 10.0, 2: 10.0, 1: 10.0})
     rows = tune(laps, engine, budget=1e6)
     assert rows[0].factor == pytest.approx(1, abs=0.01) and len(bouts) < 100
@@ -276,13 +274,13 @@ def test_tuned_constants_are_planned_for_exactly_what_they_were_tuned_for():
     ],
     ids=str,
 )
-def test_stale_and_senseless_entries_are_passed_over(constants):
+def test_stale_and_invalid_entries_are_ignored(constants):
     assert plan("fa2", entry(**constants)).constants == plan("fa2").constants
     after = entry(Br=32, Bc=8)
     assert plan("fa2", entry(**constants), after).constants == {"Br": 32, "Bc": 8}
 
 
-def test_constants_that_the_caller_fixes_come_before_tuned_ones():
+def test_given_constants_take_precedence_over_tuned_ones():
     limits = replace(H100, tuned=(entry(Br=32, Bc=8),))
     problem = Problem.of_sizes(M=9, d=64)
     assert planning.plan(FORWARD["fa2"], problem, limits, Br=64).constants == {"Br": 64, "Bc": 8}
@@ -294,7 +292,7 @@ def auto(*entries, d=64, dtype="float32", **sizes):
     return planning.select("auto", "forward", problem, replace(H100, tuned=entries)).name
 
 
-def test_auto_goes_by_speeds_measured_here():
+def test_auto_uses_speeds_measured_on_this_device():
     assert auto() == "fa2_coalesced"
     fast = entry(tflops=30.0, Br=32, Bc=8), entry("fa2_coalesced", tflops=20.0, Br=32, Bc=8)
     assert auto(*fast) == "fa2"
@@ -309,7 +307,7 @@ def test_one_tuned_kernel_on_a_slower_device_is_not_at_a_disadvantage():
     assert auto(slow, entry("fa2", tflops=others / 2, Br=32, Bc=8)) == "fa2"
 
 
-def test_a_speed_counts_at_the_d_nearest_to_it():
+def test_a_speed_counts_for_the_nearest_d():
     at_64 = entry(tflops=30.0, Br=32, Bc=8), entry("fa2_coalesced", tflops=20.0, Br=32, Bc=8)
     assert auto(*at_64, d=80) == "fa2"
     assert auto(*at_64, d=1024) == "fa2_coalesced"
@@ -318,13 +316,13 @@ def test_a_speed_counts_at_the_d_nearest_to_it():
     assert auto(*at_64, for_dv, dv=8) == "fa2_coalesced"
 
 
-def test_neither_a_users_kernel_nor_one_without_a_record_enters_auto():
+def test_auto_ignores_tuned_kernels_that_it_does_not_know():
     assert auto(entry(tflops=1e6, folder="/elsewhere", Br=32, Bc=8)) == "fa2_coalesced"
     assert auto(entry("baseline", tflops=1e6)) == "fa2_coalesced"
     assert auto(entry("v3", tflops=1e6, Br=64, Bc=32, Wr=32, Wc=16)) == "fa2_coalesced"
 
 
-def test_candidates_keep_the_rules_and_fit():
+def test_candidates_obey_the_rules_and_fit():
     for kernel in FORWARD.values():
         dtype = usual_dtype(kernel)
         own, *others = planning.candidates(kernel, Problem.of_sizes(M=9, d=128, dtype=dtype), H100)
@@ -387,7 +385,7 @@ def test_planning_touches_neither_files_nor_processes():
     ],
     ids=str,
 )
-def test_entries_that_make_no_sense_are_not_read(engine, change):
+def test_invalid_entries_are_not_read(engine, change):
     sound = entry(Br=32, Bc=8)
     tuned.remember("a device", sound, {"time": "now"})
     assert tuned.on("a device") == (sound,)
@@ -398,7 +396,7 @@ def test_entries_that_make_no_sense_are_not_read(engine, change):
     assert tuned.on("a device") == (sound,)
 
 
-def test_a_later_tuning_takes_the_place_of_an_earlier(engine):
+def test_a_later_tuning_replaces_an_earlier_one(engine):
     tuned.remember("a device", entry(Br=32, Bc=8), {})
     tuned.remember("a device", entry(Br=16, Bc=8), {})
     tuned.remember("a device", entry(folder="/elsewhere", Br=64, Bc=8), {})
@@ -408,7 +406,7 @@ def test_a_later_tuning_takes_the_place_of_an_earlier(engine):
 SIZES = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--budget", 60, "--backend", "simulator")
 
 
-def test_the_command_shows_the_wrong_and_ends_well_if_one_is_right(laps, engine):
+def test_the_command_succeeds_if_one_candidate_is_right(laps, engine):
     done = cli("tune", laps, *SIZES)
     assert "laps=1 " in done.stdout and "wrong" in done.stdout
     assert "note: laps=2: wrong: " in done.stderr
@@ -418,14 +416,14 @@ def test_the_command_shows_the_wrong_and_ends_well_if_one_is_right(laps, engine)
     assert rows[2]["ms"] is None and rows[2]["note"] and rows[0]["ms"] > 0
 
 
-def test_the_command_ends_with_1_if_none_is_right(tmp_path, engine):
+def test_the_command_ends_with_1_if_all_are_wrong(tmp_path, engine):
     wrong = LAPS.replace("(laps == 2)", "1")
     done = cli("tune", f"{own_kernel.write(tmp_path, wrong, RECORD)}:mine", *SIZES, code=1)
     assert "and 2 others: wrong" in done.stderr and "remembered" not in done.stderr
     assert engine.limits.tuned == ()
 
 
-def test_a_kernel_without_tiles_is_told_of_by_its_name(tmp_path, engine):
+def test_notes_name_a_kernel_without_tiles(tmp_path, engine):
     wrong = own_kernel.MINE.replace("key < N;", "key < N - 1;")
     done = cli("tune", f"{own_kernel.write(tmp_path, wrong)}:mine", *SIZES, code=1)
     assert "note: mine: wrong: " in done.stderr
@@ -439,7 +437,7 @@ def of_states(*states):
         yield Candidate(Measurement("mine", "forward", problem, {"laps": laps}, note=note), state)
 
 
-def test_what_is_told_of_one_and_of_several(monkeypatch):
+def test_notes_have_singular_and_plural(monkeypatch):
     def notes(*states):
         monkeypatch.setattr(tuning, "tune", lambda *_, **__: list(of_states(*states)))
         return cli("tune", "mine", code=1).stderr
@@ -450,7 +448,7 @@ def test_what_is_told_of_one_and_of_several(monkeypatch):
     assert "note: laps=0 and 2 others: wrong: off" in notes("wrong", "wrong", "wrong")
 
 
-def test_a_folder_that_cannot_be_written_is_told_of_once(laps, engine, monkeypatch):
+def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", "/proc/x")
     done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")
     assert done.stderr.count("note: /proc/x cannot be written, so nothing is stored") == 1

@@ -126,7 +126,7 @@ ONE_OF = "float16, bfloat16, float32, float64"
 
 
 @pytest.mark.parametrize("call, error, words", table("commands/bad_calls.txt"))
-def test_a_bad_call_is_one_line_and_leaves_nothing(call, error, words, capfd):
+def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, capfd):
     ALIVE.clear()
     before = files()
     message = refusal(eval(f"lambda: {call}"), eval(error))
@@ -150,14 +150,14 @@ def refusal(call, error):
 
 
 @pytest.mark.parametrize("scale", [Fraction(1, 3), np.float16(0.5), np.int8(2)])
-def test_numbers_of_other_kinds_are_scales(scale):
+def test_a_scale_may_be_any_number_type(scale):
     np.testing.assert_allclose(
         attention(a(4, 8, of=np.ones), scale=scale),
         attention(a(4, 8, of=np.ones), scale=float(scale)),
     )
 
 
-def test_sizes_may_be_numpys():
+def test_sizes_may_be_numpy_integers():
     large = problem(**{name: np.int16(181) for name in ("M", "N", "heads", "batch")})
     plan = cupyfa.planner.select.plan(FORWARD["fa2_coalesced"], large, Simulator().limits)
     assert plan.launches[0].grid[0] == 181 * 181 * math.ceil(181 / 128)
@@ -178,7 +178,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("right, wrong, code, words", table("commands/bad_scripts.txt", columns=3))
-def test_a_bad_record_is_one_line(tmp_path, right, wrong, code, words):
+def test_errors_in_records_are_one_line(tmp_path, right, wrong, code, words):
     where = "py" if right in own_kernel.SCRIPT else "cu"
     script = own_kernel.write(tmp_path, **{where: (right, wrong)})
     refused(["run", f"{script}:mine", *SIMULATOR, *SMALL], int(code), words)
@@ -186,7 +186,7 @@ def test_a_bad_record_is_one_line(tmp_path, right, wrong, code, words):
 
 @pytest.mark.parametrize("file, content, words", [(x, y, words) for x, y, *words in FILES])
 @pytest.mark.parametrize("how", ["run", "compile"])
-def test_a_bad_file_is_one_line(tmp_path, file, content, words, how):
+def test_errors_in_files_are_one_line(tmp_path, file, content, words, how):
     script = own_kernel.write(tmp_path)
     (tmp_path / file).unlink()
     if content == "a folder":
@@ -222,7 +222,7 @@ TEXTS = (
 
 @pytest.mark.parametrize("right, wrong, line, words", TEXTS)
 @pytest.mark.parametrize("how", ["run", "compile"])
-def test_errors_of_compilers_name_file_and_line(tmp_path, right, wrong, line, words, how):
+def test_compiler_errors_name_file_and_line(tmp_path, right, wrong, line, words, how):
     script = own_kernel.write(tmp_path, cu=(right, wrong))
     rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32", "-d", 3]
     before = files()
@@ -234,14 +234,14 @@ def test_errors_of_compilers_name_file_and_line(tmp_path, right, wrong, line, wo
     still_works()
 
 
-def test_what_a_script_prints_is_not_among_the_data(tmp_path):
+def test_output_of_a_script_goes_to_stderr(tmp_path):
     script = own_kernel.write(tmp_path, py=(BEFORE, f"print('hello')\n{BEFORE}"))
     done = cli("run", f"{script}:mine", *SIMULATOR, *SMALL, "--format", "json", code=0)
     assert json.loads(done.stdout)[0]["passed"]
     assert done.stderr == "hello\n"
 
 
-def test_a_script_leaves_the_path_of_modules_alone(tmp_path):
+def test_a_script_cannot_change_the_module_path(tmp_path):
     script = own_kernel.write(tmp_path, py=(BEFORE, f"import sys\nsys.path.clear()\n{BEFORE}"))
     before = list(sys.path)
     cli("run", f"{script}:mine", *SIMULATOR, *SMALL, code=0)
@@ -297,7 +297,7 @@ def stored(folder, kernel):
 
 
 @pytest.mark.parametrize("args, code, words", table("commands/bad_commands.txt"))
-def test_a_bad_command_line_is_one_line(results, monkeypatch, no_device, args, code, words):
+def test_errors_of_command_lines_are_one_line(results, monkeypatch, no_device, args, code, words):
     monkeypatch.chdir(results)
     before = {path: path.stat().st_mtime_ns for path in results.iterdir()}
     small = " ".join((*SIMULATOR, *SMALL[:-2]))
@@ -315,7 +315,7 @@ def test_a_bad_command_line_is_one_line(results, monkeypatch, no_device, args, c
     ],
     ids=["with gradient", "bfloat16, which NumPy has not", "sparse", "without memory"],
 )
-def test_torch_tensors_that_numpy_cannot_see(spoil):
+def test_torch_tensors_that_numpy_cannot_read(spoil):
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError) as raised:
         attention(q=spoil(torch.ones(4, 8)))

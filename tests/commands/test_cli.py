@@ -70,7 +70,7 @@ def test_list_as_csv():
     assert json.loads(fa2["dtypes"]) == list(DTYPES)
 
 
-def test_a_cell_of_markdown_stays_in_its_row():
+def test_markdown_cells_are_escaped():
     row = {"message": "mine.cu:3: error\n  a | b\n", "empty": ""}
     assert report.markdown([row]).splitlines()[2:] == ["| mine.cu:3: error<br>  a \\| b |  |"]
 
@@ -138,20 +138,20 @@ def test_options_of_run(args, expected):
     assert {name: row[name] for name in expected} == expected
 
 
-def test_kv_heads_alone_are_as_many_heads():
+def test_kv_heads_sets_heads_too():
     options = ("--kv-heads", 2, "-M", 5, "-N", 5, "-d", 4, "--format", "json")
     (row,) = strict(cli("run", "fa2", *SIMULATOR, *options).stdout)
     assert (row["heads"], row["kv_heads"]) == (2, 2)
 
 
-def test_with_m_given_n_follows_and_d_is_usual():
+def test_defaults_of_N_and_d():
     p = problem_of("forward", None, 3, {"M": 40, "N": None, "d": None})
     assert (p.M, p.N, p.d) == (40, 40, 64)
     p = problem_of("forward", None, 3, {"M": 40, "N": 7, "d": 9})
     assert (p.M, p.N, p.d) == (40, 7, 9)
 
 
-def test_rows_that_are_alike_keep_their_columns():
+def test_equal_columns_are_shared_above_the_table():
     rows = [{"": 1, "kernel": "fa2"}, {"": 2, "kernel": "fa2"}]
     assert table_of(rows, 80, share=False).split() == ["kernel", "1", "fa2", "2", "fa2"]
     assert table_of(rows, 80).split() == ["kernel=fa2", "1", "2"]
@@ -171,14 +171,14 @@ def test_the_schedule_reaches_the_simulator(monkeypatch):
     assert in_turn["O_error"] == in_disorder["O_error"]
 
 
-def test_attention_without_columns_is_no_softmax():
+def test_d_of_0_is_accepted():
     sizes = ("-B", 1, "-H", 1, "-M", 3, "-N", 2, "-d", 0)
     told = cli("run", "fa2", *SIMULATOR, *sizes, "--causal=top-left").stdout
     problem = "batch=1 heads=1 M=3 N=2 d=0 float32 causal=top-left scale=1 "
     assert problem in " ".join(told.split())
 
 
-def test_a_drawn_seed_is_printed_and_repeats_sizes_and_errors():
+def test_a_random_seed_is_printed_and_reproduces_the_run():
     drawn = cli("run", "fa2", *SIMULATOR)
     seed = re.search(r"seed=(\d+)", drawn.stdout)[1]
     again = cli("run", "fa2", *SIMULATOR, "--seed", seed)
@@ -224,7 +224,7 @@ def in_a_terminal(command, **env):
     return shown.decode()
 
 
-def test_colours_only_in_a_terminal_that_wants_them():
+def test_colours_appear_only_in_a_terminal():
     command = [*CLI, "run", "fa2", *SIMULATOR, *SIZES]
     shown = in_a_terminal(command)
     assert COLOUR.search(shown) and "PASS" in shown
@@ -259,14 +259,14 @@ def test_a_wrong_result_fails(tmp_path):
     assert re.search(r"worst at \[\d+, \d+, \d+, \d+\]: .* instead\s+of", shown)
 
 
-def test_numbers_that_are_not_finite_stay_json(tmp_path):
+def test_nonfinite_numbers_are_null_in_json(tmp_path):
     script = own_kernel.write(tmp_path, cu=("i < dv; ++i) O.row", "i < dv - 1; ++i) O.row"))
     row = run(f"{script}:mine", code=1)
     assert row["O_error"] is None
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_a_fault_is_one_line_and_the_seed_of_it(tmp_path, form):
+def test_a_fault_is_one_line_with_the_seed(tmp_path, form):
     script = own_kernel.write(tmp_path, cu=("row)[i] = scalar", "row)[i + 1] = scalar"))
     command = ("run", f"{script}:mine", *SIMULATOR, *SIZES, "--format", form)
     message = refused(*command, code=1)
@@ -276,7 +276,7 @@ def test_a_fault_is_one_line_and_the_seed_of_it(tmp_path, form):
     assert note in cli(*command, code=1).stderr.splitlines()
 
 
-def test_a_write_among_the_canaries_is_one_line(tmp_path, monkeypatch):
+def test_an_out_of_bounds_write_is_one_line(tmp_path, monkeypatch):
     def wrote_outside(*_, **__):
         raise cupyfa.WrongResult("fa2: the kernel wrote 4 bytes outside O")
 
@@ -292,12 +292,12 @@ def test_a_kernel_that_does_not_compile_for_the_gpu(cuda, tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_schedule_is_the_simulators(cuda):
+def test_schedule_is_refused_on_cuda(cuda):
     message = refused("run", "fa2", "--backend", "cuda", "--schedule", 1, code=2)
     assert "--schedule orders the simulator's threads" in message
 
 
-def test_more_than_fits_into_memory(monkeypatch):
+def test_host_memory_errors_end_with_3(monkeypatch):
     def unable(*_):
         raise MemoryError("Unable to allocate 7.45 PiB")
 
@@ -313,7 +313,7 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
     cli("run", "fa2", *SIMULATOR, code=130)
 
 
-def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
+def test_compile_shows_resources_by_architecture():
     options = ("--arch", "80,90", "--causal", "-d", "40", "--format", "json")
     done = cli("compile", "fa2", "mma_split_q", *options)
     rows = strict(done.stdout)
@@ -324,7 +324,7 @@ def test_compile_tells_registers_spills_and_shared_memory_by_architecture():
     assert {(row["d"], row["causal"]) for row in rows} == {(40, "bottom-right")}
 
 
-def test_compile_says_once_what_all_rows_share():
+def test_compile_shows_common_columns_once():
     lines = cli(
         "compile", "softmax_safe", "--arch", "80,90", "--dtype", "float32"
     ).stdout.splitlines()
@@ -354,7 +354,7 @@ def test_show_plan_has_every_number_of_the_launch():
     assert "arguments      Q K V O lse sizes heads batch" in shown.stdout
 
 
-def test_show_tells_resources_of_every_launch():
+def test_show_has_the_resources_of_every_launch():
     shown = cli("show", "baseline", "--causal", "--arch", "80").stdout
     assert [x for x in shown.splitlines() if x.startswith("entry")] == [
         "entry          softmax_safe",
@@ -377,11 +377,11 @@ def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["check", "compile", "show", "roofline", "bench"])
-def test_help_tells_of_auto_where_it_is_taken(name):
+def test_help_mentions_auto_where_it_is_accepted(name):
     text = " ".join(cli(name, "--help").stdout.split())
     assert ("as for `cupyfa run`" in text) == (name == "bench")
     assert ("`script.py:name` for a record of your own" in text) == (name != "bench")
 
 
-def test_help_of_clear_leaves_out_what_is_no_kind_of_it():
+def test_help_of_clear_names_the_kinds():
     assert "by default of all but cupy" in cli("cache", "clear", "--help").stdout

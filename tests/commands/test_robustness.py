@@ -97,7 +97,7 @@ def test_closed_streams(warm, closed, args, code):
     assert done.stdout.endswith("PASS\n") if readable else not done.stdout
 
 
-def test_a_reader_that_left_ends_the_command_quietly(warm):
+def test_a_closed_pipe_ends_the_command_without_a_message(warm):
     env = {**os.environ, "CUPYFA_CACHE_DIR": str(warm)}
     command = subprocess.Popen(
         [*CLI, *RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
@@ -108,7 +108,7 @@ def test_a_reader_that_left_ends_the_command_quietly(warm):
     assert command.returncode == 128 + signal.SIGPIPE
 
 
-def test_an_output_without_room(warm):
+def test_a_full_disk_as_stdout(warm):
     done = process(RUN, begin=redirected(">/dev/full"), env={"CUPYFA_CACHE_DIR": warm})
     assert done.returncode == 3
     assert line_of(done.stderr) == "the output: No space left on device"
@@ -138,7 +138,7 @@ def test_odd_terminals(warm, env):
     [RUN, ("list", *SIMULATOR), ("compile", "fa2", "--arch", "90", "--dtype", "float32")],
     ids=lambda args: args[0],
 )
-def test_a_narrow_terminal_loses_nothing(own_folders, monkeypatch, columns, args):
+def test_a_narrow_terminal_shows_everything(own_folders, monkeypatch, columns, args):
     monkeypatch.setenv("COLUMNS", "200")
     wide = cli(*args, code=0).stdout.split()
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -161,14 +161,14 @@ def test_a_narrow_terminal_loses_nothing(own_folders, monkeypatch, columns, args
     ],
     ids=str,
 )
-def test_folders_that_cannot_be_written_to(warm, env):
+def test_unwritable_folders(warm, env):
     """At first with NVRTC, which needs CuPy, which wants a folder of its own."""
     compiled = process(["compile", "fa2", "--arch", "90", "--dtype", "float32"], env=env)
     assert (compiled.returncode, compiled.stderr) == (0, "")
     passed(process(RUN, env={"CUPYFA_CACHE_DIR": warm, **env}))
 
 
-def test_a_working_directory_that_is_gone(warm, tmp_path):
+def test_a_deleted_working_directory(warm, tmp_path):
     gone = tmp_path / "gone"
     for args, code in ((RUN, 0), (("run", "script.py:mine"), 2), (("compile", "nope"), 2)):
         gone.mkdir()
@@ -209,7 +209,7 @@ def sealed_text(path):
     ],
     ids=["cut", "sealed text", "empty", "random bytes", "gone", "all gone"],
 )
-def test_a_damaged_object_is_made_again(tmp_path, monkeypatch, warm, fresh, spoil):
+def test_a_damaged_object_is_rebuilt(tmp_path, monkeypatch, warm, fresh, spoil):
     folder = tmp_path / "cache"
     shutil.copytree(warm, folder)
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(folder))
@@ -238,7 +238,7 @@ def test_a_damaged_object_is_made_again(tmp_path, monkeypatch, warm, fresh, spoi
     ],
     ids=["empty", "cut", "list", "number", "bytes", "null", "nonsense", "more nonsense"],
 )
-def test_damaged_facts_are_passed_over(tmp_path, monkeypatch, warm, kind, content):
+def test_damaged_json_files_are_ignored(tmp_path, monkeypatch, warm, kind, content):
     folder = tmp_path / "cache"
     shutil.copytree(warm, folder)
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(folder))
@@ -301,7 +301,7 @@ def test_a_full_disk_leaves_the_table_of_the_ladder(own_folders, monkeypatch, tm
 
 
 @pytest.mark.parametrize("args", [GOOD, ("ladder", "--from", "results.json")])
-def test_results_are_saved_though_the_table_finds_no_room(own_folders, warm, tmp_path, args):
+def test_results_are_saved_if_the_table_cannot_be_printed(own_folders, warm, tmp_path, args):
     cli(*GOOD, "--save", tmp_path / "results.json", code=0)
     saves = (*args, "--save", "copy.json")
     env = {"CUPYFA_CACHE_DIR": warm}
@@ -311,9 +311,7 @@ def test_results_are_saved_though_the_table_finds_no_room(own_folders, warm, tmp
 
 
 @pytest.mark.parametrize("call", [None, "replace"])
-def test_a_check_is_not_lost_where_its_failures_cannot_be_written(
-    own_folders, monkeypatch, tmp_path, call
-):
+def test_a_check_continues_if_failures_cannot_be_written(own_folders, monkeypatch, tmp_path, call):
     record = own_kernel.write(tmp_path, cu=("score *= scale;", "score *= 2 * scale;"))
     cases = [Case("forward", Problem.of_sizes(M=M, d=8)) for M in (5, 9)]
     monkeypatch.setattr(grids, "cases", lambda *_, **__: cases)
@@ -333,7 +331,7 @@ def limited():
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
 
 
-def test_a_file_that_may_not_grow_leaves_the_old_results_whole(warm, tmp_path):
+def test_a_file_size_limit_leaves_the_old_results_whole(warm, tmp_path):
     target = tmp_path / "results.json"
     target.write_text("old")
     env = {"CUPYFA_CACHE_DIR": warm}
@@ -344,7 +342,7 @@ def test_a_file_that_may_not_grow_leaves_the_old_results_whole(warm, tmp_path):
     assert os.listdir(tmp_path) == ["results.json"]
 
 
-def test_a_cache_that_may_not_grow(tmp_path):
+def test_a_file_size_limit_in_the_cache(tmp_path):
     env = {"CUPYFA_CACHE_DIR": tmp_path / "cache", "TMPDIR": tmp_path}
     done = process(RUN, env=env, preexec_fn=limited)
     assert done.returncode == 3, done.stderr
@@ -364,7 +362,7 @@ def test_a_saved_file_keeps_its_mode(own_folders, tmp_path, suffix):
     assert target.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_file_is_written_where_a_link_leads(own_folders, tmp_path):
+def test_links_are_followed_when_writing(own_folders, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     target, link = tmp_path / "elsewhere" / "results.json", tmp_path / "link.json"
     link.symlink_to("elsewhere/results.json")
@@ -375,7 +373,7 @@ def test_a_file_is_written_where_a_link_leads(own_folders, tmp_path):
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_what_is_no_file_is_written_into(own_folders, tmp_path, linked):
+def test_pipes_are_written_into(own_folders, tmp_path, linked):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
@@ -388,14 +386,14 @@ def test_what_is_no_file_is_written_into(own_folders, tmp_path, linked):
     assert link.is_symlink()
 
 
-def test_results_for_another_program_through_the_shell(warm):
+def test_results_go_through_a_process_substitution(warm):
     args = (*GOOD, "--save", "/dev/fd/3")
     done = process(args, begin=redirected("3> >(cat >&2)"), env={"CUPYFA_CACHE_DIR": warm})
     assert done.returncode == 0
     assert '"kernel": "fa2"' in done.stderr
 
 
-def test_results_do_not_take_the_place_of_a_file_that_is_open(warm, tmp_path):
+def test_an_open_file_is_appended_to(warm, tmp_path):
     log = tmp_path / "log"
     log.write_text("what was there\n")
     args = (*GOOD, "--save", "/dev/fd/3")
@@ -424,7 +422,7 @@ COMPILERS = [
 
 
 @pytest.mark.parametrize("script, words", COMPILERS)
-def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, script, words):
+def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, words):
     path = compiler(tmp_path, script) if script else tmp_path / "compiler"
     with monkeypatch.context() as patch:
         patch.setenv("CUPYFA_COMPILER", str(path))
@@ -439,7 +437,7 @@ def test_compilers_that_are_none(own_folders, fresh, monkeypatch, tmp_path, scri
     still_works()
 
 
-def test_what_a_compiler_leaves_goes_with_its_folder(tmp_path):
+def test_temporary_files_of_a_compiler_are_removed(tmp_path):
     """As what a linker leaves that is ended; the compiler and the cache are named from here."""
     (tmp_path / "temporary").mkdir()
     makes = f'touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log'
@@ -452,7 +450,7 @@ def test_what_a_compiler_leaves_goes_with_its_folder(tmp_path):
     assert not list(tmp_path.rglob("left.o"))
 
 
-def test_a_compiler_that_may_not_be_run(own_folders, fresh, monkeypatch, tmp_path):
+def test_a_compiler_without_execute_permission(own_folders, fresh, monkeypatch, tmp_path):
     compiler(tmp_path, "exit 0").chmod(0o644)
     with monkeypatch.context() as patch:
         patch.setenv("CUPYFA_COMPILER", str(tmp_path / "compiler"))
@@ -460,14 +458,14 @@ def test_a_compiler_that_may_not_be_run(own_folders, fresh, monkeypatch, tmp_pat
     still_works()
 
 
-def test_flags_that_are_none(own_folders, fresh, monkeypatch):
+def test_invalid_compiler_flags(own_folders, fresh, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("CUPYFA_COMPILER_FLAGS", '-O0 "-g')
         says(line_of(cli(*RUN, code=2).stderr), "CUPYFA_COMPILER_FLAGS is '-O0", "or unset it")
     still_works()
 
 
-def test_no_compiler_at_all(own_folders, fresh, monkeypatch, tmp_path):
+def test_a_machine_without_a_compiler(own_folders, fresh, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         patch.delenv("CUPYFA_COMPILER", raising=False)
@@ -545,7 +543,7 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
         ("reading", signal.SIGHUP),
     ],
 )
-def test_a_kernel_without_end_is_interrupted(tmp_path, place, loop, number):
+def test_an_endless_kernel_is_interrupted(tmp_path, place, loop, number):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{ENDLESS[loop]}\n  {BODY}"))
     cache = place["CUPYFA_CACHE_DIR"]
     interrupted(
@@ -560,7 +558,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_a_call_that_is_interrupted_leaves_nothing_running(own_folders, tmp_path):
+def test_an_interrupted_call_leaves_no_threads(own_folders, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{ENDLESS['reading']}\n  {BODY}"))
     endless = cupyfa.ladder.lookup.record_named(f"{script}:mine")
     still_works()
@@ -582,13 +580,13 @@ def test_a_call_that_is_interrupted_leaves_nothing_running(own_folders, tmp_path
 @pytest.mark.parametrize(
     "args", [RUN, ("check", "fa2", *SIMULATOR, "--jobs", "2")], ids=["run", "check"]
 )
-def test_a_compiler_is_ended_with_the_command(tmp_path, place, args, number):
+def test_an_interrupt_ends_the_compiler_too(tmp_path, place, args, number):
     program = compiler(tmp_path, f"{TELLS}touch {tmp_path}/begun; sleep 60; sleep 60")
     place |= {"CUPYFA_COMPILER": program, "CUPYFA_CACHE_DIR": tmp_path / "empty"}
     interrupted(args, place, (tmp_path / "begun").exists, number, speaks=args is not RUN)
 
 
-def test_a_script_without_end_is_interrupted(tmp_path, place):
+def test_an_endless_script_is_interrupted(tmp_path, place):
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nPath(__file__).with_name('begun').touch()\nwhile True: pass\n"
@@ -638,9 +636,7 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
 
 
 @pytest.mark.parametrize("again", [0, 0.002])
-def test_a_signal_that_comes_twice_at_once_leaves_time_to_tell_what_was_found(
-    tmp_path, place, again
-):
+def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
     """As timeout sends its own: to the command, and to all processes of its group."""
     at_work = tmp_path / "at work"
     program = [sys.executable, "-c", WHEN_CHECKING, CLI[-1], str(at_work)]
@@ -656,7 +652,7 @@ ONCE = bytes([signal.SIGTERM])
 
 
 @pytest.mark.parametrize(("heard", "ends"), [([2 * ONCE, b""], False), ([ONCE, ONCE], True)])
-def test_signals_that_are_heard_at_once_are_one(monkeypatch, heard, ends):
+def test_simultaneous_signals_count_as_one(monkeypatch, heard, ends):
     """However late that is: among many threads the one that listens may wait for seconds."""
     said, clock, ended = list(heard), itertools.count(step=2), []
 
@@ -694,7 +690,7 @@ def failures(folder):
         )
 
 
-def test_failed_calls_keep_no_memory_threads_or_files(own_folders, tmp_path):
+def test_failed_calls_leak_no_memory_threads_or_files(own_folders, tmp_path):
     calls = list(failures(tmp_path))
 
     def fail():
@@ -723,7 +719,7 @@ def test_failed_calls_keep_no_memory_threads_or_files(own_folders, tmp_path):
     still_works()
 
 
-def test_no_device_at_all(warm):
+def test_a_machine_without_a_device(warm):
     env = {"CUDA_VISIBLE_DEVICES": "", "CUPYFA_CACHE_DIR": warm}
     for args in (("run", "fa2"), ("list",), ("bench", "fa2"), ("tune", "fa2"), ("check", "fa2")):
         done = process([*args, "--backend", "cuda"], env=env)
@@ -778,7 +774,7 @@ def test_more_registers_than_a_block_has_by_what_the_driver_tells(compiled):
     says(str(raised.value), "takes 200 registers", "128 threads", "at most 32 fit", "smaller tiles")
 
 
-def test_errors_of_cuda_are_one_line(monkeypatch):
+def test_cuda_errors_are_one_line(monkeypatch):
     from cupy.cuda.memory import OutOfMemoryError
     from cupy_backends.cuda.api import runtime
 
@@ -811,7 +807,7 @@ def test_errors_of_cuda_are_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyError("typestr"), RuntimeError("boom"), BufferError("no")])
-def test_arrays_that_the_gpu_cannot_see(monkeypatch, error):
+def test_arrays_without_a_usable_interface(monkeypatch, error):
     def adopt(self, array):
         raise error
 
@@ -834,7 +830,7 @@ def works_on(cuda):
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_traps_loses_the_device_and_says_so(cuda, tmp_path):
+def test_a_kernel_that_traps_is_reported_as_a_lost_device(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{FAR}\n  {BODY}"))
     done = process(["run", f"{script}:mine", *CUDA])
     assert (done.returncode, done.stdout) == (3, ""), done.stderr
@@ -862,7 +858,7 @@ assert (out == 7).all()
 
 
 @pytest.mark.gpu
-def test_after_a_trap_every_call_says_that_the_device_is_lost(cuda, tmp_path):
+def test_every_call_after_a_trap_reports_a_lost_device(cuda, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{FAR}\n  {BODY}"))
     done = process([f"{script}:mine"], begin=[sys.executable, "-c", AFTER_A_TRAP])
     assert done.returncode == 0, done.stderr
@@ -945,7 +941,7 @@ def test_broken_interfaces_of_arrays_on_the_gpu(cuda, interface):
 
 
 @pytest.mark.gpu
-def test_outs_on_the_gpu_that_are_refused(cuda):
+def test_invalid_outs_on_the_gpu(cuda):
     import cupy
 
     x = cupy.zeros((4, 3), np.float32)
@@ -962,12 +958,12 @@ def test_outs_on_the_gpu_that_are_refused(cuda):
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_a_home_for_caches(cuda):
+def test_a_gpu_run_without_a_writable_home(cuda):
     passed(process(["run", "fa2", *CUDA], env={"HOME": "/proc", "CUPYFA_CACHE_DIR": None}))
 
 
 @pytest.mark.gpu
-def test_a_kernel_without_end_on_the_gpu_is_interrupted(cuda, tmp_path, place):
+def test_an_endless_kernel_on_the_gpu_is_interrupted(cuda, tmp_path, place):
     text = "while (clock64() != 1) {}"
     script = own_kernel.write(tmp_path, cu=(BODY, f"{text}\n  {BODY}"))
     start = time.monotonic()
@@ -977,7 +973,7 @@ def test_a_kernel_without_end_on_the_gpu_is_interrupted(cuda, tmp_path, place):
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_ctrl_c_as_a_launch_begins_leaves_none_that_goes_on(monkeypatch, begins):
+def test_ctrl_c_at_the_start_of_a_launch_waits_for_it(monkeypatch, begins):
     """It would write to arrays that are somebody else's by then."""
     ended = []
 

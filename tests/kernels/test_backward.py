@@ -96,7 +96,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 @pytest.mark.each_choice
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", MMA, ids=name)
-def test_tiles_that_are_measured(backend, kernel, d):
+def test_default_tiles(backend, kernel, d):
     """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     check_case(kernel, backend, sizes)
@@ -132,7 +132,7 @@ def test_any_size_may_be_zero(backend, kernel, empty):
 
 
 @KERNELS
-def test_nan_and_infinity_stay_with_those_who_see_them(backend, kernel):
+def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
     """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
     usual = {"Br": 8, "Bc": 16} if kernel.choice.names and not kernel.rules else {}
@@ -169,7 +169,7 @@ def test_rows_without_a_key_add_nothing(backend, kernel):
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "reversed"])
-def test_products_that_heads_share(backend, heads, kv_heads, layout):
+def test_products_summed_over_groups_of_heads(backend, heads, kv_heads, layout):
     """Those of the baseline, whose sums over a group are added up in memory."""
     sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "M": 21, "N": 21, "d": 12}
     for dtype in ("float16", "float32"):
@@ -179,7 +179,7 @@ def test_products_that_heads_share(backend, heads, kv_heads, layout):
 
 
 @pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass"])
-def test_without_atomics_every_run_gives_the_same_bits(kernel):
+def test_runs_without_atomics_give_the_same_bits(kernel):
     kernel = BACKWARD[kernel]
     plan = planned(kernel, Simulator(), {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
     inputs = inputs_of(plan)
@@ -190,7 +190,7 @@ def test_without_atomics_every_run_gives_the_same_bits(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["columns", "rows", "mma_columns"])
-def test_with_atomics_some_do_not_and_are_right_nonetheless(kernel):
+def test_runs_with_atomics_differ_but_are_right(kernel):
     kernel = BACKWARD[kernel]
     sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}
     plan = planned(kernel, Simulator(), sizes, **(tiles_of(kernel) or {"Br": 8, "Bc": 8}))
@@ -273,7 +273,7 @@ def test_bshd_is_bhsd_with_heads_inside(backend):
         np.testing.assert_array_equal(one.swapaxes(1, 2), other)
 
 
-def test_into_arrays_of_the_callers(backend):
+def test_gradients_are_written_to_given_arrays(backend):
     q, k, v, out, lse, dout = forward(problem())
     mine = tuple(np.full_like(x, 7) for x in (q, k, v))
     grads = cupyfa.attention_backward(dout, q, k, v, out, lse, backend=backend, grads=mine)

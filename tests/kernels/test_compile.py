@@ -128,7 +128,7 @@ def without_spills():
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("name, arch, d, mask, sizes", without_spills())
-def test_nothing_spills_and_no_product_waits_for_another(name, arch, d, mask, sizes):
+def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, mask, sizes):
     launches = planned(name, arch, d, mask, **sizes)
     for launch in launches:
         made = compile_launch(launch, launch.target or arch)
@@ -177,7 +177,7 @@ def test_a_users_kernel_compiles_too(tmp_path):
         ("maximum = higher;", "maximum = higher", 'expected a ";"'),
     ],
 )
-def test_broken_source_is_told_by_its_own_file_and_line(tmp_path, right, wrong, message):
+def test_compile_errors_name_file_and_line(tmp_path, right, wrong, message):
     from cupy.cuda.compiler import CompileException
 
     launch = launch_of(own_kernel.write(tmp_path, cu=(right, wrong)))
@@ -190,7 +190,7 @@ def test_broken_source_is_told_by_its_own_file_and_line(tmp_path, right, wrong, 
     assert int(line) - first in (0, 1)  # a missing semicolon is seen on the next line
 
 
-def test_a_broken_assumption_is_told_in_words(tmp_path):
+def test_static_asserts_have_a_message(tmp_path):
     right = "  if (row >= M) return;"
     wrong = f'  static_assert(d % 128 == 0, "rows are whole lines");\n{right}'
     launch = launch_of(own_kernel.write(tmp_path, cu=(right, wrong)))

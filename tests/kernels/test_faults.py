@@ -83,7 +83,7 @@ def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
             guard.checked(Simulator(schedule=schedule), plan, inputs, {})
 
 
-def test_a_removed_barrier_where_no_keys_are_is_found(tmp_path):
+def test_a_removed_barrier_for_blocks_without_keys_is_found(tmp_path):
     barrier = f"__syncthreads();  // {WHERE_NO_KEYS_ARE}"
     without = broken(tmp_path, "mma_split_kv", barrier, ";")
     plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40, "causal": True})
@@ -147,7 +147,7 @@ def test_a_read_past_the_end_of_an_array(tmp_path):
         run(kernel, Simulator())
 
 
-def test_shared_memory_nobody_wrote(tmp_path):
+def test_uninitialised_shared_memory(tmp_path):
     kernel = broken(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
     with pytest.raises(SimulatorFault, match="no thread of this block has written"):
         run(kernel, Simulator())
@@ -204,7 +204,7 @@ def test_a_written_input_is_found(tmp_path, backend):
         run(kernel, backend)
 
 
-def test_a_fault_leaves_the_simulator_in_order(tmp_path):
+def test_the_simulator_works_after_a_fault(tmp_path):
     kernel = broken(tmp_path, "fa2", *PAST_THE_END)
     for _ in range(2):
         with pytest.raises(SimulatorFault):

@@ -73,7 +73,7 @@ def test_tiles_of_other_sizes(backend, kernel, tiles):
 
 
 @pytest.mark.parametrize("Bc", [64, 128])
-def test_tiles_of_few_blocks_keep_out_what_a_mask_hides(backend, Bc):
+def test_masked_nonfinite_values_do_not_matter_in_tiles_of_few_blocks(backend, Bc):
     """Infinities and NaN in values that only some rows of a tile see."""
     sizes = {"heads": 1, "M": 150, "N": 170, "d": 24, "causal": True}
     plan = planned(FORWARD["mma_pipelined"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
@@ -106,7 +106,7 @@ def largest_scores(kernel, backend, score):
 
 
 @pytest.mark.parametrize("kernel", ["mma_pipelined", "wgmma_persistent"])
-def test_how_large_scores_may_be(backend, kernel, monkeypatch):
+def test_scores_of_two_to_the_26(backend, kernel, monkeypatch):
     """A GPU multiplies and subtracts at once, and so does the simulator where the CPU can."""
     if backend.name == "simulator":
         cpu = Path("/proc/cpuinfo")

@@ -73,7 +73,7 @@ def test_products(in_registers):
     assert (c == a @ b.T).all()
 
 
-def test_it_is_only_for_who_asks():
+def test_float8_must_be_requested():
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")
     limits = Limits("an H100", 232448, arch="90")
     assert planning.select("auto", "forward", problem, limits).name != "wgmma_fp8"
@@ -94,14 +94,14 @@ def replace_d(problem, d):
     return Problem.of_sizes(M=problem.M, d=d, dtype=problem.dtype.name)
 
 
-def test_by_the_api():
+def test_float8_through_attention():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 70, 40), np.float32).astype(np.float16)
     out = cupyfa.attention(q, k, v, precision="float8_e4m3", backend="simulator", check=True)
     assert out.dtype == np.float16
 
 
-def test_what_is_hidden_does_not_change_others():
+def test_masked_keys_do_not_change_the_scale_of_others():
     """A power of two more for a tile changes no bit of what is not 2^15 times smaller."""
     plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
     inputs = inputs_of(plan)
@@ -114,7 +114,7 @@ def test_what_is_hidden_does_not_change_others():
 
 
 @pytest.mark.parametrize("sizes", [(1, 1e3, 1e-3, 0), (1e-3, 1e3, 1, 1e4)])
-def test_tiles_of_different_size(sizes):
+def test_tiles_of_different_magnitude(sizes):
     plan = planned(M=70, N=256, d=32, tiles={"Br": 64, "Bc": 64})
     inputs = inputs_of(plan)
     for name in "KV":

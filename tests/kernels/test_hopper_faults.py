@@ -139,18 +139,18 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
 
 @pytest.mark.each_choice("kernel", "file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
-def test_what_is_removed_is_missed(tmp_path, monkeypatch, kernel, file, number, about_turns):
+def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, number, about_turns):
     monkeypatch.setenv(VARIABLE, str(number))
     with pytest.raises((SimulatorFault, WrongResult)):
         run_without(tmp_path, kernel, file, about_turns)
 
 
 @pytest.mark.parametrize("kernel, file", sorted({place.values[:2] for place in places()}))
-def test_with_nothing_removed_nothing_is_missed(tmp_path, monkeypatch, kernel, file):
+def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):
     monkeypatch.setenv(VARIABLE, "0")
     run_without(tmp_path, kernel, file, with_turns=False, schedules=(None, 1))
 
 
 @pytest.mark.parametrize("kernel", ["wgmma_overlap", "wgmma_persistent"])
-def test_results_do_not_depend_on_turns(tmp_path, kernel):
+def test_results_do_not_depend_on_the_ping_pong_order(tmp_path, kernel):
     run_without(tmp_path, kernel, None, with_turns=False)

@@ -183,7 +183,7 @@ def test_faults_of_copies(name):
 
 
 @pytest.mark.parametrize("barrier", ["__syncwarp();", "__syncthreads();", "__ballot_sync(~0u, 1);"])
-def test_a_wait_counts_for_one_lane_until_a_barrier(barrier):
+def test_a_wait_of_one_lane_covers_others_after_a_barrier(barrier):
     body = COPY.replace(
         "wait(shared.full, 0);", f"if (threadIdx.x == 0) wait(shared.full, 0); {barrier}"
     )
@@ -196,7 +196,7 @@ def test_a_wait_counts_for_one_lane_until_a_barrier(barrier):
     assert "race: a box that thread (0, 0, 0) loads at test.cu:10 wrote" in caught.what
 
 
-def test_an_array_smaller_than_its_map_says():
+def test_a_tensor_map_larger_than_its_array():
     array, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
     wrong = Map(array, 16)
     wrong.value["address"] += 1 << 32  # where no other array can be
@@ -258,6 +258,6 @@ def test_one_lane_of_each_warp_is_elected(schedule):
 
 
 @pytest.mark.parametrize("count", [20, 44, 264])
-def test_registers_come_in_eights(count):
+def test_register_counts_are_multiples_of_8(count):
     with pytest.raises(CompileError, match="a number of registers"):
         launch(f"increase_registers<{count}>();")

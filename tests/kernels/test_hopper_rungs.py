@@ -68,7 +68,9 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("mask", MASKS[1:], ids=str)
-def test_rows_that_do_not_see_it_are_as_if_it_were_not_there(backend, kernel, mask, poison, scale):
+def test_nonfinite_inputs_do_not_change_rows_that_do_not_see_them(
+    backend, kernel, mask, poison, scale
+):
     sizes = {"heads": 4, "kv_heads": 2, "M": 70, "N": 110, "d": 40, "dv": 24}
     plan = planned(kernel, backend, **sizes, **mask, scale=scale, multiprocessors=3)
     inputs = inputs_of(plan)
@@ -115,7 +117,7 @@ def test_short_lengths(backend, kernel, N):
     "d, dv, dtype",
     [(33, 9, "float16"), (40, 24, "bfloat16"), (7, 72, "bfloat16"), (130, 65, "float16")],
 )
-def test_outputs_anywhere(backend, kernel, d, dv, dtype):
+def test_unaligned_outputs(backend, kernel, d, dv, dtype):
     plan = planned(kernel, backend, dtype, heads=2, kv_heads=1, M=70, N=45, d=d, dv=dv)
     q, k, v = inputs_of(plan).values()
     room = np.full((1, 2, 70, dv + 3), 7, q.dtype)
@@ -129,7 +131,7 @@ def test_outputs_anywhere(backend, kernel, d, dv, dtype):
 
 
 @EACH
-def test_a_head_is_the_same_whatever_is_computed_with_it(backend, kernel):
+def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
     sizes = {"M": 200, "N": 150, "d": 24, "causal": "bottom-right"}
     many = planned(kernel, backend, batch=2, heads=4, kv_heads=2, **sizes, multiprocessors=5)
     inputs = inputs_of(many)
@@ -146,7 +148,7 @@ def test_a_head_is_the_same_whatever_is_computed_with_it(backend, kernel):
 
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
-def test_blocks_share_tasks_whatever_their_number(backend, mask, Q_stages):
+def test_any_number_of_blocks_gives_the_same_bits(backend, mask, Q_stages):
     """Rows are written once each, to the same bits: by one block or by one for each tile."""
     results = []
     for count in (1, 2, 3, 5, 7, 13, 64):
@@ -172,7 +174,7 @@ def test_blocks_share_tasks_whatever_their_number(backend, mask, Q_stages):
     ids=str,
 )
 @pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
-def test_warpgroups_leave_out_no_more_tiles_than_there_are_buffers(backend, mask, sizes, Q_stages):
+def test_warpgroups_skip_masked_tiles_without_deadlock(backend, mask, sizes, Q_stages):
     """Of a task before another one, whose Q comes only when the V of all tiles has."""
     plan = planned(
         PERSISTENT,

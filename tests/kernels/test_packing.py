@@ -43,7 +43,7 @@ def test_packed_rows_are_right(backend, kernel, mask, M, N):
 
 
 @pytest.mark.parametrize("kernel", PACKING)
-def test_heads_share_a_tile_only_where_one_does_not_half_fill_it(kernel):
+def test_heads_are_packed_if_one_fills_less_than_half_a_tile(kernel):
     for limits, M in product((Simulator().limits, limits_of("90")), (1, 13, 40, 64, 65, 300)):
         plan = planned(FORWARD[kernel], limits, M=M, N=100, d=64)
         (launch,), Br = plan.launches, plan.constants["Br"]

@@ -44,7 +44,7 @@ def arrays(seed=0, size=1.0, **sizes):
     return [np.float32(size) * x for x in case.inputs().values()]
 
 
-def test_a_problem_says_its_precision():
+def test_precision_in_the_text_of_a_problem():
     assert "float32 precision=tf32 causal" in str(problem("tf32", causal=True))
     assert "precision" not in str(problem())
     assert problem("tf32").arithmetic == "float32 as tf32"
@@ -74,7 +74,7 @@ def test_a_kernel_of_float32_accuracy_rounds_nothing():
         plan("fa2", "bfloat16")
 
 
-def test_inputs_of_16_bits_are_rounded_as_ever():
+def test_precision_leaves_16_bit_inputs_alone():
     assert plan("mma_pipelined", dtype="float16").rounding is None
     assert plan("v3", dtype="bfloat16").rounding == "float16"
     with pytest.raises(Unsupported, match="its dtypes are float16, bfloat16"):
@@ -97,17 +97,17 @@ def test_tf32_needs_tensor_cores_that_have_it():
         ("float16", 257, H100, "mma_slices"),
     ],
 )
-def test_auto_takes_one_that_has_the_precision(precision, d, limits, chosen):
+def test_auto_chooses_by_precision(precision, d, limits, chosen):
     asked = problem(precision, d=d)
     assert planning.select("auto", "forward", asked, limits).name == chosen
 
 
-def test_auto_finds_none():
+def test_auto_without_a_suitable_kernel():
     with pytest.raises(Unsupported, match="precision=tf32.*no other kernel can"):
         planning.select("auto", "forward", problem("tf32", d=257), H100)
 
 
-def test_auto_goes_by_what_was_measured_in_the_precision(monkeypatch):
+def test_auto_uses_speeds_of_the_precision(monkeypatch):
     slow, fast = {"float32 as float16": {64: 1.0}}, {"float32 as float16": {64: 2.0}}
     monkeypatch.setitem(FORWARD, "v3", replace(FORWARD["v3"], tflops=fast))
     monkeypatch.setitem(FORWARD, "mma_pipelined", replace(FORWARD["mma_pipelined"], tflops=slow))
@@ -128,7 +128,7 @@ def test_tiles_that_were_tuned_are_those_of_the_precision():
     assert plan("mma_pipelined", dtype="float16", limits=here).constants != dict(constants)
 
 
-def test_rounded_copies_exist_only_where_they_are_asked_for():
+def test_rounded_copies_are_made_only_if_needed():
     made = plan("mma_pipelined", batch=2, heads=4, kv_heads=2, M=70, N=45, d=33, dv=9)
     assert [x.entry for x in made.launches] == ["round_operands", "mma_pipelined"]
     assert made.scratch == {
@@ -144,7 +144,7 @@ def test_rounded_copies_exist_only_where_they_are_asked_for():
     assert [x.entry for x in half.launches] == ["mma_pipelined"] and not half.scratch
 
 
-def test_a_record_may_round_to_what_it_likes():
+def test_a_record_may_declare_its_rounding():
     launch = Launch("own", args="Q", grid=lambda p, c: 1, threads=lambda p, c: 32)
     own = Kernel(name="own", adds="", launches=(launch,), rounding="bfloat16")
     made = planning.plan(own, problem(), H100)
@@ -191,7 +191,7 @@ def test_attention_rounds_only_when_asked(backend, precision):
     assert np.abs(plain - exact).max() < 1e-5 < np.abs(rounded - exact).max() < 5e-3
 
 
-def test_the_range_of_tf32_is_that_of_float32_and_float16_ends_early(backend):
+def test_tf32_has_the_range_of_float32_and_float16_overflows(backend):
     q, k, v = arrays(seed=1)
     v[..., 3, :] = 1e5
     options = {"backend": backend, "check": True}
@@ -202,7 +202,7 @@ def test_the_range_of_tf32_is_that_of_float32_and_float16_ends_early(backend):
     assert np.isfinite(before[..., :3, :]).all() and not np.isfinite(before[..., 3:, :]).any()
 
 
-def test_a_hidden_value_that_is_infinite_in_tf32_alone_does_not_matter(backend):
+def test_a_masked_value_that_overflows_in_tf32_does_not_matter(backend):
     q, k, v = arrays(seed=1)
     v[..., 3, :] = np.finfo(np.float32).max
     out = cupyfa.attention(q, k, v, precision="tf32", causal="top-left", backend=backend)
@@ -228,7 +228,7 @@ def test_sizes_of_zero(backend, sizes):
         np.testing.assert_allclose(same, exact, atol=2e-3)
 
 
-def test_run_says_what_the_kernel_rounds_to():
+def test_run_shows_the_rounding_of_the_kernel():
     said = cli("run", "v3", *SIMULATOR, *SIZES, "--dtype", "float32").stdout
     assert "float32 precision=float16" in " ".join(said.split())
     done = cli(
@@ -248,7 +248,7 @@ def test_show_plans_in_a_precision():
     assert "precision=tf32" in cli("show", "mma_tf32", "--plan").stdout
 
 
-def test_check_says_what_is_rounded_and_takes_a_precision():
+def test_check_notes_rounding_and_takes_a_precision():
     options = ("--grid", "fuzz", "--samples", "2", "--jobs", "0", *SIMULATOR)
     done = cli("check", "v3", "fa2", *options, "--dtype", "float32")
     assert "note: v3 computes float32 in float16" in done.stderr and "fa2 comp" not in done.stderr
@@ -297,7 +297,7 @@ def test_a_measurement_keeps_the_precision(tmp_path):
     assert type(row).of_record(json.loads(json.dumps(row.record()))) == row
 
 
-def test_tuning_is_told_apart_by_precision(monkeypatch, tmp_path):
+def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     cupyfa.tune(

@@ -15,7 +15,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_tool_is_silent(cuda, tool):
+def test_compute_sanitizer_finds_nothing(cuda, tool):
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer, a part of the CUDA toolkit, is not on the PATH")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]

@@ -66,7 +66,7 @@ def test_every_tile_is_right(backend, kernel, sizes, tile):
     ],
     ids=name,
 )
-def test_masked_values_do_not_show(backend, kernel, sizes, dtype):
+def test_masked_values_do_not_matter(backend, kernel, sizes, dtype):
     """NaN in values and keys that only some rows see, in the first span and in a later one."""
     if can_run(kernel, backend, sizes, dtype):
         plan = planned(kernel, backend, sizes, dtype, **kernel.tiles[-1])
@@ -109,7 +109,7 @@ def test_probabilities_in_registers_follow_a_maximum_that_rises(backend):
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_blocks_that_stay_take_one_row_tile_after_another(backend, blocks):
+def test_persistent_blocks_process_several_row_tiles(backend, blocks):
     staying = replace(WGMMA, launches=(replace(WGMMA.launches[0], grid=lambda p, c: blocks),))
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 300, "N": 40, "d": 80, "dv": 264}
     if can_run(WGMMA, backend, sizes):
@@ -135,7 +135,7 @@ def test_tiles_fill_the_shared_memory_of_a_device(arch, tile):
 
 
 @pytest.mark.parametrize("kernel, columns", [(MMA, 384), (WGMMA, 320)], ids=name)
-def test_sums_take_memory_only_beyond_a_span(kernel, columns):
+def test_scratch_for_sums_is_needed_only_beyond_a_span(kernel, columns):
     def scratch_bytes(N, dv):
         problem = Problem.of_sizes(batch=2, heads=3, M=100, N=N, d=64, dv=dv, dtype="float16")
         return planning.plan(kernel, problem, limits_of("90")).scratch_bytes

@@ -43,7 +43,7 @@ def test_layouts(backend, layout):
     guard.checked(backend, plan, readable_inputs(plan, inputs_of(plan, layout=layout)), {})
 
 
-def test_what_is_hidden_does_not_show(backend):
+def test_masked_values_do_not_matter(backend):
     """NaN and infinity of keys, values and gradients; rows that see no key, by mask or by lse."""
     plan = plan_of(backend, {**CAUSAL, "heads": 1, "M": 60, "N": 50})
     inputs = inputs_of(plan)
@@ -73,7 +73,7 @@ def test_every_run_gives_the_same_bits():
     assert difference(Simulator(), plan, inputs, right, 2) is None
 
 
-def test_no_text_spills():
+def test_no_launch_spills():
     problem = Problem.of_sizes(M=1024, d=512, dtype="float16", causal=True)
     plan = planning.plan(SLICES, problem, limits_of("90"))
     assert (plan.constants["Br"], plan.constants["Bc"]) == (128, 256)

@@ -25,7 +25,7 @@ def test_every_rung_caps_scores(backend, kernel, scale):
     guard.checked(backend, plan, Case(kernel.operation, p).inputs(), {})
 
 
-def test_the_cap_is_a_number_of_the_call_and_not_of_the_text(backend):
+def test_the_cap_is_not_compiled_in(backend):
     q = np.random.default_rng(0).standard_normal((2, 40, 16)).astype(np.float32)
     small, large, none = (
         cupyfa.attention(q, q, q, kernel="fa2", backend=backend, softcap=cap)

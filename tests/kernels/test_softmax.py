@@ -32,7 +32,7 @@ def test_special_values(backend, kernel):
     np.testing.assert_allclose(y[2:], 1 / 50, rtol=1e-6)
 
 
-def test_into_an_array_of_the_callers():
+def test_the_result_is_written_to_a_given_array():
     x = np.random.default_rng(0).normal(size=(3, 40))
     out = np.empty_like(x)
     assert cupyfa.softmax(x, backend="simulator", out=out) is out

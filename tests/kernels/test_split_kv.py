@@ -62,7 +62,7 @@ def test_float32_inputs_are_rounded_first(backend):
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
-def test_strange_numbers_stay_in_their_rows(backend):
+def test_nonfinite_inputs_stay_in_their_rows(backend):
     """In splits before others and after them, some hidden from some of the rows."""
     sizes = {"heads": 2, "M": 20, "N": 300, "d": 24, "causal": True}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=5)
@@ -122,7 +122,7 @@ def test_splits_fill_the_device(batch, N):
     assert splits(plan) == 1 or fewer / (-(-fewer // at_a_time) * at_a_time) < 0.9
 
 
-def test_a_split_has_at_least_a_tile_of_keys_that_are_seen():
+def test_a_split_has_at_least_one_tile_of_visible_keys():
     Bc = h100(N=100, **DECODE).constants["Bc"]
     assert splits(h100(N=100, **DECODE)) == -(-100 // Bc)
     assert splits(h100(N=1, **DECODE)) == splits(h100(N=0, **DECODE)) == 1
@@ -131,7 +131,7 @@ def test_a_split_has_at_least_a_tile_of_keys_that_are_seen():
     assert splits(h100(N=131072, window=(256, None), **DECODE)) > 20
 
 
-def test_one_split_needs_no_scratch_and_merges_nothing():
+def test_a_single_split_needs_no_scratch_and_no_merge():
     plan = h100(batch=64, heads=64, M=300, N=300)
     assert splits(plan) == 1 and plan.scratch_bytes == 0
     assert plan.launches[1].grid == (1, 1, 1)
@@ -163,7 +163,7 @@ def measured(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("arch", ["80", "90"])
-def test_auto_takes_it_for_few_rows_and_many_keys_alone(measured, sizes, is_taken, arch):
+def test_auto_takes_it_only_for_few_rows_and_many_keys(measured, sizes, is_taken, arch):
     problem = Problem.of_sizes(**{"d": 128, "dtype": "float16", **sizes})
     chosen = planning.select("auto", "forward", problem, limits_of(arch))
     assert (chosen is measured) == is_taken
@@ -174,7 +174,7 @@ def test_auto_takes_it_for_float32_that_may_be_rounded(measured):
     assert planning.select("auto", "forward", problem, H100) is measured
 
 
-def test_auto_never_takes_it_unmeasured(monkeypatch):
+def test_auto_does_not_take_it_without_measurements(monkeypatch):
     monkeypatch.setitem(FORWARD, SPLIT.name, replace(SPLIT, tflops={}))
     problem = Problem.of_sizes(N=8192, d=64, dtype="float16", **DECODE)
     assert planning.select("auto", "forward", problem, H100).name != SPLIT.name

@@ -81,7 +81,7 @@ def test_products_are_those_of_numpy(run, c_type, dtype):
 
 
 @pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])
-def test_infinities_and_nan_go_where_ieee_sends_them(run, c_type, dtype):
+def test_infinities_and_nan_follow_ieee(run, c_type, dtype):
     A, B = np.ones((16, 16), dtype), np.ones((16, 8), dtype)
     if c_type == "tf32":
         A, B = A[:, :8], B[:8]
@@ -151,7 +151,7 @@ def test_rows_are_read_by_other_lanes_than_wrote_them(schedule):
     assert "race" in fault(early, A, head=MMA, schedule=schedule).what
 
 
-def test_matrices_take_a_whole_warp():
+def test_matrix_loads_need_a_whole_warp():
     A = np.zeros(16, np.uint16)
     assert "32 threads" in fault(ROWS.format(row="tile[0]"), A, head=MMA, threads=40).what
     body = "unsigned a[4] = {}; float d[4] = {}; multiply_add<__half>(d, a, 0, 0);"
@@ -219,7 +219,7 @@ def numbers(count):
     return np.arange(1, 1 + 8 * count, dtype=np.uint16).reshape(count, 8)
 
 
-def test_part_of_a_copy_is_zeros_and_nothing_is_read_for_none(run):
+def test_partial_copies_are_filled_with_zeros(run):
     A, B = numbers(32), np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
     run(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
@@ -234,7 +234,7 @@ def test_many_copies_in_many_groups(run):
     assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
 
 
-def test_copies_land_in_the_wait_that_requires_it():
+def test_copies_complete_at_the_wait():
     """Here as late as a device may let them: what is read too early is the old data."""
     A, B = numbers(64), np.zeros((5, 32), np.uint16)
     body = TILE + code("copies_land_in_the_wait_that_requires_it")
@@ -250,7 +250,7 @@ SHARE = TILE + code("share")
 
 @SCHEDULES
 @pytest.mark.parametrize("other", [1, 33])
-def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
+def test_copied_data_is_visible_to_others_after_a_barrier(schedule, other):
     A, B = numbers(64), np.zeros(64, np.uint16)
     options = {"scalars": (np.int32(other),), "head": COPIES, "threads": 64, "schedule": schedule}
     launch(SHARE, A, B, **options)
@@ -264,7 +264,7 @@ def test_what_landed_is_known_to_others_after_a_barrier(schedule, other):
 
 
 @SCHEDULES
-def test_a_copy_to_what_others_still_read(schedule):
+def test_a_copy_over_data_that_is_still_read(schedule):
     body = TILE + code("a_copy_to_what_others_still_read")
     A, B = numbers(64), np.zeros(64, np.uint16)
     options = {"head": COPIES, "threads": 64, "schedule": schedule}

@@ -75,7 +75,7 @@ def problem(M, N, causal=None, window=None, **sizes):
 @pytest.mark.each_choice
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("M, N", SHAPES)
-def test_the_reference_is_what_one_would_write_first(M, N, causal, monkeypatch):
+def test_the_reference_equals_dense_attention(M, N, causal, monkeypatch):
     monkeypatch.setattr(reference, "_TILE_SCORES", 1)
     monkeypatch.setattr(reference, "_TILE_ROWS", 16)
     for window in WINDOWS:
@@ -99,7 +99,7 @@ def test_the_rounded_reference_has_the_same_mask(precision):
     np.testing.assert_allclose(lse, expected_lse, atol=5e-3)
 
 
-def test_causal_is_the_right_side():
+def test_causal_is_a_window_with_right_0():
     assert problem(5, 9, True, (3, 0)) == problem(5, 9, True, (3, None))
     assert problem(5, 9, True, (3, 4)) == problem(5, 9, True, (3, None))
     assert problem(5, 9, window=(None, None)) == problem(5, 9)
@@ -135,7 +135,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_hidden_keys_and_values_never_matter(backend, kernel, poison):
+def test_masked_keys_and_values_never_matter(backend, kernel, poison):
     """A window of 16 keys at N = 512: what no row sees is poisoned."""
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
@@ -176,7 +176,7 @@ TRAP = """
 
 
 @pytest.mark.parametrize("kernel", LOOPS)
-def test_tiles_that_nobody_sees_are_passed_over(tmp_path, kernel):
+def test_fully_masked_tiles_are_skipped(tmp_path, kernel):
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
     sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "task.row"}[kernel.split("_")[0]]
     sees = "tile.row" if " tile.kv_end" in LOOPS[kernel] else sees
@@ -230,7 +230,7 @@ def test_a_wrong_window_is_found(tmp_path, backend, fault):
 
 
 @pytest.mark.parametrize("kernel", UNABLE, ids=name)
-def test_who_cannot_says_who_can(kernel):
+def test_kernels_without_windows_name_those_with(kernel):
     planning.plan(kernel, problem(5, 9, window=(None, 2)), H100)  # the right side alone is a mask
     with pytest.raises(cupyfa.Unsupported) as refused:
         planning.plan(kernel, problem(5, 9, window=(2, None)), H100)
@@ -243,13 +243,13 @@ def test_who_cannot_says_who_can(kernel):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("d", [16, 128, 1000])
-def test_auto_takes_who_can(dtype, d):
+def test_auto_takes_a_kernel_with_windows(dtype, d):
     p = Problem.of_sizes(M=64, d=d, dtype=dtype, window=(5, 5))
     chosen = planning.select("auto", "forward", p, H100)
     assert "window" in chosen.features
 
 
-def test_constants_and_numbers_of_a_plan():
+def test_window_constants_and_offsets_of_a_plan():
     plan = cupyfa.plan(kernel="fa2", limits=H100, M=10, N=30, d=8, window=(4, None))
     assert plan.launches[0].constants["windowed"] is True
     assert plan.launches[0].constants["causal"] is False
@@ -264,7 +264,7 @@ def test_constants_and_numbers_of_a_plan():
     assert (top.window_offset, top.causal_offset) == (-4, 0)
 
 
-def test_numbers_stay_within_the_kernels_integers():
+def test_offsets_stay_within_32_bits():
     p = problem(MOST, 5, window=(2**31 - 1, 2**31 - 1))
     assert (p.window_offset, p.causal_offset) == (-MOST, 4)
 
@@ -304,7 +304,7 @@ def test_run_takes_a_window(options, problem):
     assert row["passed"] and (row["causal"], row["window"]) == problem
 
 
-def test_a_case_is_repeated_by_its_options():
+def test_a_case_is_reproduced_by_its_options():
     case = Case("forward", problem(5, 9, "top-left", (3, None)), 7)
     assert "--window=3,-" in case.options()
     shown = cli("run", "auto", *case.options(), "--backend", "simulator").stdout
@@ -329,7 +329,7 @@ def test_show_and_compile_know_windows():
     assert "9,0" in rows.stdout
 
 
-def test_files_of_failures_and_of_results_hold_windows(tmp_path):
+def test_failure_and_result_files_hold_windows(tmp_path):
     case = Case("forward", problem(5, 9, "top-left", (3, None)))
     outcome = failures.Outcome("fa2", failures.WRONG_RESULT, arrays=case.inputs())
     file = failures.write(tmp_path, failures.Stored(case, outcome), "command")
@@ -340,7 +340,7 @@ def test_files_of_failures_and_of_results_hold_windows(tmp_path):
     assert again.row() == row.row()
 
 
-def test_a_failure_is_made_small():
+def test_windows_are_shrunk():
     case = Case("forward", problem(90, 70, "bottom-right", (33, None)))
     assert shrinking.shrunk(case, lambda x: True).problem.window == (None, None)
     left = shrinking.shrunk(case, lambda x: (x.problem.left or 0) > 20).problem
@@ -350,7 +350,7 @@ def test_a_failure_is_made_small():
 
 
 @pytest.mark.parametrize("peer", peers.NAMES)
-def test_peers_decline_in_words(peer):
+def test_peers_without_windows_are_refused(peer):
     p = problem(5, 9, window=(3, None))
     arrays = Case("forward", p).inputs()
     with pytest.raises(cupyfa.Unsupported, match=r"cannot do .*window=3,-.*: .*has no window=3,-"):

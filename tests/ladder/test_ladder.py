@@ -49,7 +49,7 @@ ROWS = [
 ]
 
 
-def test_what_a_rung_says():
+def test_figures_of_a_rung():
     baseline, fa2, _, v1 = pages.rungs(ROWS)
     assert list(fa2) == [
         "rung",
@@ -74,7 +74,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_table_stands_between_the_markers_of_every_readme(checkout):
+def test_the_table_is_written_between_the_markers_of_every_readme(checkout):
     (checkout / "README.zh-CN.md").write_text(README.replace("Title", "标题"), encoding="utf-8")
     assert len(pages.publish(checkout, Results(WHERE, ROWS), ROWS)) == 2
     for name, title in (("README.md", "Title"), ("README.zh-CN.md", "标题")):
@@ -97,7 +97,7 @@ def test_publishing_again_changes_nothing(checkout):
     assert (checkout / "README.md").read_bytes() == once
 
 
-def test_gradients_have_a_place_of_their_own(checkout):
+def test_gradients_have_their_own_markers(checkout):
     page = checkout / "README.md"
     gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
     with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
@@ -130,7 +130,7 @@ def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
 
 
 @pytest.mark.parametrize("has_readme, word", [(True, "measure on a GPU"), (False, "in a checkout")])
-def test_what_cannot_be_published_is_not_measured(checkout, monkeypatch, has_readme, word):
+def test_nothing_is_measured_that_cannot_be_published(checkout, monkeypatch, has_readme, word):
     monkeypatch.setattr("cupyfa.commands.ladder.bench", lambda *_, **__: pytest.fail("measured"))
     if not has_readme:
         (checkout / "README.md").unlink()
@@ -170,7 +170,7 @@ def test_rows_of_one_length():
         pages.at_length([single, *rounded], 256)
 
 
-def test_rows_that_are_no_rungs_make_no_ladder(tmp_path):
+def test_rows_of_other_kernels_are_refused(tmp_path):
     others = [measured(name, 1.0) for name in ("mine", "flash", "mine")]
     short = measured("fa2", 1.0, 256)
     assert pages.at_length([*others, short], None) == [short]
@@ -203,7 +203,7 @@ CROWD = sweep(
 
 
 @pytest.mark.parametrize("rows", [CROWD, sweep(one=1), sweep(a=1, b=1, c=1)], ids=len)
-def test_labels_stand_at_the_ends_and_not_on_each_other(rows):
+def test_labels_are_at_the_ends_and_do_not_overlap(rows):
     curves = plotting.curves_of(rows)
     figure = plotting._figure(curves, "")
     (axes,) = figure.axes
@@ -221,7 +221,7 @@ def test_labels_stand_at_the_ends_and_not_on_each_other(rows):
 
 
 @pytest.mark.parametrize("suffix, magic", [(".svg", b"<?xml"), (".png", b"\x89PNG")])
-def test_pictures_by_suffix_the_same_every_time(tmp_path, suffix, magic):
+def test_pictures_are_reproducible(tmp_path, suffix, magic):
     for name in ("a", "b"):
         plotting.draw(sweep(fa2=6, v1=0.5), tmp_path / f"{name}{suffix}", "a title")
     first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
@@ -229,7 +229,7 @@ def test_pictures_by_suffix_the_same_every_time(tmp_path, suffix, magic):
     assert first == second
 
 
-def test_colours_stand_out_from_light_and_dark_ground():
+def test_colours_have_contrast_on_light_and_dark_backgrounds():
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
@@ -241,7 +241,7 @@ def test_colours_stand_out_from_light_and_dark_ground():
         assert (light + 0.05) / (luminance("#0d1117") + 0.05) > 3.5, f"{colour} on black"
 
 
-def test_pictures_that_cannot_be(tmp_path, monkeypatch):
+def test_invalid_pictures_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.gif must end with \.svg or \.png"):
         plotting.draw(CROWD, tmp_path / "a.gif")
     with pytest.raises(ValueError, match="nothing to draw: no row was timed"):
@@ -304,7 +304,7 @@ def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("M, told", [(256, 256), (2048, 512)])
-def test_a_sweep_that_is_interrupted_tells_and_saves_what_it_has(monkeypatch, tmp_path, M, told):
+def test_an_interrupted_sweep_prints_and_saves_its_results(monkeypatch, tmp_path, M, told):
     rows, file = [measured("fa2", 1.0, M) for M in (256, 512)], tmp_path / "a.json"
 
     def bench(*_, so_far, **__):

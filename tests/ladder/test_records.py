@@ -32,7 +32,7 @@ def test_a_rung_is_found_by_name_and_shown_in_one_line(kernel):
         assert fact in repr(kernel)
 
 
-def test_unknown_names_are_answered_with_the_nearest():
+def test_unknown_names_get_a_suggestion():
     with pytest.raises(ValueError, match=r"'fa2_colesced' is unknown \(did you mean 'fa2_coalesc"):
         cupyfa.kernel("fa2_colesced")
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_a_record_of_a_script_is_found_by_another_process(tmp_path):
     assert done.stdout.decode().strip() == repr(mine), done.stderr.decode()
 
 
-def test_a_record_that_no_name_finds_says_what_to_do():
+def test_records_that_cannot_be_pickled_have_a_remedy():
     for one in (replace(FA2, name="mine"), replace(FA2.launches[0], entry="mine")):
         with pytest.raises(pickle.PicklingError, match=r"mine.*cupyfa.kernel\('script.py:name'\)"):
             pickle.dumps(one)
@@ -117,7 +117,7 @@ def declared(value, tmp_path):
         (0.1, "constexpr float factor = 0x1.99999a0000000p-4f;"),
     ],
 )
-def test_a_constant_is_declared_as_what_it_is(tmp_path, value, line):
+def test_constants_are_declared_by_their_type(tmp_path, value, line):
     assert declared(value, tmp_path) == line
 
 
@@ -127,5 +127,5 @@ def test_other_constants_are_refused(value):
         planning.plan(own(value), Problem.of_sizes(M=1, d=1), H100)
 
 
-def test_a_record_may_round_to_what_the_reference_knows():
+def test_a_record_may_round_to_a_precision_of_the_reference():
     assert set(ROUNDINGS) == set(reference.PRECISIONS)

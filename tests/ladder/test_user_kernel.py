@@ -68,7 +68,7 @@ def test_bare_pointers_read_the_other_layout_too(backend, tmp_path):
     close(o.swapaxes(1, 2), q, k, v)
 
 
-def test_a_changed_header_is_seen_by_the_next_call(backend, tmp_path):
+def test_the_next_call_uses_a_changed_header(backend, tmp_path):
     q, k, v = arrays(M=9, N=7, d=8, dv=8)
     close(cupyfa.attention(q, k, v, kernel=bare(tmp_path), backend=backend), q, k, v)
     kernel = bare(tmp_path, HELPER.replace("sum += real(a[i])", "sum -= real(a[i])"))
@@ -77,7 +77,7 @@ def test_a_changed_header_is_seen_by_the_next_call(backend, tmp_path):
         cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
 
 
-def test_a_changed_kernel_is_seen_by_the_next_call(backend, tmp_path):
+def test_the_next_call_uses_a_changed_kernel(backend, tmp_path):
     q, k, v = arrays(M=9, N=7, d=8, dv=8)
     close(cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend), q, k, v)
     kernel = record(tmp_path, cu=("score *= scale", "score *= -scale"))
@@ -106,7 +106,7 @@ def test_random_sizes_suit_the_kernel(tmp_path, seed):
     cli("run", f"{script}:mine", "--backend", "simulator", "--seed", str(seed), code=0)
 
 
-def test_a_kernel_with_a_name_of_cpp_is_refused_as_by_the_gpu(tmp_path):
+def test_a_kernel_with_a_mangled_name_is_refused(tmp_path):
     script = own_kernel.write(tmp_path, cu=('extern "C" __global__', "__global__"))
     done = cli("run", f"{script}:mine", "--backend", "simulator", code=2)
     assert 'has no kernel mine; write there extern "C" __global__ void mine(...)' in done.stderr

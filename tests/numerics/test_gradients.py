@@ -142,7 +142,7 @@ def test_tf32_is_no_float32(values):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_keys_without_a_partner_are_exactly_zero(dtype):
+def test_fully_masked_rows_and_keys_have_zero_gradients(dtype):
     p, inputs = case(dtype, M=9, N=5, causal=True)
     good = kernel(p, inputs)
     assert max(worst(p, inputs, good).values()) < 1
@@ -156,7 +156,7 @@ def test_rows_and_keys_without_a_partner_are_exactly_zero(dtype):
     assert worst(p, inputs, good)["dV"] == np.inf
 
 
-def test_a_nan_is_asked_for_where_it_belongs():
+def test_nan_is_expected_where_it_belongs():
     p, inputs = case("float32", M=9, causal=True)
     inputs["dO"][0, 0, 3, 1] = np.nan
     good = kernel(p, inputs)
@@ -170,7 +170,7 @@ def test_a_nan_is_asked_for_where_it_belongs():
     assert worst(p, inputs, hidden)["dV"] == np.inf
 
 
-def test_what_is_beyond_float16_may_be_anything():
+def test_elements_beyond_float16_may_be_anything():
     p, inputs = case("float16", M=40)
     for name in ("dO", "V"):
         inputs[name][...] = 600
@@ -181,7 +181,7 @@ def test_what_is_beyond_float16_may_be_anything():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_excerpts_say_what_the_whole_says(mask):
+def test_excerpts_equal_the_whole(mask):
     p, inputs = case("float32", M=90, N=131, heads=4, kv_heads=2, batch=2, **MASKS[mask])
     whole = BACKWARD.expected(inputs, p)
     for excerpt in (Excerpt(0, 0, slice(0, 20)), Excerpt(1, 3, slice(70, 90))):

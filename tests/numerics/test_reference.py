@@ -35,7 +35,7 @@ def warnings_are_errors():
 @pytest.mark.parametrize("causal_offset", [None, 0, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("scale", [0.25, 0.0, -1.0])
-def test_attention_is_its_definition(causal_offset, kv_heads, scale):
+def test_attention_equals_its_definition(causal_offset, kv_heads, scale):
     q, k, v = inputs((2, 6, 7, 4), (2, kv_heads, 10, 4), dv=5)
     out, lse = reference.attention(q, k, v, scale=scale, causal_offset=causal_offset)
     expected_out, expected_lse = naive(q, k, v, scale, causal_offset)
@@ -76,7 +76,7 @@ def test_tiles_change_nothing(monkeypatch, tile):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_narrow_inputs_are_taken_as_they_are(dtype):
+def test_narrow_inputs_are_converted_exactly(dtype):
     narrow = [x.astype(dtype) for x in inputs((1, 2, 5, 4), (1, 2, 6, 4), dv=3)]
     wide = [x.astype(np.float64) for x in narrow]
     for actual, expected in zip(
@@ -117,7 +117,7 @@ def test_masked_keys_have_no_effect(poison):
 
 @pytest.mark.parametrize("poison", [NAN, INF])
 @pytest.mark.parametrize("causal_offset", [None, 1])
-def test_a_bad_query_spoils_its_own_row_only(poison, causal_offset):
+def test_a_nonfinite_query_changes_only_its_row(poison, causal_offset):
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
     expected = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     q[0, 1, 3] = poison
@@ -133,7 +133,7 @@ def test_a_bad_query_spoils_its_own_row_only(poison, causal_offset):
         np.testing.assert_array_equal(one[elsewhere], other[elsewhere])
 
 
-def test_one_column_of_v_may_be_bad():
+def test_a_nonfinite_column_of_v_changes_only_its_column():
     q, k, v = inputs((1, 1, 3, 4), (1, 1, 4, 4), dv=3)
     expected, _ = reference.attention(q, k, v, scale=0.5)
     v[0, 0, 1, 2] = NAN
@@ -227,7 +227,7 @@ def test_an_unknown_precision_is_named():
         reference.softmax(np.ones(3), precision="half")
 
 
-def test_softmax_is_what_one_would_write_first():
+def test_softmax_equals_its_definition():
     x = np.random.default_rng(0).normal(size=(2, 3, 7))
     y, lse = reference.softmax(x)
     np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(-1, keepdims=True), rtol=1e-14)
@@ -293,7 +293,7 @@ def test_gradients_of_empty_rows_and_masked_keys_are_zero():
         np.testing.assert_allclose(actual, expected, rtol=1e-14)
 
 
-def test_a_bad_gradient_stays_with_the_keys_of_its_row():
+def test_a_nan_gradient_reaches_only_keys_of_its_row():
     q, k, v = inputs((1, 1, 4, 4), (1, 1, 4, 4), dv=3)
     dout = np.ones((1, 1, 4, 3))
     dout[0, 0, 1] = NAN
@@ -303,7 +303,7 @@ def test_a_bad_gradient_stays_with_the_keys_of_its_row():
     np.testing.assert_array_equal(np.isnan(dv[0, 0]).any(-1), [True, True, False, False])
 
 
-def test_gradients_go_by_the_output_and_lse_that_are_given():
+def test_gradients_use_the_given_output_and_lse():
     """As the formulas say, written out for one head."""
     q, k, v = inputs((1, 1, 4, 3), (1, 1, 5, 3), dv=2)
     dout, out, lse = (np.random.default_rng(7).normal(size=(1, 1, 4, n)) for n in (2, 2, 1))

@@ -171,7 +171,7 @@ def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
     rounding=st.sampled_from([None, "float16", "tf32"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_small_problems_leave_nothing_to_luck(
+def test_correct_kernels_are_accepted_on_small_problems(
     dtype, distribution, M, N, d, dv, heads, scale, causal_offset, rounding, seed
 ):
     """With few outputs the error of the plain computation may be zero by chance."""
@@ -203,7 +203,7 @@ def test_faults_among_1024_keys_are_rejected(dtype, fault):
 
 @pytest.mark.parametrize("fault", ["last key dropped", "mask one key short", "mask one key long"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_missing_of_45_is_seen_in_the_output_alone(dtype, fault):
+def test_one_missing_key_of_45_is_rejected_by_the_output(dtype, fault):
     c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if "mask" in fault else None)
     assert c.worst({"O": FAULTS[fault](c)["O"]}) > 1
 
@@ -217,7 +217,7 @@ def test_tf32_is_no_float32(distribution, d):
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_scores_and_values_err_alike_in_every_sum(dtype, value):
+def test_equal_rounding_errors_are_accepted(dtype, value):
     c = case(dtype, "normal", 2, 4096, 3)
     c.q[...], c.v[...] = 0, value
     c.v = reference.rounded(c.v, dtype)
@@ -282,7 +282,7 @@ def test_infinite_values_must_have_their_sign():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_of_minus_infinity_have_no_say_in_the_bound(dtype):
+def test_keys_of_minus_infinity_do_not_widen_the_bound(dtype):
     c = case(dtype, "uniform", 4, 5, 16)
     c.k[0, 0, 2] = -INF
     good = kernel(c)
@@ -301,7 +301,7 @@ def test_subnormal_numbers_may_be_flushed_to_zero():
     assert c.worst(flushed) > 1
 
 
-def test_scores_beyond_float16_are_no_excuse():
+def test_scores_beyond_float16_must_be_right():
     """Scores are sums, and those are float32: only the plain computation overflows."""
     c = case("float16", "normal", 5, 45, 64)
     c.q *= 300
@@ -313,7 +313,7 @@ def test_scores_beyond_float16_are_no_excuse():
     assert c.worst(good) == INF
 
 
-def test_inputs_beyond_float16_excuse_a_kernel_that_rounds_to_it():
+def test_inputs_beyond_float16_are_excused_only_with_rounding():
     c = case("bfloat16", "normal", 5, 45, 16)
     c.q[0, 0, 1, 3] = 70_000.0
     results = kernel(c, rounding="float16")

@@ -198,7 +198,7 @@ def assert_shows(printed, shown):
 
 @pytest.mark.slow
 @EACH_PAGE
-def test_what_a_page_says_can_be_done(page, environment, tmp_path):
+def test_commands_of_a_page_work(page, environment, tmp_path):
     follow(read(page), tmp_path, {**environment, "CUDA_VISIBLE_DEVICES": ""}, gpu=False)
 
 
@@ -208,11 +208,11 @@ def test_what_a_page_says_can_be_done(page, environment, tmp_path):
     [x for x in PAGES if re.search(r"^<!-- gpu -->|^```python", read(x), re.M)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_what_a_page_says_can_be_done_on_a_gpu(cuda, page, environment, tmp_path):
+def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, tmp_path):
     follow(read(page), tmp_path, environment, gpu=True)
 
 
-def test_the_tables_of_rooflines_are_whole(environment, tmp_path):
+def test_roofline_tables_are_complete(environment, tmp_path):
     found = blocks(read(ROOT / "docs" / "roofline.md"))
     for before, block in pairwise(found):
         if before.kind == "sh" and block.kind == "text":
@@ -221,7 +221,7 @@ def test_the_tables_of_rooflines_are_whole(environment, tmp_path):
 
 
 @EACH_PAGE
-def test_every_option_that_a_page_names_exists(page):
+def test_every_option_in_a_page_exists(page):
     for line in (line for block in blocks(read(page)) for line in block.lines):
         words = line.partition(" > ")[0].split()
         command = MAIN if words.pop(0) == "cupyfa" else None
@@ -233,13 +233,13 @@ def test_every_option_that_a_page_names_exists(page):
 
 
 @EACH_PAGE
-def test_every_name_that_a_page_has_from_the_library_exists(page):
+def test_every_library_name_in_a_page_exists(page):
     for name in re.findall(r"(?<![\w/.])cupyfa\.([A-Za-z]\w*)", read(page)):
         assert hasattr(cupyfa, name), name
 
 
 @EACH_PAGE
-def test_no_command_line_escapes(page):
+def test_every_command_line_is_recognised(page):
     found = blocks(read(page))
     fences = [block for block in found if block.kind not in ("paragraph", "indented")]
     assert 2 * len(fences) == len(re.findall(r"^\s*(?:```|~~~)", read(page), re.M))
@@ -258,7 +258,7 @@ def test_no_command_line_escapes(page):
 PAGE = Path(__file__).with_name("page.md").read_text()
 
 
-def test_every_kind_of_command_is_taken():
+def test_every_kind_of_command_is_found():
     assert [block.commands for block in blocks(PAGE) if block.commands] == [
         ["python -c 1"],
         ["exit    3"],
@@ -280,7 +280,7 @@ def test_every_kind_of_command_is_taken():
         ("gpu", "cpu", "false"),
     ],
 )
-def test_a_page_that_is_wrong_is_found(environment, tmp_path, right, wrong, message):
+def test_a_wrong_page_is_found(environment, tmp_path, right, wrong, message):
     page = PAGE.replace(right, wrong) if right else PAGE
     if message is None:
         return follow(page, tmp_path, environment, gpu=False)

@@ -28,7 +28,7 @@ def code(text):
     return re.findall(r"^```.*?^```$", re.sub(r"^# .*\n", "", text, flags=re.M), re.M | re.S)
 
 
-def test_the_ladder_is_what_the_records_say():
+def test_the_ladder_matches_the_records():
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     table = CliRunner().invoke(main, ["list", "--format", "md", "--backend", "simulator"]).stdout
     assert marked(ENGLISH, "ladder") == table, "paste the output of: cupyfa list --format md"
@@ -39,7 +39,7 @@ def test_the_translated_ladder_has_the_same_rungs():
     assert rows == KERNELS, "add the kernel to README.zh-CN.md, with its idea in Chinese"
 
 
-def test_what_was_measured_is_the_same_in_both():
+def test_measurements_are_the_same_in_both():
     assert marked(ENGLISH, "measured forward") == marked(TRANSLATION, "measured forward")
 
 
@@ -64,7 +64,7 @@ def test_the_structure_is_the_same_in_both(what):
     assert english == translation
 
 
-def test_each_leads_to_the_other():
+def test_the_readmes_link_to_each_other():
     assert f"]({CHINESE.name})" in ENGLISH.split("\n## ")[0]
     assert f"]({README.name})" in TRANSLATION.split("\n## ")[0]
 
@@ -79,5 +79,5 @@ def test_ci_finds_what_it_runs():
     [(page, link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))],
     ids=lambda x: str(x.relative_to(ROOT)) if hasattr(x, "relative_to") else x,
 )
-def test_links_lead_somewhere(page, link):
+def test_links_have_targets(page, link):
     assert (page.parent / link).exists()

@@ -133,7 +133,7 @@ def test_it_learns_to_sort(example):
     assert np.mean(losses[-10:]) < 0.55 < blind
 
 
-def test_what_is_to_be_sorted(example):
+def test_sorting_examples(example):
     tokens, targets = next(example.sorting(4, 5, 9))
     assert tokens.shape == targets.shape == (4, 9)
     assert (targets[:, :4] == -1).all()
@@ -141,7 +141,7 @@ def test_what_is_to_be_sorted(example):
     assert (tokens[:, 5:] == targets[:, 4:-1]).all()
 
 
-def test_text_is_read_from_any_place(example):
+def test_text_is_read_from_random_positions(example):
     text, kinds = example.characters()
     tokens, targets = next(example.reading(text, 3, 20))
     assert (tokens[:, 1:] == targets[:, :-1]).all()
@@ -162,7 +162,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     assert plot.read_bytes().startswith(b"<?xml")
 
 
-def test_the_program_says_at_once_what_cannot_be(example, monkeypatch):
+def test_the_program_refuses_wrong_options_at_once(example, monkeypatch):
     monkeypatch.setattr(example, "has_gpu", lambda: False)
     for wrong, said in (
         ("--backend cuda", "there is no GPU"),

@@ -95,7 +95,7 @@ def test_missing_matrix_products_are_refused_with_the_remedy():
         plan("baseline", limits=limits, M=4, d=4)
 
 
-def test_tiles_go_by_the_head_dimension():
+def test_tiles_depend_on_the_head_dimension():
     kernel = replace(
         FORWARD["fa2"],
         tiles=TileChoice(
@@ -111,7 +111,7 @@ def test_tiles_go_by_the_head_dimension():
 
 
 @pytest.mark.parametrize("Br, Bc, sizes", table("planner/few_blocks.txt"))
-def test_few_blocks_have_tiles_of_their_own(Br, Bc, sizes):
+def test_few_blocks_use_smaller_tiles(Br, Bc, sizes):
     (sizes,) = map(ast.literal_eval, sizes)
     problem = Problem.of_sizes(heads=16, dtype="float16", **{"batch": 1, **sizes})
     here = replace(H100, multiprocessors=144)
@@ -122,7 +122,7 @@ def test_few_blocks_have_tiles_of_their_own(Br, Bc, sizes):
     assert there["stages"] == 1 or there["Br"] == 128 or problem.M == 1
 
 
-def test_limits_of_dtypes_and_head_dimensions_are_said():
+def test_refusals_name_dtypes_and_head_dimensions():
     kernel = FORWARD["mma_pipelined"]
     with pytest.raises(Unsupported, match="needs sm_80 for bfloat16, a T4 is sm_75"):
         planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="bfloat16"), TURING)
@@ -131,7 +131,7 @@ def test_limits_of_dtypes_and_head_dimensions_are_said():
         planning.plan(kernel, Problem.of_sizes(M=9, d=64, dv=257, dtype="float16"), H100)
 
 
-def test_a_kernel_is_refused_what_it_does_not_claim():
+def test_features_that_a_kernel_lacks_are_refused():
     launch = Launch("plain", args="Q.data", grid=lambda p, c: 1, threads=lambda p, c: 32)
     plain = Kernel(name="plain", adds="", launches=(launch,), arch="80")
     sizes = {"M": 8, "d": 8, "heads": 4}
@@ -162,7 +162,7 @@ def test_auto_takes_the_kernel_that_was_measured_fastest(fastest):
         assert planning.select("auto", "forward", problem, H100).name == fastest
 
 
-def test_auto_goes_by_the_nearest_head_dimension_that_was_measured():
+def test_auto_uses_the_nearest_measured_head_dimension():
     def chosen(d):
         return planning.select("auto", "forward", Problem.of_sizes(M=64, d=d), H100).name
 
@@ -210,7 +210,7 @@ def test_the_public_plan_is_every_number_of_a_launch():
     assert (p.problem.group, p.problem.causal_offset) == (2, 0)
 
 
-def test_largest_d_is_the_last_that_plans():
+def test_largest_d_is_the_last_that_can_be_planned():
     largest = planning.largest_d(FORWARD["v1"], "float32", H100)
     assert planning.can(FORWARD["v1"], Problem.of_sizes(M=1, d=largest), H100)
     assert not planning.can(FORWARD["v1"], Problem.of_sizes(M=1, d=largest + 1), H100)

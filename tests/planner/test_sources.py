@@ -66,7 +66,7 @@ def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
         ("#define ROWS(name) name##r\nint x = ROWS(B);", True),
     ],
 )
-def test_a_text_has_the_constants_that_are_named(tmp_path, code, named):
+def test_a_text_has_only_the_constants_that_it_names(tmp_path, code, named):
     (tmp_path / "own.cu").write_text(code)
     (tmp_path / "helper.h").write_text("int x = Br;")
     launch = planning.plan(LADDER["forward"]["fa2"], Problem.of_sizes(M=10, d=8), LIMITS).launches[
@@ -85,7 +85,7 @@ def test_one_text_serves_all_lengths_batches_and_alignments():
 
 
 @pytest.mark.parametrize("change", [{"d": 9}, {"dv": 9}, {"dtype": "float64"}, {"causal": True}])
-def test_what_is_compiled_in_changes_the_text(change):
+def test_compiled_in_options_change_the_text(change):
     assert text(**change) != text()
 
 
@@ -129,7 +129,7 @@ def digest(text, folders):
     return includes.digest(includes.reached(text, folders))
 
 
-def test_files_that_include_each_other_are_met_once(tmp_path):
+def test_cyclic_includes_are_read_once(tmp_path):
     for one, other in ("ab", "ba"):
         (tmp_path / one).mkdir()
         text = f'#pragma once\n#include "../{other}/{other}.cuh"\n'
@@ -138,7 +138,7 @@ def test_files_that_include_each_other_are_met_once(tmp_path):
     assert [path.name for path in found] == ["a.cuh", "b.cuh"]
 
 
-def test_a_digest_takes_the_file_that_the_compiler_takes(tmp_path):
+def test_a_digest_uses_the_include_order_of_the_compiler(tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         (folder / "sub").mkdir(parents=True)

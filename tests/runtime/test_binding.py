@@ -124,7 +124,7 @@ def compiled(near, *like, **options):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_a_bound_call_gives_what_attention_does(near, layout, return_lse):
+def test_a_prepared_call_equals_attention(near, layout, return_lse):
     options = {"layout": layout, "return_lse": return_lse, "causal": True}
     bound = compiled(near, *arrays(2, 3, 3, 16), **options)
     for seed in (1, 2):
@@ -136,7 +136,7 @@ def test_a_bound_call_gives_what_attention_does(near, layout, return_lse):
     assert near.short == 2
 
 
-def test_strided_inputs_are_bound_with_their_strides(near):
+def test_prepared_calls_take_strided_inputs(near):
     def views(seed):
         return [np.repeat(x, 2, axis=2)[:, ::-1, ::2] for x in arrays(2, 3, 20, 16, seed=seed)]
 
@@ -145,7 +145,7 @@ def test_strided_inputs_are_bound_with_their_strides(near):
     assert near.short == 1
 
 
-def test_shapes_and_a_dtype_will_do(near):
+def test_compile_takes_shapes_and_a_dtype(near):
     bound = compiled(near, (2, 3, 20, 16), (2, 3, 30, 16), (2, 3, 30, 16), dtype="float32")
     q, (k, v, _) = arrays(2, 3, 20, 16)[0], arrays(2, 3, 30, 16)
     np.testing.assert_array_equal(bound(q, k, v), right(q, k, v))
@@ -177,7 +177,7 @@ def on(device, arrays):
     return arrays
 
 
-def test_calls_go_to_the_device_of_their_arrays(near):
+def test_calls_run_on_the_device_of_their_arrays(near):
     """With another one current."""
     here, there = arrays(2, 3, 20, 16), on(1, arrays(2, 3, 20, 16, seed=1))
     bound = compiled(near, *there)
@@ -219,7 +219,7 @@ def test_an_out_on_another_device_is_refused(near):
         cupyfa.softmax(x[0], backend=near, out=out)
 
 
-def test_out_is_written_in_place_or_looked_at_closely(near):
+def test_out_is_written_in_place_or_checked(near):
     q, k, v = arrays(2, 3, 20, 16)
     bound, expected = compiled(near, q, k, v), right(q, k, v)
     out = near.empty(q.shape, q.dtype)
@@ -237,7 +237,7 @@ def test_out_is_written_in_place_or_looked_at_closely(near):
         bound(q, k, v, out=near.empty((2, 3, 21, 16), q.dtype))
 
 
-def test_the_arrays_of_the_call_before_are_known_again_and_no_others(near):
+def test_only_the_arrays_of_the_last_call_are_reused(near):
     q, k, v = arrays(2, 3, 20, 16)
     bound, out = compiled(near, q, k, v), near.empty(q.shape, q.dtype)
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_the_arrays_of_the_call_before_are_known_again_and_no_others(near):
 
 
 @pytest.mark.parametrize("kernel", ["wgmma", "mma_pipelined"])
-def test_addresses_that_boxes_cannot_begin_at(near, kernel):
+def test_addresses_unaligned_for_tensor_maps(near, kernel):
     def moved(x):
         memory = np.zeros(x.nbytes + 32, np.uint8)
         start = -memory.ctypes.data % 16 + 2
@@ -320,7 +320,7 @@ def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
     np.testing.assert_allclose(twice[2], 2 * wanted[2], rtol=1e-6, atol=1e-6)
 
 
-def test_shapes_and_a_dtype_will_do_for_gradients(near):
+def test_compile_backward_takes_shapes_and_a_dtype(near):
     x, lse = (2, 3, 20, 16), (2, 3, 20)
     prepared = cupyfa.compile_backward(
         *(x, x, x, x, x, lse), dtype="float16", backend=near, kernel="rows"
@@ -366,7 +366,7 @@ def test_grads_that_overlap_one_another_are_refused(near):
             call(*given, grads=grads)
 
 
-def test_the_old_name_tells_the_new_one():
+def test_the_old_name_gets_an_error_with_the_new_one():
     with pytest.raises(AttributeError, match="Prepared"):
         cupyfa.Bound  # noqa: B018
 
@@ -405,7 +405,7 @@ def test_results_are_written_to_arrays_of_other_libraries(there):
         cupyfa.attention(q, k, v, backend=backend, kernel="fa2", out=[1, 2])
 
 
-def test_the_arrays_of_a_call_before_need_no_second_look(near, monkeypatch):
+def test_repeated_arrays_are_not_checked_again(near, monkeypatch):
     q, k, v = arrays(2, 3, 20, 16)
     forms, form = [], near.form
     monkeypatch.setattr(near, "form", lambda x: forms.append(x) or form(x))
@@ -432,7 +432,7 @@ def test_the_arrays_of_a_call_before_need_no_second_look(near, monkeypatch):
     assert call(q, k, v)
 
 
-def test_results_come_again_only_when_nobody_holds_them(near, monkeypatch):
+def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
     monkeypatch.setattr(select, "_automatic", lambda: near)
     q, k, v = arrays(2, 3, 20, 16)
     o, lse = forward(near, q, k, v)
@@ -480,7 +480,7 @@ def test_results_of_a_forward_pass_come_again_after_its_gradients(near, monkeypa
     assert near.made == []
 
 
-def test_a_graph_has_results_of_its_own(near):
+def test_a_graph_has_its_own_results(near):
     q, k, v = arrays(2, 3, 20, 16)
     bound = compiled(near, q, k, v)
     before = {bound(q, k, v).ctypes.data for _ in range(5)}
@@ -514,7 +514,7 @@ def python_calls(call):
 
 
 @pytest.mark.parametrize("there, most", [(Simulator, 90), (FarDevice, 240)])
-def test_a_call_that_comes_again_enters_few_functions(there, most):
+def test_a_repeated_call_enters_few_functions(there, most):
     q, k, v = (np.array(x) for x in arrays(1, 2, 64, 64))
     call = partial(cupyfa.attention, q, k, v, backend=there(), kernel="fa2")
     assert 20 < python_calls(call) <= most
@@ -577,7 +577,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     assert len(plans) == 9
 
 
-def test_names_that_are_no_plain_strings_are_names(near):
+def test_kernel_names_may_be_string_subclasses(near):
     """None of them is kept, so one may lie where another was."""
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
@@ -586,7 +586,7 @@ def test_names_that_are_no_plain_strings_are_names(near):
     assert all("two_pass" in key or "fa2" in key for key in near.known)
 
 
-def test_options_that_are_equal_but_wrong_are_still_refused(near):
+def test_wrong_options_equal_to_valid_ones_are_refused(near):
     q, k, v = arrays(2, 3, 20, 16)
     cupyfa.attention(q, k, v, backend=near, causal=True, scale=1.0)
     with pytest.raises(ValueError, match="causal is 1"):
@@ -597,7 +597,7 @@ def test_options_that_are_equal_but_wrong_are_still_refused(near):
         cupyfa.attention(q, k, v, backend=near, causal=[True])
 
 
-def test_host_arrays_of_any_strides_are_one_form(plans):
+def test_host_arrays_of_any_strides_share_a_prepared_call(plans):
     q = np.zeros((2, 3, 20, 16), np.float32)
     simulator = Simulator()
     for x in (q, q, q[:, ::-1]):
@@ -605,7 +605,7 @@ def test_host_arrays_of_any_strides_are_one_form(plans):
     assert len(plans) == 2  # the simulator's own arrays have strides
 
 
-def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
+def test_temporaries_belong_to_a_prepared_call_and_to_graphs(near):
     q, k, v = arrays(2, 3, 20, 16)
     out = near.empty(q.shape, q.dtype)
     bound = compiled(near, q, k, v)
@@ -622,7 +622,7 @@ def test_temporaries_stay_with_a_bound_call_and_with_graphs(near):
     assert workspace.of_graphs.pop()["lse"].shape == (2, 3, 20)
 
 
-def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch):
+def test_a_graph_has_its_own_temporaries(near, monkeypatch):
     """It may be launched in another stream, while calls go on in the one it was captured in."""
     places, x = [], arrays(2, 3, 20, 16)
 
@@ -645,7 +645,7 @@ def test_a_graph_has_temporaries_that_no_other_call_writes_to(near, monkeypatch)
     assert len({first, in_graph, beside, in_another}) == 4
 
 
-def test_a_bound_call_keeps_temporaries_of_few_streams(near):
+def test_a_prepared_call_keeps_temporaries_of_few_streams(near):
     x = arrays(2, 3, 20, 16)
     bound = compiled(near, *x)
     wanted = right(*x)
@@ -676,7 +676,7 @@ def test_calls_of_attention_share_memory_for_temporaries(near):
     assert near.spaces == {}
 
 
-def test_temporaries_that_share_memory_lie_apart(near):
+def test_temporaries_do_not_overlap(near):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
     got = cupyfa.attention(q, k, v, backend=near, kernel="mma_split_kv")
@@ -685,7 +685,7 @@ def test_temporaries_that_share_memory_lie_apart(near):
     assert len(near.spaces) == 1
 
 
-def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near, monkeypatch):
+def test_temporaries_between_launches_are_not_shared_with_other_calls(near, monkeypatch):
     """Of calls of one launch in the same stream, which other threads may make in between."""
     places = []
 
@@ -712,7 +712,7 @@ def test_what_a_launch_leaves_for_the_next_is_out_of_the_way_of_other_calls(near
         assert all(end <= low or start >= high for start, end in spans for low, high in several)
 
 
-def test_threads_share_a_bound_call(near):
+def test_threads_share_a_prepared_call(near):
     bound = compiled(near, *arrays(2, 3, 20, 16))
     problems = [arrays(2, 3, 20, 16, seed=seed) for seed in range(6)]
     results = in_threads(lambda problem: [bound(*problem) for _ in range(3)][-1], problems)
@@ -807,7 +807,7 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
                 assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
 
 
-def test_memory_of_results_is_used_again_only_when_nobody_holds_it(driver, monkeypatch):
+def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch):
     import cupy
 
     from cupyfa.runtime.cuda import device as cuda
@@ -832,7 +832,7 @@ def test_memory_of_results_is_used_again_only_when_nobody_holds_it(driver, monke
         assert prepared(q, k, v).data.ptr not in usual
 
 
-def test_each_thread_has_arguments_of_its_own(driver):
+def test_each_thread_has_its_own_arguments(driver):
     engine = Driven()
     plan = planned(FORWARD["fa2"], Simulator(), {"M": 5, "N": 5, "d": 8}, "float32")
     arrays = {x: on_device((1, 1, 5, 8), np.dtype("f4")) for x in ("Q", "K", "V", "O")}
@@ -847,7 +847,7 @@ def test_each_thread_has_arguments_of_its_own(driver):
     assert driver[0][-1] == driver[2][-1] != driver[1][-1]
 
 
-def test_launches_of_a_call_are_not_parted_by_those_of_another_thread(driver, monkeypatch):
+def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monkeypatch):
     """Of two threads in one stream, which share the temporaries that the second launch reads."""
     from cupyfa.runtime.cuda import device as cuda
 
@@ -921,7 +921,7 @@ def torch(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_tensors_of_torch_are_seen_where_they_are(torch, dtype):
+def test_torch_tensors_are_used_in_place(torch, dtype):
     numpy = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = [on_device((2, 5, 6, 8), numpy) for _ in range(3)]
     arrays[1] = arrays[1][:, ::2, 1:, ::2]
@@ -945,19 +945,19 @@ def test_tensors_of_torch_are_seen_where_they_are(torch, dtype):
     ],
     ids=lambda x: next(iter(x)),
 )
-def test_other_tensors_go_another_way(torch, change):
+def test_unusual_torch_tensors_go_through_dlpack(torch, change):
     usual = Tensor(on_device((2, 5), np.dtype("f4")))
     assert Driven().adopt_tensors([usual]) is not None
     assert Driven().adopt_tensors([usual, Tensor(usual.array, **change)]) is None
 
 
-def test_tensors_of_another_stream_go_another_way(torch):
+def test_torch_tensors_of_another_stream_go_through_dlpack(torch):
     usual = Tensor(on_device((2, 5), np.dtype("f4")))
     torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
     assert Driven().adopt_tensors([usual]) is None
 
 
-def test_bfloat16_has_a_place_in_pinned_memory():
+def test_empty_pinned_takes_dtypes_and_shapes():
     x = cupyfa.empty_pinned((3, 4), "bfloat16", backend="simulator")
     assert x.shape == (3, 4) and x.dtype == ml_dtypes.bfloat16
     assert cupyfa.empty_pinned(5, np.float16, backend="simulator").shape == (5,)

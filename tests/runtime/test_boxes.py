@@ -74,7 +74,7 @@ def test_a_grid_knows_the_multiprocessors(kernel):
         replace(kernel, tiles=({"multiprocessors": 3},))
 
 
-def test_its_own_architecture_alone_runs_it(kernel):
+def test_sm_90a_kernels_run_only_on_sm_90(kernel):
     problem = Problem.of_sizes(**SIZES, dtype="float16")
     assert kernel.arches == ("90a",)
     for arch in ("90", "90a"):
@@ -88,7 +88,7 @@ def test_its_own_architecture_alone_runs_it(kernel):
         assert "\n" not in str(refused.value)
 
 
-def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
+def test_auto_takes_sm_90a_kernels_only_on_sm_90(kernel, monkeypatch):
     fast = replace(kernel, tflops={"float16": {64: 1e4}})
     monkeypatch.setitem(LADDER["forward"], fast.name, fast)
     problem = Problem.of_sizes(M=64, d=64, dtype="float16")
@@ -100,7 +100,7 @@ def test_auto_takes_it_only_where_it_runs(kernel, monkeypatch):
     assert fast not in (chosen["80"], chosen["100"])
 
 
-def test_it_is_compiled_for_its_own_architecture(kernel):
+def test_sm_90a_kernels_are_compiled_for_sm_90a(kernel):
     pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
     arches, dtypes = ["80", "90", "90a", "100"], ["bfloat16", "bfloat16"]
     ((plan, arch),) = compiling.plans([kernel], arches, dtypes, 40)
@@ -192,7 +192,7 @@ def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(compiler, tmp_
         assert made.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES") == granted
 
 
-def test_an_interrupted_call_leaves_no_address_of_another():
+def test_an_interrupted_call_leaves_no_stale_address():
     launched, stops = [], []
 
     class Memory(list):
@@ -219,7 +219,7 @@ def test_an_interrupted_call_leaves_no_address_of_another():
 SLOW = code("slow")
 
 
-def test_the_compiler_warns_of_products_in_turn(tmp_path):
+def test_warnings_of_serialized_products_are_shown(tmp_path):
     pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
     (tmp_path / "own.cu").write_text(f"#include <tile/tensor.cuh>\n{SLOW}")
     step = launch(args="Q lse.data", boxes={})
@@ -239,7 +239,7 @@ def mapped_arguments(engine, plan, arrays):
     return arguments(engine, plan.launches[0], arrays)[:4]
 
 
-def test_the_simulators_map_byte_for_byte(kernel, simulator):
+def test_bytes_of_the_simulators_tensor_map(kernel, simulator):
     plan = planned(kernel, simulator, SIZES, "bfloat16")
     arrays = timing.arrays_of(simulator, plan, inputs_of(plan, layout="bshd"), {})
     maps = mapped_arguments(simulator, plan, arrays)
@@ -253,7 +253,7 @@ def test_the_simulators_map_byte_for_byte(kernel, simulator):
         assert made.ctypes.data % 64 == 0 and made.nbytes == 128
 
 
-def test_axes_that_nobody_walks_along_get_strides_that_are_allowed(kernel, simulator):
+def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     plan = planned(kernel, simulator, {"M": 1, "N": 0, "d": 40}, "float16")
     strange = np.lib.stride_tricks.as_strided
     arrays = timing.arrays_of(simulator, plan, inputs_of(plan), {})
@@ -274,7 +274,7 @@ def test_axes_that_nobody_walks_along_get_strides_that_are_allowed(kernel, simul
     ],
     ids=["float32", "no columns", "an odd address", "backwards"],
 )
-def test_what_has_no_map_is_refused(kernel, simulator, spoil, message):
+def test_arrays_without_a_valid_tensor_map_are_refused(kernel, simulator, spoil, message):
     plan = planned(kernel, simulator, {"M": 9, "d": 40}, "float16")
     arrays = timing.arrays_of(simulator, plan, inputs_of(plan), {})
     with pytest.raises(ValueError, match=f"by_boxes: Q.map is of .*{message}"):
@@ -289,7 +289,7 @@ ENCODE = ctypes.CFUNCTYPE(
 )
 
 
-def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
+def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
     cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
     asked = []
 
@@ -321,7 +321,7 @@ def test_the_driver_is_asked_for_what_the_array_is(monkeypatch):
     cuda._encoded.cache_clear()
 
 
-def test_what_can_be_boxed_is_not_copied(kernel, simulator):
+def test_aligned_inputs_are_not_copied(kernel, simulator):
     for layout in ("bhsd", "bshd"):
         plan = planned(kernel, simulator, SIZES, "float16")
         inputs = inputs_of(plan, layout=layout)
@@ -365,7 +365,7 @@ def skip_unless_it_runs(kernel, backend):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_boxes_come_and_go_unchanged(kernel, backend, dtype):
+def test_tma_tiles_are_copied_unchanged(kernel, backend, dtype):
     """Of one key, every row of O is V: each bit has been copied into a box and out of another."""
     skip_unless_it_runs(kernel, backend)
     plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
@@ -379,7 +379,7 @@ def test_boxes_come_and_go_unchanged(kernel, backend, dtype):
 @pytest.mark.parametrize(
     "sizes", [SIZES, ODD, {"M": 1, "N": 1, "d": 1}, {"M": 5, "N": 0, "d": 8}, {"M": 0, "d": 12}]
 )
-def test_it_is_right(kernel, backend, sizes, layout):
+def test_a_kernel_with_tensor_maps_is_right(kernel, backend, sizes, layout):
     skip_unless_it_runs(kernel, backend)
     for dtype in kernel.dtypes:
         plan = planned(kernel, backend, sizes, dtype)
@@ -389,7 +389,7 @@ def test_it_is_right(kernel, backend, sizes, layout):
 
 @pytest.mark.parametrize("check", [False, True], ids=["run", "check"])
 @pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["even", "odd"])
-def test_a_call_takes_and_fills_any_arrays(kernel, backend, sizes, check):
+def test_a_call_takes_arrays_of_any_alignment(kernel, backend, sizes, check):
     skip_unless_it_runs(kernel, backend)
     problem = Problem.of_sizes(**sizes, dtype="float16")
     arrays = views(*q_k_v(problem).values())
@@ -409,7 +409,7 @@ def on_device(arrays):
     return {name: timing._placed(backend_named("cuda"), array) for name, array in arrays.items()}
 
 
-def test_a_trial_and_a_benchmark_place_arrays_so_too(kernel, simulator):
+def test_trials_and_benchmarks_align_arrays_too(kernel, simulator):
     plan = planned(kernel, simulator, ODD, "float16")
     assert trial.trial(simulator, plan, inputs_of(plan)).passed
     rows = cupyfa.bench([kernel], backend=simulator, budget=0, **ODD, dtype="float16")
@@ -417,7 +417,7 @@ def test_a_trial_and_a_benchmark_place_arrays_so_too(kernel, simulator):
 
 
 @pytest.mark.gpu
-def test_maps_are_frozen_in_a_graph_and_serve_again(kernel, cuda):
+def test_tensor_maps_in_a_graph_are_reused(kernel, cuda):
     skip_unless_it_runs(kernel, cuda)
     plan = planned(kernel, cuda, ODD, "float16")
     arrays = timing.arrays_of(cuda, plan, readable_inputs(plan, inputs_of(plan)), {})

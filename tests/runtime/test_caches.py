@@ -97,7 +97,7 @@ def test_the_size_is_one_number_for_each_kind_and_for_all_of_ours(home):
     assert sizes["all but cupy"] == sum(sizes[kind] for kind in OURS)
 
 
-def test_nothing_is_there_where_nothing_was_kept(tmp_path, monkeypatch):
+def test_an_empty_cache_has_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "ours"))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
     assert all(row["files"] == 0 for row in rows("list").values())
@@ -105,7 +105,7 @@ def test_nothing_is_there_where_nothing_was_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_clear_removes_all_of_ours_and_nothing_else(home):
+def test_clear_removes_only_files_of_the_cache(home):
     cleared = rows("clear")
     assert {kind: row["files"] for kind, row in cleared.items()} == {
         "compiled": 2,
@@ -126,7 +126,7 @@ def test_clear_removes_all_of_ours_and_nothing_else(home):
     }
 
 
-def test_a_dry_run_tells_the_same_and_removes_nothing(home):
+def test_a_dry_run_shows_the_same_and_removes_nothing(home):
     before = files(home)
     told = rows("clear", "--dry-run", "--cupy")
     assert files(home) == before
@@ -149,7 +149,7 @@ def test_named_kinds_are_cleared_and_leftovers_with_them(home):
     assert "add --cupy to clear it" in cli("clear", "cupy", code=2).stderr
 
 
-def test_young_leftovers_may_be_in_use_and_stay(home):
+def test_recent_leftovers_are_kept(home):
     age(home / "ours", hours=0.5)
     assert rows("list")["leftovers"]["files"] == 0
     rows("clear")
@@ -185,7 +185,7 @@ def test_the_folder_itself_may_be_a_link(home, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", ["ours", "ours/tuned", "cupys"])
-def test_a_file_in_a_folders_place_is_one_line(tmp_path, damaged):
+def test_a_file_instead_of_a_folder_is_one_line(tmp_path, damaged):
     (tmp_path / damaged).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / damaged).write_text("no folder")
     for command in (["list"], ["size"], ["clear", "--cupy"]):
@@ -196,7 +196,7 @@ def test_a_file_in_a_folders_place_is_one_line(tmp_path, damaged):
     assert (tmp_path / damaged).read_text() == "no folder"
 
 
-def test_what_cannot_be_removed_is_told_once_and_ends_with_3(home, monkeypatch):
+def test_files_that_cannot_be_removed_are_reported_once(home, monkeypatch):
     def refuse(path, *_, **__):
         raise OSError(30, "Read-only file system", str(path))
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_removed_is_told_once_and_ends_with_3(home, monkeypatch):
     assert cli("clear", "--dry-run").exit_code == 0
 
 
-def test_files_that_others_remove_meanwhile_are_not_missed(home, monkeypatch):
+def test_files_removed_concurrently_are_ignored(home, monkeypatch):
     listed = caches._entries
 
     def vanishing(folder):
@@ -230,7 +230,7 @@ def process(*args, folder, cupy=None, **options):
     return helpers.cli.process(args, env=env, **options)
 
 
-def test_what_is_warmed_is_found_by_the_next_process(tmp_path):
+def test_warmed_kernels_are_found_by_the_next_process(tmp_path):
     warm = ["cache", "warm", "v1", "softmax_safe", "-d", "8,16", "--dtype", "float32", "--both"]
     warm += ["--backend", "simulator", "--format", "json"]
     first, second = (json.loads(process(*warm, folder=tmp_path).stdout)[0] for _ in range(2))
@@ -243,7 +243,7 @@ def test_what_is_warmed_is_found_by_the_next_process(tmp_path):
     assert files(tmp_path) == before
 
 
-def test_warm_passes_over_what_cannot_be_but_not_over_all(monkeypatch):
+def test_warm_skips_unsupported_kernels_unless_all_are(monkeypatch):
     engine = backend_named("simulator")
     prepared = []
     monkeypatch.setattr(engine, "prepare", prepared.append)
@@ -292,11 +292,11 @@ def test_a_kernel_that_cannot_be_compiled_ends_warming(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["", "64,", "x", "-1", "1.5"])
-def test_warm_refuses_what_is_no_list_of_sizes(wrong):
+def test_warm_refuses_invalid_sizes(wrong):
     assert "Traceback" not in cli("warm", "v1", f"-d{wrong}", code=2).output
 
 
-def test_a_folder_that_cannot_be_made_is_replaced_by_one_for_the_process(tmp_path, monkeypatch):
+def test_a_temporary_folder_replaces_an_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert store.chosen_folder() == tmp_path / "file" / "cache"

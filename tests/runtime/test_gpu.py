@@ -88,7 +88,7 @@ def test_processes_may_compile_the_same_kernel_at_once(process):
     assert len(set(outputs)) == 1
 
 
-def test_a_second_process_finds_the_kernel_on_disk(process, tmp_path):
+def test_a_second_process_uses_the_kernel_on_disk(process, tmp_path):
     written = []
     for _ in range(2):
         assert process().wait() == 0

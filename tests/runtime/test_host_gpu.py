@@ -30,7 +30,7 @@ def on_device(*host):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "auto"])
-def test_the_way_through_buffers_gives_the_same_bits(kernel, layout):
+def test_transfers_through_buffers_give_the_same_bits(kernel, layout):
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 21)
     q, k, v = arrays(4, 300, 8, 64) if layout == "bshd" else arrays(4, 8, 300, 64)
     options = {"kernel": kernel, "layout": layout, "causal": True, "return_lse": True}
@@ -40,7 +40,7 @@ def test_the_way_through_buffers_gives_the_same_bits(kernel, layout):
         np.testing.assert_array_equal(got, right.get())
 
 
-def test_pinned_arrays_go_straight_through():
+def test_pinned_arrays_need_no_buffers():
     host = arrays(4, 8, 300, 64)
     pinned = [cupyfa.empty_pinned(x.shape, x.dtype) for x in (*host, host[0])]
     for mine, x in zip(pinned, host):
@@ -110,7 +110,7 @@ def test_uploads_and_downloads_overlap(monkeypatch):
     assert beside > sum(end - begin for begin, end in down) / 2
 
 
-def test_a_bound_call_in_a_graph():
+def test_a_prepared_call_in_a_graph():
     import cupy
 
     q, k, v = on_device(*arrays(2, 4, 100, 64))
@@ -128,7 +128,7 @@ def test_a_bound_call_in_a_graph():
 
 
 @pytest.mark.parametrize("kernel", ["mma_pipelined", "mma_split_kv", "fa2", "wgmma", "auto"])
-def test_eight_threads_with_streams_of_their_own(kernel):
+def test_eight_threads_with_their_own_streams(kernel):
     import cupy
 
     problems = [on_device(*arrays(1, 4, 200, 64, seed=seed)) for seed in range(8)]
@@ -193,7 +193,7 @@ def test_a_producers_stream_is_waited_for():
     assert (out == 1).all()
 
 
-def test_tensors_of_torch_go_in_by_their_addresses():
+def test_torch_tensors_are_used_by_their_addresses():
     torch = pytest.importorskip("torch", reason="torch, a peer to exchange arrays with")
     host = arrays(1, 2, 100, 64)
     right = cupyfa.attention(*on_device(*host))
@@ -217,7 +217,7 @@ def test_tensors_that_another_stream_still_writes_are_waited_for():
 
 
 @pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2", "auto"])
-def test_calls_in_several_streams_have_temporaries_of_their_own(kernel):
+def test_calls_in_several_streams_have_their_own_temporaries(kernel):
     import cupy
 
     problems = [on_device(*arrays(1, 4, 200, 64, seed=seed)) for seed in range(4)]

@@ -142,7 +142,7 @@ def test_atomics_on_shared_memory_are_no_race():
 
 @pytest.mark.parametrize("level", ["-O0", "-O1", "-O2"])
 @pytest.mark.parametrize("number, header", [("__half", "fp16"), ("__nv_bfloat16", "bf16")])
-def test_16_bit_numbers_that_are_passed_by_value_are_read(monkeypatch, level, number, header):
+def test_uninitialised_16_bit_arguments_are_found(monkeypatch, level, number, header):
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", level)
     head = f"""
         #include <cuda_{header}.h>
@@ -191,7 +191,7 @@ def test_a_plain_write_races_with_the_atomics_of_other_threads():
 LAST_BLOCK = code("last_block")
 
 
-def test_the_last_block_reduces_what_fences_made_known():
+def test_the_last_block_reduces_results_after_fences():
     for workers in (1, 2, 4):
         A, B = np.zeros(500, np.uint32), np.zeros(2, np.uint32)
         launch(LAST_BLOCK, A, B, grid=(500, 1, 1), threads=1, workers=workers)
@@ -437,7 +437,7 @@ DECLARATIONS = [
 
 @pytest.mark.parametrize("declaration", DECLARATIONS)
 @pytest.mark.parametrize("scope", ["function", "file", "namespace"])
-def test_extern_shared_arrays_are_the_blocks_dynamic_memory(scope, declaration):
+def test_extern_shared_arrays_are_dynamic_shared_memory(scope, declaration):
     body = """
         x[threadIdx.x] = A[threadIdx.x];
         __syncthreads();
@@ -474,7 +474,7 @@ def test_extern_shared_arrays_of_other_shapes():
     assert A.tolist() == [4, 11, ord("e"), 1]
 
 
-def test_extern_shared_arrays_leave_lines_where_they_were():
+def test_extern_shared_arrays_keep_line_numbers():
     text = "a\nextern __shared__ float\n  x[]; int b;\nextern __shared__\n\nint y[][8];\nc\n"
     placed = dynamic_shared.placed(text)
     assert placed.count("simulator_dynamic") == 2
@@ -497,7 +497,7 @@ def test_extern_shared_arrays_beside_shared_variables():
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
-def test_a_read_of_shared_memory_nobody_wrote(name):
+def test_a_read_of_uninitialised_shared_memory(name):
     head = "#include <tile/shared.cuh>\nstruct Shared { float x[64]; };"
     declare = "__shared__ Shared shared;" if name == "static" else (
         "Shared& shared = shared_memory<Shared>();"
@@ -523,14 +523,14 @@ def test_a_return_before_a_barrier_names_the_thread(schedule):
     assert "this thread has returned" in caught.what
 
 
-def test_a_wait_that_nothing_ends():
+def test_a_deadlocked_wait():
     body = code("a_wait_that_nothing_ends")
     launch(body, scalars=(np.int32(1),))
     caught = fault(body, scalars=(np.int32(0),))
     assert "waits for ever" in caught.what and "wait_for_flag" in caught.what
 
 
-def test_twins_order_threads_by_publishing_and_observing():
+def test_publish_and_observe_order_threads():
     body = code("twins_order_threads_by_publishing_and_observing")
     for schedule in (None, 8):
         A = np.zeros(3, np.int32)
@@ -539,7 +539,7 @@ def test_twins_order_threads_by_publishing_and_observing():
     assert "race" in fault(body.replace("simulator::observe(&ready);", ""), A, threads=64).what
 
 
-def test_a_fault_leaves_nothing_behind():
+def test_a_fault_does_not_affect_the_next_launch():
     for schedule in (None, 4, 5):
         A = np.arange(64, dtype=np.float32)
         fault("if (threadIdx.x < 40) __syncthreads();", threads=64, schedule=schedule)
@@ -589,7 +589,7 @@ def test_launches_from_several_python_threads():
             assert "is out of bounds for 'float" in result.what
 
 
-def test_a_frame_too_large_for_a_fiber_does_not_compile():
+def test_stack_frames_larger_than_a_fiber_do_not_compile():
     with pytest.raises(CompileError, match="frame"):
         launch("volatile int x[100000]; x[threadIdx.x] = 1; A[0] = x[s0];", ones(),
                scalars=(np.int32(1),))  # fmt: skip
@@ -612,7 +612,7 @@ def test_the_headers_compile_without_warnings(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-def test_zig_is_found_where_nothing_else_is(monkeypatch):
+def test_zig_is_the_fallback_compiler(monkeypatch):
     pytest.importorskip("ziglang", reason="the ziglang wheel is not installed")
     monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")

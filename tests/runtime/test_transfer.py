@@ -67,7 +67,7 @@ def same(far, q, k, v, tolerance=0.0, **options):
 
 @given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=4), most=st.integers(1, 50))
 @settings(deadline=None, max_examples=200)
-def test_slabs_are_contiguous_small_and_everything_once(shape, most):
+def test_slabs_are_contiguous_small_and_complete(shape, most):
     whole, seen = np.arange(math.prod(shape)).reshape(shape), []
     for index in layout.slabs(shape, most):
         part = whole[index]
@@ -88,7 +88,7 @@ def planner(plan):
 
 
 @pytest.mark.parametrize("wanted", [10**3, 3 * 10**4, 2 * 10**5, 10**9])
-def test_pieces_are_everything_once_and_no_larger_than_wanted(wanted):
+def test_pieces_are_complete_and_small_enough(wanted):
     plan = planned("fa2", batch=5, heads=12, kv_heads=4, M=30, N=50, d=16)
     made = pieces.cut(plan, planner(plan), wanted, 10**9)
     seen = np.zeros((5, 4, 30, 50), int)
@@ -150,14 +150,14 @@ def test_results_are_those_of_the_whole(far, layout):
     ],
     ids=["columns", "reversed", "broadcast", "heads outside", "not aligned"],
 )
-def test_any_strides_do(far, change):
+def test_any_strides_are_accepted(far, change):
     same(far, *map(change, arrays(2, 3, 40, 16)))
 
 
 @pytest.mark.parametrize(
     "kernel, d", [("wgmma", 20), ("mma_pipelined", 24), ("minimal", 16), ("v1", 8)]
 )
-def test_kernels_that_want_their_arrays_otherwise(far, kernel, d):
+def test_kernels_with_other_array_layouts(far, kernel, d):
     same(far, *arrays(2, 2, 40, d, dtype=np.float16), kernel=kernel)
 
 
@@ -166,7 +166,7 @@ def test_kernels_that_want_their_arrays_otherwise(far, kernel, d):
     [((0, 2, 5, 4), 5), ((2, 2, 0, 4), 5), ((2, 2, 5, 4), 0), ((2, 2, 5, 0), 5)],
     ids=["batch", "M", "N", "d"],
 )
-def test_nothing_in_an_array(far, shape, N):
+def test_empty_arrays(far, shape, N):
     same(far, *arrays(*shape, N=N))
 
 
@@ -200,7 +200,7 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
     same(far, q, k, v, tolerance=2e-3, kernel=kernel, **options)
 
 
-def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
+def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
     kept, done, again = transfer.Pieces(plan, planner(plan)), [], pieces.cut
     monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
@@ -212,7 +212,7 @@ def test_what_was_cut_is_cut_again_only_for_other_numbers(monkeypatch):
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
 
 
-def test_the_device_never_holds_more_than_it_may(far):
+def test_device_memory_stays_within_its_limit(far):
     transfer.configure(device_bytes=60_000)
     far.limits  # noqa: B018
     taken, empty = [], far.empty
@@ -236,7 +236,7 @@ def test_nan_stays_in_its_row_when_keys_are_merged(far):
     assert np.isnan(lse[0, 0]).nonzero()[0].tolist() == [7]
 
 
-def test_gradients_and_softmax_go_the_same_way(far):
+def test_gradients_and_softmax_are_transferred_too(far):
     q, k, v = arrays(3, 4, 20, 16, kv_heads=2)
     out, lse = cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", return_lse=True)
     options = {"kernel": "two_pass", "causal": False}
@@ -251,7 +251,7 @@ def test_gradients_and_softmax_go_the_same_way(far):
     )
 
 
-def test_out_is_filled_and_so_is_a_view_of_something_larger(far):
+def test_out_may_be_a_view(far):
     q, k, v = arrays(2, 3, 40, 16)
     memory = np.full((2, 3, 80, 16), 7, np.float32)
     out = memory[:, :, ::2]
@@ -260,11 +260,11 @@ def test_out_is_filled_and_so_is_a_view_of_something_larger(far):
     assert (memory[:, :, 1::2] == 7).all()
 
 
-def test_checked_calls_go_to_a_far_device_as_well(far):
+def test_checked_calls_are_transferred_too(far):
     same(far, *arrays(1, 2, 20, 16), check=True)
 
 
-def test_progress_is_told_piece_by_piece(far):
+def test_progress_is_reported_for_each_piece(far):
     told = []
     q, k, v = arrays(4, 3, 40, 16)
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, progress=lambda *x: told.append(x))
@@ -284,7 +284,7 @@ def test_pinned_arrays_need_no_buffers(far):
     assert hosts[far].bytes == 0
 
 
-def test_memory_is_bounded_stated_and_freed(far):
+def test_buffer_memory_is_bounded_reported_and_freed(far):
     q, k, v = arrays(4, 4, 64, 16)
     out = np.empty_like(q)
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
@@ -295,7 +295,7 @@ def test_memory_is_bounded_stated_and_freed(far):
     same(far, q, k, v)
 
 
-def test_results_of_a_size_that_comes_again_are_pinned_while_there_is_room(far):
+def test_results_of_a_repeated_size_are_pinned_within_the_limit(far):
     q, k, v = arrays(2, 2, 64, 16)
     transfer.configure(pinned_results=q.nbytes)
     first, second, third = (cupyfa.attention(q, k, v, kernel="fa2", backend=far) for _ in range(3))
@@ -306,7 +306,7 @@ def test_results_of_a_size_that_comes_again_are_pinned_while_there_is_room(far):
     assert transfer.held() == before - q.nbytes
 
 
-def test_what_fails_in_a_thread_is_raised_and_ends_the_call(far):
+def test_an_error_in_a_thread_ends_the_call(far):
     q, k, v = arrays(2, 4, 64, 16)
     far.failing = True
     with pytest.raises(RuntimeError, match="the bus failed"):
@@ -316,7 +316,7 @@ def test_what_fails_in_a_thread_is_raised_and_ends_the_call(far):
 
 
 @pytest.mark.parametrize("what", ["no memory", "a lost device"])
-def test_a_failure_with_few_buffers_ends_the_call_as_well(far, what):
+def test_an_error_with_few_buffers_ends_the_call(far, what):
     """Threads that wait for a buffer are told, and a buffer whose copy failed is not lost."""
     transfer.configure(buffers=2, threads=4)
     ended, wait = threading.Event(), FarMark.wait
@@ -342,7 +342,7 @@ def test_a_failure_with_few_buffers_ends_the_call_as_well(far, what):
     assert FarMark.wait is wait
 
 
-def test_no_more_results_are_pinned_than_may_be(far):
+def test_pinned_results_stay_within_the_limit(far):
     """By threads at once, while others are dropped, and by what CuPy's pool takes for them."""
     size, held = 3 << 10, []
     transfer.configure(pinned_results=2 * 4096)
@@ -381,7 +381,7 @@ def of_transfer():
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_threads_end_with_the_buffers_that_they_were_for(far, failing):
+def test_threads_end_with_their_buffers(far, failing):
     transfer.release()
     gc.collect()  # what other tests left
     for thread in of_transfer():
@@ -403,7 +403,7 @@ def test_threads_end_with_the_buffers_that_they_were_for(far, failing):
         gc.enable()
 
 
-def test_buffers_are_taken_again_before_there_are_more(far):
+def test_buffers_are_reused_before_new_ones_are_made(far):
     taken = buffers.Buffers(far, transfer.configure())
     with far.lanes() as (lane, _, _):
         first, second = taken.take(), taken.take()
@@ -420,7 +420,7 @@ def test_buffers_are_taken_again_before_there_are_more(far):
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_a_part_sees_the_keys_that_the_whole_does(options):
+def test_a_part_has_the_mask_of_the_whole(options):
     whole = Problem.of_sizes(M=7, N=9, d=1, **options)
 
     def sees(p, i, j):
@@ -437,7 +437,7 @@ def test_a_part_sees_the_keys_that_the_whole_does(options):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_ctrl_c_as_copies_are_handed_over_ends_the_call(far, monkeypatch, begun):
+def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
     """They are given to threads all or not at all, and the call waits for those that are."""
     q, k, v = arrays(2, 4, 50, 16)
     submit, left = Host.submit, [4]

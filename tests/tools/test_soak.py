@@ -9,7 +9,7 @@ from helpers.scripts import printed
 soak = partial(printed, "soak.py")
 
 
-def test_calls_from_many_threads_are_right_and_leak_nothing():
+def test_calls_from_many_threads_are_right_without_leaks():
     said = soak("--backend", "simulator", "--calls", 200)
     assert "from 8 threads" in said and "\n200 calls, " in said
 

@@ -90,13 +90,13 @@ def test_kernels_of_the_ladder():
     assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]
 
 
-def test_a_right_kernel_of_ones_own(tmp_path):
+def test_a_correct_users_kernel(tmp_path):
     done = check(broken_kernels.write(tmp_path), samples=10, failures=tmp_path / "files", reruns=1)
     assert done.failures == ()
     assert not (tmp_path / "files").exists()
 
 
-def test_a_dropped_column_is_found_made_small_and_repeated(tmp_path):
+def test_a_dropped_column_is_found_shrunk_and_reproduced(tmp_path):
     failure = the_failure(check(broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)))
     assert failure.outcome.kind == WRONG_RESULT
     assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
@@ -139,7 +139,7 @@ def test_a_write_outside_on_the_gpu(cuda, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_traps_takes_no_other_with_it(cuda, tmp_path):
+def test_a_kernel_that_traps_does_not_affect_others(cuda, tmp_path):
     trap = tuple((right, wrong.replace("builtin_", "")) for right, wrong in broken_kernels.DIES)
     kernel = broken_kernels.write(tmp_path, trap)
     done = cupyfa.check([kernel, "softmax_online"], backend="cuda", jobs=2, **FUZZ)
@@ -161,7 +161,7 @@ def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
     assert "differs from the first run's in" in again.stderr
 
 
-def test_a_failure_is_repeated_with_the_threads_in_the_same_order(tmp_path, monkeypatch):
+def test_a_failure_is_reproduced_with_the_same_schedule(tmp_path, monkeypatch):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = {**FUZZ, "backend": Simulator(schedule=np.int64(0)), "failures": tmp_path}
     failure = the_failure(cupyfa.check(kernel, **options))
@@ -180,7 +180,7 @@ def test_a_failure_is_repeated_with_the_threads_in_the_same_order(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["lanes", "softmax_safe"])
-def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
+def test_a_users_record_is_not_confused_with_a_rung(tmp_path, name):
     script = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     kernel = replace(record_named(script), name=name)
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
@@ -194,7 +194,7 @@ def test_a_record_of_ones_own_is_not_taken_for_the_ladders(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
+def test_a_kernel_that_hangs_is_killed_and_others_continue(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     done = check([kernel, "softmax_online"], jobs=2, timeout=1)
     mine, other = done.tallies
@@ -212,7 +212,7 @@ def test_a_kernel_that_hangs_is_ended_and_the_others_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_dies_is_named_and_the_others_go_on(tmp_path):
+def test_a_kernel_that_crashes_is_named_and_others_continue(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.DIES)
     done = check([kernel, "softmax_online"], jobs=2)
     mine, other = done.tallies
@@ -225,7 +225,7 @@ def test_a_kernel_that_dies_is_named_and_the_others_go_on(tmp_path):
     assert repeat(failure).returncode == -signal.SIGILL
 
 
-def test_a_mistake_in_a_record_is_a_failure_not_the_end(tmp_path):
+def test_an_error_in_a_record_is_one_failure(tmp_path):
     kernel = broken_kernels.write(tmp_path)
     script = Path(kernel.removesuffix(":mine"))
     wrong = 'replace(right.launches[0], grid=lambda p, c: p.M // (p.M % 2), file="mine.cu")'
@@ -238,7 +238,7 @@ def test_a_mistake_in_a_record_is_a_failure_not_the_end(tmp_path):
     assert "ZeroDivisionError" in done.failures[0].outcome.message
 
 
-def test_what_is_not_supported_is_counted_by_its_reason(tmp_path):
+def test_unsupported_cases_are_counted_by_reason(tmp_path):
     script = own_kernel.write(tmp_path)
     done = check([f"{script}:mine", "v3"], samples=20, dtypes=["float64"])
     mine, v3 = done.tallies
@@ -248,7 +248,7 @@ def test_what_is_not_supported_is_counted_by_its_reason(tmp_path):
     assert "20 its dtypes are float16, bfloat16, float32" in str(done)
 
 
-def test_the_simulator_does_not_begin_what_it_would_not_end():
+def test_the_simulator_skips_cases_that_are_too_large():
     done = check("softmax_safe", grid="fa2", samples=40, dtypes=["float16"])
     (tally,) = done.tallies
     assert tally.not_run["too large for the simulator"] > 0
@@ -259,7 +259,7 @@ def test_the_simulator_does_not_begin_what_it_would_not_end():
 
 
 @pytest.mark.slow
-def test_processes_find_what_this_one_finds(tmp_path):
+def test_processes_find_the_same_failures(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     here, there = (check([kernel, "softmax_online"], jobs=jobs) for jobs in (0, 2))
     assert here.failures == there.failures
@@ -278,7 +278,7 @@ def test_records_are_checked_in_processes_too(tmp_path):
         check([made_here], jobs=2)
 
 
-def test_without_fuzz_a_failure_is_told_on_the_case_it_was_found_on(tmp_path):
+def test_failures_are_shrunk_only_on_fuzz(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     done = check(record_named(kernel), grid="fa3", samples=40)
     assert len(done.failures) > 1
@@ -287,13 +287,13 @@ def test_without_fuzz_a_failure_is_told_on_the_case_it_was_found_on(tmp_path):
         assert failure.case.problem.N % 16 == 3
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     told = []
     check("softmax_safe", samples=5, progress=lambda *args: told.append(args))
     assert told == [(i, 5, "0 failed") for i in range(1, 6)]
 
 
-def test_the_command_line_shows_failures_commands_files_and_counts(tmp_path):
+def test_the_command_prints_failures_commands_files_and_counts(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = ("--backend", "simulator", "--jobs", 2, "--failures", tmp_path / "files")
     done = cli("check", kernel, *FUZZ_OPTIONS, *options, code=1)
@@ -308,7 +308,7 @@ def test_the_command_line_shows_failures_commands_files_and_counts(tmp_path):
     assert done.stderr == ""
 
 
-def test_the_command_line_as_data(tmp_path):
+def test_the_command_prints_json_and_csv(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
     asked = ("--failures", tmp_path / "files", "--format", "json")

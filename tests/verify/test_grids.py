@@ -38,7 +38,7 @@ def test_dtypes_replace_those_of_the_grid(grid, operation):
 
 @EVERY_GRID
 @OPERATIONS
-def test_inputs_go_by_the_seed(grid, operation):
+def test_inputs_depend_on_the_seed(grid, operation):
     seeds = [{x.seed for x in grids.cases(grid, operation, seed=seed)} for seed in (0, 1)]
     assert not seeds[0] & seeds[1]
 
@@ -56,7 +56,7 @@ def test_sizes_of_flash_attentions_tests_are_there(grid, sizes):
     assert set(grids.cases("edges", "forward")) <= set(cases)
 
 
-def test_long_cases_take_turns_and_short_ones_do_not():
+def test_long_cases_are_not_fully_crossed():
     cases = grids.cases("fa2", "forward", dtypes=["float16", "bfloat16"])
     of_64 = [
         sizes_of(case)[1:5] for case in cases if case.problem.d == 64 and case.problem.left is None
@@ -84,7 +84,7 @@ def test_head_dimensions_of_v_differ_in_fa3():
     assert {(192, 128), (64, 256), (64, 512)} <= pairs
 
 
-def test_edges_are_edges():
+def test_edge_cases():
     cases = grids.cases("edges", "forward")
     for axis in ("batch", "heads", "M", "N", "d", "dv"):
         assert any(getattr(case.problem, axis) == 0 for case in cases), axis
@@ -98,7 +98,7 @@ def test_edges_are_edges():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_hold_the_same_elements_in_other_places(layout):
+def test_layouts_have_the_same_elements(layout):
     problem = Problem.of_sizes(batch=2, heads=4, kv_heads=2, M=5, N=7, d=3, dtype="float16")
     plain = Case("forward", problem).inputs()
     try:
@@ -117,7 +117,7 @@ def pairs(cases):
     return {pair for one in fields for pair in combinations(one.items(), 2)}
 
 
-def test_samples_meet_more_pairs_than_chance():
+def test_samples_cover_more_pairs_than_random_ones():
     everything = grids.cases("edges", "forward")
     chosen = grids.cases("edges", "forward", samples=40, seed=5)
     assert len(set(chosen)) == 40
@@ -133,14 +133,14 @@ def test_more_samples_than_there_are():
 
 
 @OPERATIONS
-def test_a_sample_of_fuzz_depends_on_the_seed_and_its_number_alone(operation):
+def test_a_fuzz_sample_depends_only_on_the_seed_and_its_number(operation):
     many = grids.cases("fuzz", operation, samples=50, seed=3)
     assert many[:10] == grids.cases("fuzz", operation, samples=10, seed=3)
     assert many[7] == grids.fuzz_case(operation, 3, 7)
     assert not set(many) & set(grids.cases("fuzz", operation, samples=50, seed=4))
 
 
-def test_fuzz_reaches_everywhere_and_stays_small():
+def test_fuzz_covers_all_values_with_small_cases():
     cases = grids.cases("fuzz", "forward", samples=2000)
     problems = [case.problem for case in cases]
     assert {p.dtype.name for p in problems} == set(DTYPES)

@@ -37,7 +37,7 @@ def replay(file, *args, code):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_fails_again_and_another_kernel_does_not(tmp_path, dtype):
+def test_a_replayed_failure_fails_again_and_another_kernel_passes(tmp_path, dtype):
     case = replace(CASE, problem=Problem.of_row_sizes(5, 19, dtype))
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED, case)
     again = cupyfa.replay(file, backend="simulator")
@@ -49,7 +49,7 @@ def test_it_fails_again_and_another_kernel_does_not(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "far"])
-def test_the_file_holds_inputs_results_and_bounds(tmp_path, layout):
+def test_the_file_has_inputs_results_and_bounds(tmp_path, layout):
     case = replace(CASE, problem=Problem.of_row_sizes(5, 19, "bfloat16"), layout=layout)
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED, case)
     with np.load(file, allow_pickle=False) as members:
@@ -67,7 +67,7 @@ def test_the_file_holds_inputs_results_and_bounds(tmp_path, layout):
     assert read.case == case
 
 
-def test_attention_is_replayed_from_what_is_stored_not_from_the_seed(tmp_path):
+def test_attention_is_replayed_from_the_stored_inputs(tmp_path):
     problem = Problem.of_sizes(heads=4, kv_heads=2, M=5, N=7, d=3, dtype="float16", causal=True)
     case = Case("forward", problem, values="inf", layout="packed")
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
@@ -78,13 +78,13 @@ def test_attention_is_replayed_from_what_is_stored_not_from_the_seed(tmp_path):
     assert again.now.verdicts != outcome.verdicts
 
 
-def test_a_result_that_differs_between_runs_is_run_as_often_again(tmp_path):
+def test_a_result_that_differs_between_runs_is_rerun_as_often(tmp_path):
     file = stored(tmp_path, broken_kernels.DEPENDS_ON_THE_ORDER, reruns=3)
     again = cupyfa.replay(file, backend="simulator")
     assert again.stored.outcome.kind == again.now.kind == DIFFERS
 
 
-def test_constants_that_are_no_more_are_left_to_the_plan(tmp_path):
+def test_outdated_constants_are_left_to_the_plan(tmp_path):
     case = Case("forward", Problem.of_sizes(M=5, N=7, d=3))
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), {"Br": 64, "Bc": 16}, keep=True))
     for constants in (outcome.constants, {"Br": 64, "Bc": 16, "gone": 3}):

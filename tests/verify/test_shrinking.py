@@ -18,11 +18,11 @@ LARGE = Case(
 SMALLEST = Case("forward", Problem.of_sizes(M=1, N=1, d=1))
 
 
-def test_whatever_does_not_matter_goes():
+def test_irrelevant_fields_are_reduced():
     assert shrunk(LARGE, lambda case: True) == SMALLEST
 
 
-def test_what_matters_stays():
+def test_relevant_fields_stay():
     def fails(case):
         p = case.problem
         return p.N % 16 == 3 and p.causal is not None and p.group > 1 and case.layout == "gaps"
@@ -34,14 +34,14 @@ def test_what_matters_stays():
     assert (found.values, found.seed, p.scale) == ("normal", 0, 1.0)
 
 
-def test_a_threshold_is_approached():
+def test_thresholds_are_found():
     found = shrunk(LARGE, lambda case: case.problem.N > 200 and case.problem.d >= 17)
     assert 200 < found.problem.N < 280
     assert found.problem.d == 17
     assert found.problem.scale == 17**-0.5
 
 
-def test_what_cannot_be_smaller_stays_as_it_is():
+def test_minimal_cases_stay_unchanged():
     assert shrunk(LARGE, lambda case: False) == LARGE
     assert shrunk(SMALLEST, lambda case: True) == SMALLEST
 
@@ -52,7 +52,7 @@ def test_a_softmax_has_rows_and_columns():
     assert found == replace(case, values="normal", problem=Problem.of_row_sizes(1, 30, "float16"))
 
 
-def test_tries_and_seconds_are_bounded():
+def test_tries_and_time_are_limited():
     tried = []
     shrunk(LARGE, lambda case: bool(tried.append(case)), tries=5)
     assert len(tried) == 5

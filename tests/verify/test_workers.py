@@ -40,7 +40,7 @@ def test_processes_take_several_devices_in_turn(monkeypatch):
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-def test_a_process_gives_the_outcomes_that_this_one_gives(worker):
+def test_a_process_gives_the_same_outcomes(worker):
     task = Task(FINE, ("softmax_safe", "softmax_online"), keep=True)
     here, there = Here(Simulator()).run(task), worker.run(task)
     assert here == there
@@ -51,7 +51,7 @@ def test_a_process_gives_the_outcomes_that_this_one_gives(worker):
         }
 
 
-def test_a_kernel_that_dies_is_named_and_the_next_gets_another_process(tmp_path, worker):
+def test_a_kernel_that_crashes_is_named_and_the_process_is_replaced(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path, broken_kernels.DIES)
     done = worker.run(Task(FAULTY, ("softmax_safe", kernel, "softmax_online"), keep=True))
     assert [(outcome.kernel, outcome.kind) for outcome in done] == [
@@ -64,7 +64,7 @@ def test_a_kernel_that_dies_is_named_and_the_next_gets_another_process(tmp_path,
     assert kinds(worker.run(Task(FINE, (kernel,)))) == [RIGHT]
 
 
-def test_the_last_line_of_a_dead_process_is_shown(tmp_path, worker):
+def test_the_last_line_of_a_crashed_process_is_shown(tmp_path, worker):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint('out of luck', file=sys.stderr)\nos._exit(3)\n")
     (outcome,) = worker.run(Task(FINE, (f"{script}:mine",)))
@@ -72,7 +72,7 @@ def test_the_last_line_of_a_dead_process_is_shown(tmp_path, worker):
     assert outcome.message == "the process died (exit code 3): out of luck"
 
 
-def test_a_kernel_that_hangs_is_ended_in_time(tmp_path, worker):
+def test_a_kernel_that_hangs_is_killed_in_time(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     assert kinds(worker.run(Task(FINE, (kernel,)))) == [RIGHT]  # compiles it
     start = time.monotonic()
@@ -81,14 +81,14 @@ def test_a_kernel_that_hangs_is_ended_in_time(tmp_path, worker):
     assert 0.5 < time.monotonic() - start < 10
 
 
-def test_time_to_compile_does_not_count(tmp_path, worker):
+def test_compile_time_does_not_count(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path)
     mine = tmp_path / "mine.cu"
     mine.write_text(mine.read_text() + f"// new to every cache: {tmp_path}\n")
     assert kinds(worker.run(Task(FINE, (kernel,), timeout=0.1))) == [RIGHT]
 
 
-def test_a_lost_device_is_given_up_with_its_process(monkeypatch, worker):
+def test_a_lost_device_ends_its_process(monkeypatch, worker):
     """As after a kernel that traps on a GPU: no step follows the loss."""
     started = []
     begun = worker._begun
@@ -127,7 +127,7 @@ def test_the_schedule_reaches_the_process(tmp_path):
     assert len(ratios) > 1
 
 
-def test_stopping_ends_what_runs(tmp_path, worker):
+def test_stopping_ends_running_tasks(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     ended = []
 
@@ -163,7 +163,7 @@ class Slow:
         self.stopped.set()
 
 
-def test_every_item_is_done_once_and_each_worker_does_one_at_a_time():
+def test_each_item_is_processed_once_and_each_worker_runs_one_at_a_time():
     busy = [threading.Lock() for _ in range(3)]
 
     def job(lock, item):
@@ -177,7 +177,7 @@ def test_every_item_is_done_once_and_each_worker_does_one_at_a_time():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_an_error_comes_through_and_stops_the_others(count):
+def test_an_error_is_raised_and_stops_the_others(count):
     crew = [Slow() for _ in range(count)]
 
     def job(worker, item):
