@@ -85,7 +85,7 @@ def test_kernels_that_are_named():
     assert naive.moved == 2 * 4 * 20 * 30
 
 
-def test_columns_of_options_that_are_not_set_are_left_out():
+def test_d_of_0_is_shown_as_0():
     (naive, tiled, kernel) = cupyfa.memory("fa2", **{**SIZES, "d": 0})
     assert naive.inputs == tiled.inputs and kernel.problem.d == 0
     assert str(kernel.problem).startswith("batch=2 heads=4 M=300 N=300 d=0 float32")

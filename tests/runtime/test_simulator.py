@@ -142,7 +142,7 @@ def test_atomics_on_shared_memory_are_no_race():
 
 @pytest.mark.parametrize("level", ["-O0", "-O1", "-O2"])
 @pytest.mark.parametrize("number, header", [("__half", "fp16"), ("__nv_bfloat16", "bf16")])
-def test_uninitialised_16_bit_arguments_are_found(monkeypatch, level, number, header):
+def test_reads_of_16_bit_arguments_are_checked(monkeypatch, level, number, header):
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", level)
     head = f"""
         #include <cuda_{header}.h>
