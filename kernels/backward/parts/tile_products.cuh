@@ -4,6 +4,7 @@
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
+#include <tile/chunk_addresses.cuh>
 #include <tile/warp.cuh>
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
@@ -37,8 +38,8 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
                                                     operand (&B)[other][length], const Own& own,
                                                     int lane) {
-  const Spots of_A(A, own.row + lane % 16, lane / 16);
-  const Spots of_B(B, own.col + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  const ChunkAddresses of_A(A, own.row + lane % 16, lane / 16);
+  const ChunkAddresses of_B(B, own.col + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll at_once
   for (int k = 0; k < length / step; ++k) {
     unsigned a[rows][4];
@@ -66,7 +67,7 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
         const int row = lane / 16 * 8 + lane % 8, chunk = own.row / 8 + 2 * i + lane / 8 % 2;
         ldmatrix_trans(a[i], at(A, row, chunk, k * step));
       } else {
-        ldmatrix(a[i], Spots(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
+        ldmatrix(a[i], ChunkAddresses(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
       }
     }
     multiply_step(

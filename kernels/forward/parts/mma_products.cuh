@@ -4,7 +4,7 @@
 
 #include <attention/row_softmax.cuh>
 #include <ptx/mma.cuh>
-#include <tile/async_copy.cuh>
+#include <tile/chunk_addresses.cuh>
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
@@ -12,11 +12,11 @@ static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numb
 template <int Br, int columns, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], operand (&K)[Bc][depth],
                                                 float (&S)[m][n][4], int first_row, int lane) {
-  const Spots queries(Q, first_row + lane % 16, lane / 16);
+  const ChunkAddresses queries(Q, first_row + lane % 16, lane / 16);
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
-    if constexpr (depth > 128) return Spots(K, own_row, own_chunk)(row, chunk);
-    return spot_of(at(K, row + own_row, chunk + own_chunk));  // else registers are short
+    if constexpr (depth > 128) return ChunkAddresses(K, own_row, own_chunk)(row, chunk);
+    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // else registers are short
   };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
                                                 float (&O)[m][cols][4],
                                                 Rows<m * step, pack_gqa>& rows, int lane) {
   const auto values = [&](int row, int chunk) {
-    if constexpr (width > 128) return Spots(V, lane % 16, lane / 16)(row, chunk);
-    return spot_of(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
+    if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
+    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
   };
   float sum[m][2] = {};
 #pragma unroll

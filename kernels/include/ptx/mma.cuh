@@ -1,44 +1,38 @@
 #pragma once
-// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
-// function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
-// c = 2 * (l % 4):
+// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each function
+// together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
 //
-//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
+// So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
 #include <ptx/pack.cuh>
 
-// A place in shared memory, with which one can compute.
-using Spot = unsigned;
-__device__ __forceinline__ Spot spot_of(const void* shared) {
-  return unsigned(__cvta_generic_to_shared(shared));
-}
+// An address in shared memory, with which one can compute.
+struct SharedAddress {
+  unsigned bytes;
+  __device__ __forceinline__ SharedAddress(const void* shared)
+      : bytes(unsigned(__cvta_generic_to_shared(shared))) {}
+};
 
-// Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
-// matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
-// each; or of 8x4 matrices of floats, and gets element l % 4.
+// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
+// l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
+// each matrix; of 8x4 matrices of floats it gets element l % 4.
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], Spot row) {
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
+               : "r"(row.bytes)
                : "memory");
-}
-__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], const void* row) {
-  ldmatrix(r, spot_of(row));
 }
 
 // The same, each matrix transposed.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], Spot row) {
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
+               : "r"(row.bytes)
                : "memory");
-}
-__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], const void* row) {
-  ldmatrix_trans(r, spot_of(row));
 }
 
 // D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75

@@ -1,49 +1,38 @@
 #pragma once
-// Tiles of whole chunks of 16 bytes, which trade places as in swizzle.cuh, and copies of a head's
-// rows into them that go on while the thread does other things.
+// Tiles of 16-byte chunks, swizzled as in swizzle.cuh, and asynchronous copies of a head's rows
+// into them.
 
 #include <ptx/cp_async.cuh>
-#include <ptx/mma.cuh>
+#include <ptx/pack.cuh>
+#include <tile/share_out_rows.cuh>
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>
-#include <tile/share_out_rows.cuh>
 
 constexpr int in_chunk = 16 / sizeof(operand);  // elements
 
-// A chunk of a tile. Rows of float32 are also read by twos.
+// The position of a row of float32, of which every second one is read too, two chunks of four rows
+// together. Where the width is an odd multiple of 4 chunks, such rows would all lie in the same
+// half of the banks: there the third and the fourth of four rows are swapped.
+template <int chunks>
+__device__ __forceinline__ int paired(int row) {
+  static_assert(chunks % 4 == 0, "rows are made of 64 bytes");
+  return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
+}
+
+// A chunk of a tile.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
-// The same so many rows further down, a multiple of 8, after which chunks trade places as before:
-// what is computed of the first row serves them all.
+// The same `below` rows further on, a multiple of 8, after which the swizzle repeats: one address
+// serves all of them.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
-                                       int down) {
-  return at(tile, row, chunk) + down * columns;
+                                       int below) {
+  return at(tile, row, chunk) + below * columns;
 }
-
-// Where a lane's part of an operand lies, from chunk 0 or 1 of a row on. What chunks trade places
-// by changes the same bits of every address, so that a step of an unrolled product costs one
-// exclusive or, and often nothing.
-template <int columns>
-struct Spots {
-  Spot first;
-
-  template <int height>
-  __device__ __forceinline__ Spots(operand (&tile)[height][columns], int row, int chunk)
-      : first(spot_of(at(tile, row, chunk, 0))) {}
-
-  // So many rows further down, a multiple of 8, and chunks to the right, of 2.
-  __device__ __forceinline__ Spot operator()(int down, int right) const {
-    constexpr int reach = reach_of(columns / in_chunk), chunk_bytes = in_chunk * sizeof(operand);
-    const int whole = right / reach * reach;
-    return (first ^ (right - whole) * chunk_bytes) +
-           (down * columns / in_chunk + whole) * chunk_bytes;
-  }
-};
 
 // The rows of one head in global memory.
 struct Head {

@@ -1,13 +1,12 @@
 #pragma once
-// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each
-// function together, and here it is known which lane holds what. Lane l holds, with r = l / 4 and
-// c = 2 * (l % 4):
+// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each function
+// together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
 //
-//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// So two D side by side, packed in pairs, are an A: P stays in registers between the two products.
+// So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
 #include <ptx/pack.cuh>
 
 namespace simulator {
@@ -106,29 +105,23 @@ __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
 
 }  // namespace simulator
 
-// A place in shared memory, with which one can compute.
-using Spot = unsigned long;
-inline Spot spot_of(const void* shared) {
-  return reinterpret_cast<Spot>(shared);
-}
+// An address in shared memory, with which one can compute.
+struct SharedAddress {
+  unsigned long bytes;
+  inline SharedAddress(const void* shared) : bytes(reinterpret_cast<unsigned long>(shared)) {}
+  const void* pointer() const { return reinterpret_cast<const void*>(bytes); }
+};
 
-// Four 8x8 matrices of 16-bit numbers from shared memory: lane l gives the address of row l % 8 of
-// matrix l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and the next of row l / 4 of
-// each; or of 8x4 matrices of floats, and gets element l % 4.
-inline void ldmatrix(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
-  simulator::read_pairs(r, simulator::gather_rows(row, "ldmatrix", here), here);
-}
-inline void ldmatrix(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
-  ldmatrix(r, reinterpret_cast<const void*>(row), here);
+// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
+// l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
+// each matrix; of 8x4 matrices of floats it gets element l % 4.
+inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
+  simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }
 
 // The same, each matrix transposed.
-inline void ldmatrix_trans(unsigned (&r)[4], const void* row, simulator::Here here = {}) {
-  auto rows = simulator::gather_rows(row, "ldmatrix_trans", here);
-  simulator::read_columns(r, rows, here);
-}
-inline void ldmatrix_trans(unsigned (&r)[4], Spot row, simulator::Here here = {}) {
-  ldmatrix_trans(r, reinterpret_cast<const void*>(row), here);
+inline void ldmatrix_trans(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
+  simulator::read_columns(r, simulator::gather_rows(row.pointer(), "ldmatrix_trans", here), here);
 }
 
 // D += A B, operands of type T.

@@ -1,0 +1,26 @@
+#pragma once
+// Addresses of a lane's chunks of an operand that ldmatrix loads.
+
+#include <ptx/mma.cuh>
+#include <tile/async_copy.cuh>
+
+// The first of them is that of chunk 0 or 1 of a row. The swizzle changes the same bits of every
+// address, so that a step of an unrolled product costs one exclusive or, and often nothing.
+template <int columns>
+struct ChunkAddresses {
+  SharedAddress first;
+
+  template <int height>
+  __device__ __forceinline__ ChunkAddresses(operand (&tile)[height][columns], int row, int chunk)
+      : first(at(tile, row, chunk)) {}
+
+  // `rows` rows below, a multiple of 8, and `chunks` chunks to the right, a multiple of 2.
+  __device__ __forceinline__ SharedAddress operator()(int rows, int chunks) const {
+    constexpr int span = swizzle_span(columns / in_chunk), bytes = in_chunk * sizeof(operand);
+    const int whole = chunks / span * span;
+    SharedAddress address = first;
+    address.bytes ^= (chunks - whole) * bytes;
+    address.bytes += (rows * columns / in_chunk + whole) * bytes;
+    return address;
+  }
+};
