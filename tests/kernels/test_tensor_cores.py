@@ -200,7 +200,8 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
     """Eight rows' chunks of a column, which ldmatrix reads, and of every second row two chunks."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
-    launch(body, places, head="#include <tile/swizzle.cuh>")
+    head = "using operand = float;\n#include <tile/async_copy.cuh>"
+    launch(body, places, head=head)
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
     groups = places % 8  # of 4 banks
     for first in (0, 8):
