@@ -47,18 +47,18 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
     for (int first_row = first; first_row < end; first_row += Br) {
       const TilePair<Br, Bc> pair = {extent, first_row, first_key};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
-      load_row_sums(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
+      load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is there
-      load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
-      load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
+      load_rows<threads, d>(shared.Q, Q, shared.lse, batch, head, first_row);
+      load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
       __syncthreads();  // Q and dO are there
-      compute_P_and_dS<d, dv>(shared, pair, scorer);
+      compute_P_and_dS<threads, d, dv>(shared, pair, scorer);
       __syncthreads();  // P and dS are there
-      sum_over_rows<dv>(shared.P, shared.dO, pair,
-                        [&](int key, int col, real sum) { shared.dV[key][col] += sum; });
-      sum_over_rows<d>(shared.dS, shared.Q, pair,
-                       [&](int key, int col, real sum) { shared.dK[key][col] += sum; });
-      sum_over_keys<d>(shared.dS, shared.K, pair, [&](int row, int col, real sum) {
+      sum_over_rows<threads, dv>(shared.P, shared.dO, pair,
+                                 [&](int key, int col, real sum) { shared.dV[key][col] += sum; });
+      sum_over_rows<threads, d>(shared.dS, shared.Q, pair,
+                                [&](int key, int col, real sum) { shared.dK[key][col] += sum; });
+      sum_over_keys<threads, d>(shared.dS, shared.K, pair, [&](int row, int col, real sum) {
         if (shared.lse[row] == -infinity) return;
         atomicAdd(&dQ_sum.row(batch, head, first_row + row)[col], sum);
       });

@@ -36,11 +36,11 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
   const Scorer<real> scorer = {scale, mods};
   const auto keys = row_tile<Br, Bc>(extent, first_row, head, batch);
 
-  load_row_sums(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
+  load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
   share_out<threads, Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
   __syncthreads();  // lse is there
-  load_rows<d>(shared.Q, Q, shared.lse, batch, head, first_row);
-  load_rows<dv>(shared.dO, dO, shared.lse, batch, head, first_row);
+  load_rows<threads, d>(shared.Q, Q, shared.lse, batch, head, first_row);
+  load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
 
   for (int first_key = keys.kv_begin; first_key < keys.kv_end; first_key += Bc) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
@@ -48,15 +48,15 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
     __syncthreads();  // K and V are there
-    compute_P_and_dS<d, dv>(shared, pair, scorer);
+    compute_P_and_dS<threads, d, dv>(shared, pair, scorer);
     __syncthreads();  // P and dS are there
-    sum_over_keys<d>(shared.dS, shared.K, pair,
-                     [&](int row, int col, real sum) { shared.dQ[row][col] += sum; });
-    sum_over_rows<dv>(shared.P, shared.dO, pair, [&](int key, int col, real sum) {
+    sum_over_keys<threads, d>(shared.dS, shared.K, pair,
+                              [&](int row, int col, real sum) { shared.dQ[row][col] += sum; });
+    sum_over_rows<threads, dv>(shared.P, shared.dO, pair, [&](int key, int col, real sum) {
       if (first_key + key >= N) return;
       atomicAdd(&dV_sum.row(batch, kv_head, first_key + key)[col], sum);
     });
-    sum_over_rows<d>(shared.dS, shared.Q, pair, [&](int key, int col, real sum) {
+    sum_over_rows<threads, d>(shared.dS, shared.Q, pair, [&](int key, int col, real sum) {
       if (first_key + key >= N) return;
       atomicAdd(&dK_sum.row(batch, kv_head, first_key + key)[col], sum);
     });

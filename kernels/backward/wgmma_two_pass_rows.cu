@@ -58,16 +58,16 @@ struct OwnRows {
   float lse2[2], delta[2];
 };
 
-// Sets P of masked pairs to 0. The mask depends only on how far a key is ahead of a row, which is
-// why it is written out here: Extent::sees would compare each pair anew.
+// Sets P of masked pairs to 0. The mask depends only on the distance of a key from a row, which
+// Extent::sees would compute for each pair anew.
 __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first_key,
                                      const Extent& extent) {
-  const int key = first_key + 2 * (opaque(int(threadIdx.x)) % 4), ahead = key - opaque(rows.first);
+  const int key = first_key + 2 * (opaque(int(threadIdx.x)) % 4);
+  const int distance = key - opaque(rows.first);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
-    const int more = i / 4 * 8 + i % 2, here = ahead + more - i / 2 % 2 * 8;
-    const bool seen = key + more < extent.N && (!causal || here <= extent.causal_offset) &&
-                      (!windowed || here >= extent.window_offset);
+    const int more = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
+    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down);
     if (!seen) P[i] = 0;
   }
 }

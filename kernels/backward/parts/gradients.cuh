@@ -26,7 +26,7 @@ template <int rows, int keys>
 using PTile = real[rows][odd_width<real>(keys)];
 
 // lse and delta of a row tile; a barrier has to follow.
-template <int tile_rows>
+template <int threads, int tile_rows>
 __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
                                               real (&tile_delta)[tile_rows], Tensor<const real> lse,
                                               Tensor<const real> delta, int batch, int head,
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
 }
 
 // Q or dO of a row tile whose lse is there.
-template <int width, int rows, int stride>
+template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
                                           int first_row) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<c
 }
 
 // P = exp(S - lse) and dS = P * (dO V^T - delta), without the scale; 0 where the mask hides a pair.
-template <int d, int dv, int rows, int keys, class Shared>
+template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
   constexpr int count = per_thread(keys);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
 
 // body(key, col, sum over the rows of tile[row][key] * values[row][col]). At the edge of a mask the
 // pairs that it hides are left out: 0 * NaN would not be 0.
-template <bool at_edge, int width, int rows, int keys, int stride, class Body>
+template <bool at_edge, int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
                                          const scalar (&values)[rows][stride],
                                          const TilePair<rows, keys>& pair, Body body) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
 }
 
 // body(row, col, sum over the keys of tile[row][key] * values[key][col]), likewise.
-template <bool at_edge, int width, int rows, int keys, int stride, class Body>
+template <bool at_edge, int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
                                          const scalar (&values)[keys][stride],
                                          const TilePair<rows, keys>& pair, Body body) {
@@ -128,22 +128,22 @@ __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
 }
 
 // The same with the choice between the edge of a mask and the inside, which the whole block makes.
-template <int width, int rows, int keys, int stride, class Body>
+template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[rows][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
   if (pair.sees_all())
-    sum_rows<false, width, rows, keys>(tile, values, pair, body);
+    sum_rows<false, threads, width, rows, keys>(tile, values, pair, body);
   else
-    sum_rows<has_mask, width, rows, keys>(tile, values, pair, body);
+    sum_rows<has_mask, threads, width, rows, keys>(tile, values, pair, body);
 }
 
-template <int width, int rows, int keys, int stride, class Body>
+template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_keys(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[keys][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
   if (pair.sees_all())
-    sum_keys<false, width, rows, keys>(tile, values, pair, body);
+    sum_keys<false, threads, width, rows, keys>(tile, values, pair, body);
   else
-    sum_keys<has_mask, width, rows, keys>(tile, values, pair, body);
+    sum_keys<has_mask, threads, width, rows, keys>(tile, values, pair, body);
 }

@@ -69,22 +69,18 @@ struct Own {
     for (int i = 0; i < Br / 2; ++i) PS[i] = score_gradient(S[i], 1.0f, PS[i]);
   }
 
-  // Sets P of masked pairs to 0. The mask depends only on how far the key is ahead of the row,
-  // which is why it is written out here: Extent::sees would compare each pair anew.
+  // Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row,
+  // which Extent::sees would compute for each pair anew.
   template <int Br, int Bc>
   __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
     const Extent& extent = pair.extent;
     if (pair.first_key + Bc <= extent.N && pair.sees_all()) return;
-    const int first = pair.first_key + key(), ahead = first - pair.first_row - row();
+    const int first = pair.first_key + key(), distance = first - pair.first_row - row();
 #pragma unroll
-    for (int n = 0; n < Br / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int more = e / 2 * 8, here = ahead + more - (n * 8 + e % 2);
-        const bool seen = first + more < extent.N && (!causal || here <= extent.causal_offset) &&
-                          (!windowed || here >= extent.window_offset);
-        if (!seen) P[n * 4 + e] = 0;
-      }
+    for (int i = 0; i < Br / 2; ++i) {
+      const int more = i / 2 % 2 * 8, down = i / 4 * 8 + i % 2;
+      const bool seen = first + more < extent.N && extent.sees_distance(distance + more - down);
+      if (!seen) P[i] = 0;
     }
   }
 

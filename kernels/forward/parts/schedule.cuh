@@ -8,7 +8,7 @@
 // as many heads as make two rounds are dealt out together, the longest first; the second round goes
 // from the last block to the first, which evens out the first round. So all blocks have about the
 // same to do, and heads whose K and V are in the cache are finished before others.
-template <int Br, int Bc>
+template <int Br, int Bc, bool causal>
 struct Schedule {
   Sizes sizes;
   int heads, all_heads, tiles, together;

@@ -40,6 +40,11 @@ struct Extent {
     return key < kv_end(row);
   }
 
+  // The same for a key that exists, by its distance from the row's number.
+  __device__ __forceinline__ bool sees_distance(int distance) const {
+    return (!causal || distance <= causal_offset) && (!windowed || distance >= window_offset);
+  }
+
   // Whether the mask hides a pair of these rows and keys, or a tile of keys reaches past the end.
   // (The last row decides at the left end of a window, the first one at the right end.)
   __device__ __forceinline__ bool is_masked(int first_row, int rows, int first_key,

@@ -1,0 +1,83 @@
+"""Headers are templates on their sizes: only .cu files read the constants that the host writes."""
+
+import re
+
+import pytest
+
+import cupyfa
+from cupyfa.analysis.resources import limits_of, problem_to_compile
+from cupyfa.options import AttentionOptions
+from cupyfa.planner import select as planning
+from cupyfa.planner.source import INCLUDE, KERNELS
+
+# Constants that a header may read, besides the types scalar, operand and real.
+MAY_READ = {
+    "extent.cuh": {"causal", "windowed"},
+    "score.cuh": {"has_softcap", "positive_scale"},
+}
+NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
+# A name that is a parameter or a variable where it stands, and one of another scope.
+DECLARED = (
+    r"\b(?:int|bool|unsigned|long|float|auto|class|typename)[\s*&]+{0}\b"
+    r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"
+)
+OF_ANOTHER = r"(?:\.|->|::)\s*$"
+HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *KERNELS.glob("*/parts/*.cuh")])
+
+
+def constants_of_the_host():
+    """The names of all constants that plans of the ladder's kernels have."""
+    for kernel in cupyfa.kernels():
+        for d in (64, 256):
+            dtype, limits = kernel.dtypes[0], limits_of(kernel.target or "80")
+            problem = problem_to_compile(kernel.operation, dtype, d, None, AttentionOptions())
+            if planning.can(kernel, problem, limits):
+                for launch in planning.plan(kernel, problem, limits).launches:
+                    yield from getattr(launch, "constants", ())
+
+
+HOST = frozenset(constants_of_the_host())
+
+
+def definitions(text):
+    """The functions, structs and constants of a header, one by one."""
+    depth = start = 0
+    for i, char in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0 and char in ";}":
+            yield text[start : i + 1]
+            start = i + 1
+
+
+def read_from_outside(code):
+    """The constants of the host that a definition names without declaring them."""
+    for found in re.finditer(rf"\b(?:{'|'.join(sorted(HOST))})\b", code):
+        of_another = re.search(OF_ANOTHER, code[: found.start()])
+        if not of_another and not re.search(DECLARED.format(found[0]), code):
+            yield found[0]
+
+
+def read_by(text):
+    return {
+        name for code in definitions(NOT_CODE.sub("", text)) for name in read_from_outside(code)
+    }
+
+
+@pytest.mark.parametrize("path", HEADERS, ids=lambda path: path.name)
+def test_a_header_reads_no_constant_of_the_host(path):
+    assert read_by(path.read_text()) <= MAY_READ.get(path.name, set())
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("template <int d> int width_of() { return d; }", set()),
+        ("int rows() { return Br; }  // Bc", {"Br"}),
+        ("template <int Br> struct Own { int rows[Br]; };\nint rows() { return Br; }", {"Br"}),
+        ("int rows(const Tile& tile) { return tile.Br + Tile::Bc; }", set()),
+        ("int half() { int all = 2, stages = all; return f(stages, threads); }", {"threads"}),
+    ],
+)
+def test_a_constant_of_the_host_is_found(text, names):
+    assert {"d", "dv", "Br", "Bc", "stages", "threads", "shared_bytes", "causal"} <= HOST
+    assert read_by(text) == names
