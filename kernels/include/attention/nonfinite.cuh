@@ -75,7 +75,7 @@ __device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, sca
       const int col = first_col + j * warp_size;
       if (col < dv) out[col] = scalar(o[j] * inverse);
     }
-    if (first_col == 0) *lse = maximum * (scale2 / log2e) + log(sum);
+    if (first_col == 0) *lse = maximum * (scale2 * ln2) + log(sum);
   }
 }
 
