@@ -12,6 +12,7 @@
 //   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, causal, windowed,
 //   threads, shared_bytes
 #include <backward/parts/add_dQ.cuh>
+#include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros

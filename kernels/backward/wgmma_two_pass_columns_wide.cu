@@ -9,6 +9,7 @@
 //   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
 #include <backward/parts/own_keys.cuh>
 #include <backward/parts/query_parts.cuh>
+#include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros

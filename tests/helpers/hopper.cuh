@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
-#include <ptx/tma.cuh>
+#include <ptx/bulk_copy.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/stmatrix.cuh>
 #include <ptx/e4m3.cuh>

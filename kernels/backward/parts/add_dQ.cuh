@@ -6,6 +6,7 @@
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/own_keys.cuh>
+#include <ptx/bulk_copy.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
 

@@ -78,37 +78,31 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The registers of D, which an instruction names one by one, as text and as operands; those before
-// them are the other operands.
+// The registers of D, which an instruction names one by one, as text and as operands. Operands 0 to
+// 6 are A and B, whether to add, and A in registers.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
 #define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
 #define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])
 #define WGMMA_AND_D(i, j, k, l) , WGMMA_D(i, j, k, l)
-#define WGMMA_16(FIRST, NEXT) FIRST(7, 8, 9, 10) NEXT(11, 12, 13, 14)
-#define WGMMA_32(FIRST, NEXT) WGMMA_16(FIRST, NEXT) NEXT(15, 16, 17, 18) NEXT(19, 20, 21, 22)
-#define WGMMA_48(FIRST, NEXT) WGMMA_32(FIRST, NEXT) NEXT(23, 24, 25, 26) NEXT(27, 28, 29, 30)
-#define WGMMA_64(FIRST, NEXT) WGMMA_48(FIRST, NEXT) NEXT(31, 32, 33, 34) NEXT(35, 36, 37, 38)
-#define WGMMA_80(FIRST, NEXT) WGMMA_64(FIRST, NEXT) NEXT(39, 40, 41, 42) NEXT(43, 44, 45, 46)
-#define WGMMA_96(FIRST, NEXT) WGMMA_80(FIRST, NEXT) NEXT(47, 48, 49, 50) NEXT(51, 52, 53, 54)
-#define WGMMA_112(FIRST, NEXT) WGMMA_96(FIRST, NEXT) NEXT(55, 56, 57, 58) NEXT(59, 60, 61, 62)
-#define WGMMA_128(FIRST, NEXT) WGMMA_112(FIRST, NEXT) NEXT(63, 64, 65, 66) NEXT(67, 68, 69, 70)
-#define WGMMA_144(FIRST, NEXT) WGMMA_128(FIRST, NEXT) NEXT(71, 72, 73, 74) NEXT(75, 76, 77, 78)
-#define WGMMA_160(FIRST, NEXT) WGMMA_144(FIRST, NEXT) NEXT(79, 80, 81, 82) NEXT(83, 84, 85, 86)
-#define WGMMA_176(FIRST, NEXT) WGMMA_160(FIRST, NEXT) NEXT(87, 88, 89, 90) NEXT(91, 92, 93, 94)
-#define WGMMA_192(FIRST, NEXT) WGMMA_176(FIRST, NEXT) NEXT(95, 96, 97, 98) NEXT(99, 100, 101, 102)
-#define WGMMA_208(FIRST, NEXT) \
-  WGMMA_192(FIRST, NEXT) NEXT(103, 104, 105, 106) NEXT(107, 108, 109, 110)
-#define WGMMA_224(FIRST, NEXT) \
-  WGMMA_208(FIRST, NEXT) NEXT(111, 112, 113, 114) NEXT(115, 116, 117, 118)
-#define WGMMA_240(FIRST, NEXT) \
-  WGMMA_224(FIRST, NEXT) NEXT(119, 120, 121, 122) NEXT(123, 124, 125, 126)
-#define WGMMA_256(FIRST, NEXT) \
-  WGMMA_240(FIRST, NEXT) NEXT(127, 128, 129, 130) NEXT(131, 132, 133, 134)
+#define WGMMA_16(X, Y) X(7, 8, 9, 10) Y(11, 12, 13, 14)
+#define WGMMA_32(X, Y) WGMMA_16(X, Y) Y(15, 16, 17, 18) Y(19, 20, 21, 22)
+#define WGMMA_48(X, Y) WGMMA_32(X, Y) Y(23, 24, 25, 26) Y(27, 28, 29, 30)
+#define WGMMA_64(X, Y) WGMMA_48(X, Y) Y(31, 32, 33, 34) Y(35, 36, 37, 38)
+#define WGMMA_80(X, Y) WGMMA_64(X, Y) Y(39, 40, 41, 42) Y(43, 44, 45, 46)
+#define WGMMA_96(X, Y) WGMMA_80(X, Y) Y(47, 48, 49, 50) Y(51, 52, 53, 54)
+#define WGMMA_112(X, Y) WGMMA_96(X, Y) Y(55, 56, 57, 58) Y(59, 60, 61, 62)
+#define WGMMA_128(X, Y) WGMMA_112(X, Y) Y(63, 64, 65, 66) Y(67, 68, 69, 70)
+#define WGMMA_144(X, Y) WGMMA_128(X, Y) Y(71, 72, 73, 74) Y(75, 76, 77, 78)
+#define WGMMA_160(X, Y) WGMMA_144(X, Y) Y(79, 80, 81, 82) Y(83, 84, 85, 86)
+#define WGMMA_176(X, Y) WGMMA_160(X, Y) Y(87, 88, 89, 90) Y(91, 92, 93, 94)
+#define WGMMA_192(X, Y) WGMMA_176(X, Y) Y(95, 96, 97, 98) Y(99, 100, 101, 102)
+#define WGMMA_208(X, Y) WGMMA_192(X, Y) Y(103, 104, 105, 106) Y(107, 108, 109, 110)
+#define WGMMA_224(X, Y) WGMMA_208(X, Y) Y(111, 112, 113, 114) Y(115, 116, 117, 118)
+#define WGMMA_240(X, Y) WGMMA_224(X, Y) Y(119, 120, 121, 122) Y(123, 124, 125, 126)
+#define WGMMA_256(X, Y) WGMMA_240(X, Y) Y(127, 128, 129, 130) Y(131, 132, 133, 134)
 
-// D = A B, or D += A B if it is to be `added`, for each n. A is by_rows, or in registers. B is
-// by_rows if A is, but by_columns for multiply_columns; it is by_columns if A is in registers, but
-// by_rows for e4m3. The instruction's last inputs are the signs of A and B, and which of those in
-// shared memory are by columns; of e4m3 none can be.
+// The instruction's last inputs are the signs of A and B, and which of those in shared memory are
+// by columns; of e4m3 none can be.
 #define WGMMA(n, depth_and_types, A, columns)                                                    \
   asm volatile(                                                                                  \
       "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"                                                   \
@@ -116,40 +110,37 @@ __device__ __forceinline__ void wgmma_wait_group() {
       " {" WGMMA_##n(WGMMA_TEXT, WGMMA_AND_TEXT) "}, " A ",%1,p,1,1" columns ";}"                \
       : "+l"(a.descriptor), "+l"(b.descriptor), "+r"(added), "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), \
         "+r"(r[3]), WGMMA_##n(WGMMA_D, WGMMA_AND_D))
+#define WGMMA_OF_TYPE(n, A, columns)        \
+  if constexpr (sizeof(T) == 1)             \
+    WGMMA(n, "32.f32.e4m3.e4m3", A, "");    \
+  else if constexpr (is_half<T>)            \
+    WGMMA(n, "16.f32.f16.f16", A, columns); \
+  else                                      \
+    WGMMA(n, "16.f32.bf16.bf16", A, columns)
+
+// D [64][n] = A B, or D += A B if it is to be `added`, for each n. A and B are by_rows; or B is
+// by_columns; or A is in registers and B by_columns, but by_rows for e4m3.
 #define WGMMA_PRODUCTS(n)                                                                       \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b, int added) {  \
     unsigned r[4] = {};                                                                         \
-    if constexpr (sizeof(T) == 1)                                                               \
-      WGMMA(n, "32.f32.e4m3.e4m3", "%0", "");                                                   \
-    else if constexpr (is_half<T>)                                                              \
-      WGMMA(n, "16.f32.f16.f16", "%0", ",0,0");                                                 \
-    else                                                                                        \
-      WGMMA(n, "16.f32.bf16.bf16", "%0", ",0,0");                                               \
+    WGMMA_OF_TYPE(n, "%0", ",0,0");                                                             \
   }                                                                                             \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b,       \
                                                    int added) {                                 \
     unsigned r[4] = {};                                                                         \
-    if constexpr (is_half<T>)                                                                   \
-      WGMMA(n, "16.f32.f16.f16", "%0", ",0,1");                                                 \
-    else                                                                                        \
-      WGMMA(n, "16.f32.bf16.bf16", "%0", ",0,1");                                               \
+    WGMMA_OF_TYPE(n, "%0", ",0,1");                                                             \
   }                                                                                             \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&A)[4], Matrix b, \
                                            int added) {                                         \
     Matrix a = {};                                                                              \
     unsigned r[4] = {A[0], A[1], A[2], A[3]};                                                   \
-    if constexpr (sizeof(T) == 1)                                                               \
-      WGMMA(n, "32.f32.e4m3.e4m3", "{%3,%4,%5,%6}", "");                                        \
-    else if constexpr (is_half<T>)                                                              \
-      WGMMA(n, "16.f32.f16.f16", "{%3,%4,%5,%6}", ",1");                                        \
-    else                                                                                        \
-      WGMMA(n, "16.f32.bf16.bf16", "{%3,%4,%5,%6}", ",1");                                      \
+    WGMMA_OF_TYPE(n, "{%3,%4,%5,%6}", ",1");                                                    \
   }
-#define WGMMA_EACH(X) \
-  X(16)               \
-  X(32)               \
-  X(48) X(64) X(80) X(96) X(112) X(128) X(144) X(160) X(176) X(192) X(208) X(224) X(240) X(256)
+#define WGMMA_EACH(X)                                                                          \
+  X(16)                                                                                        \
+  X(32) X(48) X(64) X(80) X(96) X(112) X(128) X(144) X(160) X(176) X(192) X(208) X(224) X(240) \
+      X(256)
 WGMMA_EACH(WGMMA_PRODUCTS)
