@@ -139,8 +139,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
     unsigned r[4] = {A[0], A[1], A[2], A[3]};                                                   \
     WGMMA_OF_TYPE(n, "{%3,%4,%5,%6}", ",1");                                                    \
   }
-#define WGMMA_EACH(X)                                                                          \
-  X(16)                                                                                        \
-  X(32) X(48) X(64) X(80) X(96) X(112) X(128) X(144) X(160) X(176) X(192) X(208) X(224) X(240) \
-      X(256)
+#define WGMMA_EACH(X) \
+  X(16)               \
+  X(32)               \
+  X(48) X(64) X(80) X(96) X(112) X(128) X(144) X(160) X(176) X(192) X(208) X(224) X(240) X(256)
 WGMMA_EACH(WGMMA_PRODUCTS)
