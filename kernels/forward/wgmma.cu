@@ -68,21 +68,12 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows;
-  Fragments<step, width> O;
+  Rows<step> rows = {0, {}, 0};
+  Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   Weights P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
-
-  __device__ __forceinline__ Consumer(Shared& shared, const Sizes& sizes,
-                                      const Scorer<real>& scorer, int warpgroup)
-      : shared(shared),
-        sizes(sizes),
-        scorer(scorer),
-        warpgroup(warpgroup),
-        rows(0, Extent{}, 0),
-        O() {}
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
@@ -162,5 +153,5 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
   increase_registers<Registers::consumer>();
   const Scorer<real> scorer = {scale, mods};
   const Epilogue<d, dv> finish = {Q, K, V, O, lse, group, scorer};
-  Consumer(shared, sizes, scorer, warpgroup).run(task, finish);
+  Consumer{shared, sizes, scorer, warpgroup}.run(task, finish);
 }

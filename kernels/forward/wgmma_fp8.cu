@@ -119,24 +119,13 @@ struct Consumer {
   Scorer<real> scorer;
   int warpgroup;
   Scales scales;
-  Units units;
-  Rows<step> rows;
-  Fragments<step, width> O;
+  Units units = {};
+  Rows<step> rows = {0, {}, 0};
+  Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   Weights P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
-
-  __device__ __forceinline__ Consumer(Shared& shared, const Sizes& sizes,
-                                      const Scorer<real>& scorer, int warpgroup,
-                                      const Scales& scales)
-      : shared(shared),
-        sizes(sizes),
-        scorer(scorer),
-        warpgroup(warpgroup),
-        scales(scales),
-        rows(0, Extent{}, 0),
-        O() {}
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
@@ -259,7 +248,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
   const float own = Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
   const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
-  Consumer consumer(shared, sizes, scorer, warpgroup, scales);
+  Consumer consumer = {shared, sizes, scorer, warpgroup, scales};
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
