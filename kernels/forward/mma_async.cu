@@ -59,6 +59,20 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   });
 }
 
+// D += A B for 16 columns of A. `load` brings the fragments of 16 columns of B.
+template <int m, int n, class Load>
+__device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
+                                              Load load) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    unsigned b[4];
+    load(b, j);
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i)
+      multiply_add<scalar>(D[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+  }
+}
+
 // S = Q K^T for the warp's rows and the tile's keys.
 __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (&K)[Bc][depth],
                                                 Fragments<Wr, Bc>& S, int first_row, int lane) {
@@ -66,19 +80,11 @@ __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (
   for (int k = 0; k < depth / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
+    for (int i = 0; i < Wr / step; ++i)
       ldmatrix(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
-    }
-#pragma unroll
-    for (int n = 0; n < Bc / step; ++n) {
-      unsigned b[4];
+    multiply_step(S, a, [&](unsigned (&b)[4], int n) {
       ldmatrix(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    });
   }
 }
 
@@ -89,23 +95,13 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fr
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&p)[4] = P[i][2 * k + j / 2];
-        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
-      }
+    for (int i = 0; i < Wr / step * 4; ++i) {
+      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];
+      a[i / 4][i % 4] = pack<scalar>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
     }
-#pragma unroll
-    for (int n = 0; n < width / step; ++n) {
-      unsigned b[4];
+    multiply_step(O, a, [&](unsigned (&b)[4], int n) {
       ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    });
   }
 }
 
@@ -141,9 +137,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     multiply_scores(shared.Q, shared.K[buffer], S, own_row, lane);
     scorer.apply(S);
     if (extent.is_masked(tile.row, Br, first_key, Bc))
-      softmax<true>(S, sums, rows, first_key, lane);
+      rescale<true>(S, sums, rows, first_key, lane);
     else
-      softmax<false>(S, sums, rows, first_key, lane);
+      rescale<false>(S, sums, rows, first_key, lane);
+    exponentiate(S, rows);
     multiply_output(shared.V[buffer], S, sums, lane);
     buffer = 1 - buffer;
   }

@@ -391,7 +391,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   // The barrier comes before repairs overwrite what other warps wrote.
   if (!__syncthreads_or(wrong || overflows(rows))) return;
   for (int row = first_row + warp; row < min(first_row + Br, M); row += threads / warp_size)
-    repair_row<d, dv>(Q.row(same.batch, same.head, row), K, V, O.row(same.batch, same.head, row),
-                      lse.row(same.batch, same.head, row), extent, row, same.batch,
-                      same.head / group, scorer);
+    repair_row<d, dv>(Q, K, V, O, lse, extent, row, same.batch, same.head, same.head / group,
+                      scorer);
 }

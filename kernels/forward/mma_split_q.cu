@@ -33,17 +33,13 @@ static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbe
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-struct alignas(16) Chunk {
-  scalar x[in_chunk];
-};
-
 template <int height, int columns>
 __device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
   return &tile[row][chunk * in_chunk];
 }
 
-// Copies rows of a head with `cols` columns, 16 bytes at a time where rows begin at multiples of 16
-// bytes. Writes zeros beyond its `rows` and columns.
+// Copies rows of a head with `cols` columns, 16 bytes at a time if they are aligned. Writes zeros
+// beyond its `rows` and columns.
 template <int cols, int height, int columns>
 __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
                                             Tensor<const scalar> tensor, int batch, int head,
@@ -53,14 +49,27 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
     const int col = chunk * in_chunk;
     const int count = first_row + row < rows ? min(in_chunk, cols - col) : 0;
     const scalar* from = tensor.row(batch, head, first_row + row) + col;
-    Chunk loaded = {};
-    if (aligned && count == in_chunk) {
-      loaded = *reinterpret_cast<const Chunk*>(from);
-    } else {
-      for (int j = 0; j < count; ++j) loaded.x[j] = from[j];
-    }
-    *reinterpret_cast<Chunk*>(at(tile, row, chunk)) = loaded;
+    uint4 loaded = {};
+    if (aligned && count == in_chunk)
+      loaded = *reinterpret_cast<const uint4*>(from);
+    else
+      for (int j = 0; j < count; ++j) reinterpret_cast<scalar*>(&loaded)[j] = from[j];
+    *reinterpret_cast<uint4*>(at(tile, row, chunk)) = loaded;
   });
+}
+
+// D += A B for 16 columns of A. `load` brings the fragments of 16 columns of B.
+template <int m, int n, class Load>
+__device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
+                                              Load load) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    unsigned b[4];
+    load(b, j);
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i)
+      multiply_add<scalar>(D[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+  }
 }
 
 // S = Q K^T for the warp's rows and the tile's keys.
@@ -70,19 +79,11 @@ __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (
   for (int k = 0; k < depth / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
+    for (int i = 0; i < Wr / step; ++i)
       ldmatrix(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
-    }
-#pragma unroll
-    for (int n = 0; n < Bc / step; ++n) {
-      unsigned b[4];
+    multiply_step(S, a, [&](unsigned (&b)[4], int n) {
       ldmatrix(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(S[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    });
   }
 }
 
@@ -93,23 +94,13 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fr
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&p)[4] = P[i][2 * k + j / 2];
-        a[i][j] = pack<scalar>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
-      }
+    for (int i = 0; i < Wr / step * 4; ++i) {
+      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];
+      a[i / 4][i % 4] = pack<scalar>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
     }
-#pragma unroll
-    for (int n = 0; n < width / step; ++n) {
-      unsigned b[4];
+    multiply_step(O, a, [&](unsigned (&b)[4], int n) {
       ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<scalar>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<scalar>(O[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    });
   }
 }
 
@@ -138,9 +129,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     multiply_scores(shared.Q, shared.K, S, own_row, lane);
     scorer.apply(S);
     if (extent.is_masked(tile.row, Br, first_key, Bc))
-      softmax<true>(S, sums, rows, first_key, lane);
+      rescale<true>(S, sums, rows, first_key, lane);
     else
-      softmax<false>(S, sums, rows, first_key, lane);
+      rescale<false>(S, sums, rows, first_key, lane);
+    exponentiate(S, rows);
     multiply_output(shared.V, S, sums, lane);
   }
   if (needs_repair(sums, rows)) {

@@ -104,9 +104,10 @@ struct Consumer {
     const int lane = threadIdx.x % warp_size;
     scorer.apply(S);
     if (rows.extent.is_masked(task.row, Br, first_key, Bc))
-      ::softmax<true>(S, O, rows, first_key, lane);
+      rescale<true>(S, O, rows, first_key, lane);
     else
-      ::softmax<false>(S, O, rows, first_key, lane);
+      rescale<false>(S, O, rows, first_key, lane);
+    exponentiate(S, rows);
   }
 
   // A tile of keys: S = Q K^T, P = softmax(S), O += P V.

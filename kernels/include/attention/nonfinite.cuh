@@ -44,15 +44,16 @@ __device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
   return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
 }
 
-// One row of O and lse, computed by a warp from the keys that the query sees. Maxima are those of
+// A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
 // unscaled scores, so that exponents are right for scores of any size.
 template <int d, int dv, class T, class Scores>
-__device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, scalar* out, real* lse,
-                           const Extent& extent, int query, int batch, int kv_head,
-                           const Scores& scorer) {
+__device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T> V,
+                           Tensor<scalar> O, Tensor<real> lse, const Extent& extent, int query,
+                           int batch, int head, int kv_head, const Scores& scorer) {
   constexpr int columns = cdiv(dv, warp_size), count = columns < 8 ? columns : 8;  // at a time
   const int lane = threadIdx.x % warp_size;
   const float scale2 = scorer.scale2();
+  const T* q = Q.row(batch, head, query);
   for (int first_col = lane; first_col < dv + lane; first_col += count * warp_size) {
     float maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
@@ -70,12 +71,12 @@ __device__ void repair_row(const T* q, Tensor<const T> K, Tensor<const T> V, sca
       }
     }
     const float inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN of V stays NaN
+    scalar* out = O.row(batch, head, query) + first_col;
 #pragma unroll
     for (int j = 0; j < count; ++j) {
-      const int col = first_col + j * warp_size;
-      if (col < dv) out[col] = scalar(o[j] * inverse);
+      if (first_col + j * warp_size < dv) out[j * warp_size] = scalar(o[j] * inverse);
     }
-    if (first_col == 0) *lse = maximum * (scale2 * ln2) + log(sum);
+    if (first_col == 0) *lse.row(batch, head, query) = maximum * (scale2 * ln2) + log(sum);
   }
 }
 
@@ -93,13 +94,10 @@ __device__ void repair_rows(Tensor<const T> Q, Tensor<const T> K, Tensor<const T
                             int batch, int head, int kv_head, const Scores& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);
   for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
-    const int query = row / pack_gqa, own_head = head * pack_gqa + row % pack_gqa;
-    const T* q = Q.row(batch, own_head, query);
-    scalar* out = O.row(batch, own_head, query);
-    real* row_lse = lse.row(batch, own_head, query);
+    const int query = row / pack_gqa, own = head * pack_gqa + row % pack_gqa;
     if constexpr (by_call)
-      call_repair_row<d, dv>(q, K, V, out, row_lse, rows.extent, query, batch, kv_head, scorer);
+      call_repair_row<d, dv>(Q, K, V, O, lse, rows.extent, query, batch, own, kv_head, scorer);
     else
-      repair_row<d, dv>(q, K, V, out, row_lse, rows.extent, query, batch, kv_head, scorer);
+      repair_row<d, dv>(Q, K, V, O, lse, rows.extent, query, batch, own, kv_head, scorer);
   }
 }

@@ -95,11 +95,3 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step,
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
   rows.add(sum);
 }
-
-// One tile's step of the online softmax: S becomes P; O and the sums are rescaled.
-template <bool masked, int m, int keys, int cols, int pack_gqa>
-__device__ __forceinline__ void softmax(float (&S)[m][keys][4], float (&O)[m][cols][4],
-                                        Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
-  rescale<masked>(S, O, rows, first_key, lane);
-  exponentiate(S, rows);
-}
