@@ -28,12 +28,8 @@ from cupyfa.runtime.simulator import dynamic_shared, machine
 _MULTIPROCESSORS = 4  # few, so that each block of a small problem has several tiles
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
 _MAP = np.dtype(
-    {
-        "names": ["address", "strides", "sizes", "box_rows", "itemsize"],
-        "formats": ["u8", ("i8", 3), ("i4", 4), "i4", "i4"],
-        "offsets": [0, 8, 32, 48, 52],
-        "itemsize": 128,
-    }
+    [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
+    + [("itemsize", "i4"), ("unused", "V72")]
 )
 
 
@@ -80,7 +76,7 @@ class Simulator(Backend):
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         made, m = blank_map(), mapped
-        made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box_rows, m.itemsize)
+        made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box_rows, m.itemsize, b"")
         return made
 
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:

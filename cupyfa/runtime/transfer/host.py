@@ -35,7 +35,7 @@ class Copies:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
-        """One more copy was started, or failed."""
+        """Counts a copy that was started (out of a buffer: completed), or failed."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -76,20 +76,17 @@ class Host:
         """Submits copies to the threads."""
         if not length_hint(copies.tasks):
             return
-        if move not in self._tasks:
-            with self._lock:
-                if move not in self._tasks:
-                    self._tasks[move] = self._crew(move)
+        with self._lock:
+            if move not in self._tasks:
+                tasks: queue.SimpleQueue = queue.SimpleQueue()
+                for i in range(self.chosen.threads):  # which refer to nothing else
+                    name = f"cupyfa_{move.__name__}_{i}"
+                    threading.Thread(
+                        target=_serve, args=(move, tasks), name=name, daemon=True
+                    ).start()
+                self._tasks[move] = tasks
         # In one step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
         deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
-
-    def _crew(self, move: Move) -> queue.SimpleQueue:
-        """The queue of new threads, which refer to nothing else."""
-        tasks: queue.SimpleQueue = queue.SimpleQueue()
-        for i in range(self.chosen.threads):
-            name = f"cupyfa_{move.__name__}_{i}"
-            threading.Thread(target=_serve, args=(move, tasks), name=name, daemon=True).start()
-        return tasks
 
     def __del__(self) -> None:
         for tasks in self._tasks.values():
