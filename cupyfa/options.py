@@ -210,7 +210,7 @@ class AttentionOptions:
     window: Window = _field(  # noqa: RUF009  # it makes a field
         Option(
             default=NO_WINDOW,
-            help="Query i sees so many keys to the left and right of key i + N - M (of key i "
+            help="The keys that query i sees to the left and right of key i + N - M (of key i "
             "under a top-left mask); - is no limit, as in 128,-.",
             read=_read_window,
             parse=_parse_window,

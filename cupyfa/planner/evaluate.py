@@ -93,8 +93,8 @@ class _Planner:
             problem=self.problem,
             constants=self.constants,
             steps=tuple(
-                step if isinstance(step, Matmul) else self.launch(step, turn)
-                for step, turn in self.in_rounds(steps)
+                step if isinstance(step, Matmul) else self.launch(step, number)
+                for step, number in self.in_rounds(steps)
             ),
             scratch=dict(self.scratch(steps)),
             outputs=self.outputs,
@@ -109,7 +109,7 @@ class _Planner:
         return SimpleNamespace(**self.constants, **more)
 
     def in_rounds(self, steps: Sequence[Launch | Matmul]) -> list[tuple[Launch | Matmul, int]]:
-        """All steps in order, each with its round; launches ``in_rounds`` are repeated."""
+        """All steps in order, each with the number of its round; launches ``in_rounds`` are repeated."""
         repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
         if not repeated:
             return [(step, 0) for step in steps]
@@ -118,13 +118,13 @@ class _Planner:
             raise self.unsupported(f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most")
         first = steps.index(repeated[0])
         others = [(step, 0) for step in steps if step not in repeated]
-        turns = [(step, turn) for turn in range(rounds) for step in repeated]
-        return [*others[:first], *turns, *others[first:]]
+        every = [(step, number) for number in range(rounds) for step in repeated]
+        return [*others[:first], *every, *others[first:]]
 
-    def launch(self, launch: Launch, turn: int) -> PlannedLaunch:
-        """A launch with every number decided, in one of the kernel's rounds."""
+    def launch(self, launch: Launch, number: int) -> PlannedLaunch:
+        """A launch with every number decided, in a round of the kernel."""
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
-        of_grid = self.on_device(round=turn)
+        of_grid = self.on_device(round=number)
         blocks = self.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
         threads = self.evaluated(f"threads of {entry}", launch.threads, p, c)

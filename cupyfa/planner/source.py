@@ -10,7 +10,7 @@ from cupyfa.planner import includes
 from cupyfa.planner.plan import PlannedLaunch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# kernels/ and cli.py lie in the package when installed, beside it in a checkout.
+# kernels/ and cli.py lie in the package when installed, next to it in a checkout.
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"

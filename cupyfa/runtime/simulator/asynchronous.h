@@ -37,7 +37,7 @@ struct Box {
   TensorMap map;
   int column, row, head, batch;
   unsigned char* shared;
-  int thread;  // that asked for it
+  int thread;  // that started it
   Place place;
   unsigned char* memory = nullptr;  // nullptr: a box
   std::size_t count = 0;            // of bytes from there
@@ -47,7 +47,7 @@ struct Box {
   }
 };
 
-// A box to come.
+// A box that is not yet copied.
 struct Load {
   Load* next;
   Box box;
@@ -66,33 +66,33 @@ struct PhaseBarrier {
   bool published;
   int arrivals;  // of a phase
   int missing;   // arrivals of this phase
-  long bytes;    // that this phase expects yet
+  long bytes;    // that this phase still expects
   std::uint64_t phase;
   unsigned waiting[max_warps];
-  Load* loads;                  // that have not landed, oldest first
+  Load* loads;                  // not yet complete, oldest first
   Box landed;                   // the last box
-  Clock past[max_components];   // of those who arrived in this phase or before
+  Clock past[max_components];   // of the threads that arrived in this phase or before
   Clock known[max_components];  // the same when the last phase ended
 };
 
-// D of products that follow each other, kept here until it is waited for.
+// D of successive products, kept here until a thread waits for it.
 struct Sums {
   Sums* next;
   int columns;
   std::uint64_t last;         // product
-  std::uint64_t taken[2];     // the threads whose D is here
-  std::uint64_t returned[2];  // and those that have it back
-  float* d[warpgroup_size];   // where it is theirs
+  std::uint64_t taken[2];     // the threads whose D is kept here
+  std::uint64_t returned[2];  // the threads that got theirs back
+  float* d[warpgroup_size];   // their own memory for it
   float values[product_rows * max_columns];
 };
 
 // An operand in shared memory: the address of its first element, before the swizzle.
 struct Operand {
   const unsigned char* address;
-  int rows;  // 0: by rows; else by columns, from boxes of so many rows
+  int rows;  // 0: by rows; else by columns, from boxes with this number of rows
 };
 
-// What operands are made of; wgmma.cuh names them likewise.
+// The types of operands, with the names of wgmma.cuh.
 enum class Format { bfloat16, half, e4m3 };
 
 struct Product {
@@ -106,7 +106,7 @@ struct Product {
   Sums* sums;
   Place place;
   int thread;  // that began it first
-  int begun;   // by so many threads
+  int begun;   // the number of threads that began it
   Clock past[max_components];
   unsigned registers[warpgroup_size][4];
 };
@@ -119,9 +119,9 @@ struct Warpgroup {
   std::uint64_t made;      // products
   std::uint64_t groups;
   std::uint64_t ends[kept_groups];  // of the last groups: the number of the product that follows
-  Product* products;                // that are not made, oldest first
+  Product* products;                // not yet computed, oldest first
   Sums* sums;
-  Place place;  // of the product made last
+  Place place;  // of the product computed last
   unsigned waiting[warpgroup_size / warp_size];
 };
 
@@ -196,7 +196,7 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The past of whoever has copies or tensor cores read; `thread` is one that he is himself, or -1.
+// The past of the reader, if copies or tensor cores read; `thread` is the reader itself, or -1.
 struct Reader {
   const Clock* past;
   int thread;
@@ -222,7 +222,7 @@ inline bool is_published(const Worker& worker, Epoch writer) {
          clock_of(writer) <= worker.fibers[thread].published;
 }
 
-// Checks that these bytes may be read beside the threads.
+// Checks that an asynchronous operation may read these bytes.
 inline void check_reading(Worker& worker, Arena& arena, const unsigned char* pointer,
                           std::size_t bytes, const Reader& reader, const Place& place) {
   const Cell* cell = cells_at(arena, pointer);
@@ -249,7 +249,7 @@ inline void mark_reading(Arena& arena, const unsigned char* pointer, std::size_t
   }
 }
 
-// What was marked has been read, at `done`.
+// Records that the marked bytes were read, at `done`.
 inline void end_reading(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark,
                         Epoch done) {
   Cell* cell = cells_at(arena, pointer);
@@ -272,7 +272,7 @@ void mark_writing(Arena& arena, const unsigned char* pointer, std::size_t bytes,
 // ---------------------------------------------------------------------------------------------
 // Barriers in shared memory
 
-// Who arrives often, waits often: the clock of a barrier's boxes is its phase.
+// The clock of a barrier's boxes is its phase.
 Clock phase_clock(const Worker& worker, const PhaseBarrier& barrier) {
   return worker.floor + 1 + barrier.phase;
 }
@@ -506,7 +506,7 @@ void store(const Box& box) {
   }
 }
 
-// Bytes that lie in memory as they do in shared memory.
+// Bytes with the same layout in global and in shared memory.
 Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, const char* operation,
                const Place& place) {
   auto address = reinterpret_cast<std::uintptr_t>(memory);
@@ -556,7 +556,7 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Of what a thread has put off, all or any.
+// Executes additions that a thread has delayed: all of them, or any.
 void make_additions(Worker& worker, Fiber& fiber, bool all) {
   Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
@@ -584,7 +584,7 @@ void check_array(const Box& box) {
   }
 }
 
-// What was written there before by threads, they must have published, since copies now write too.
+// Threads that wrote there before must have executed the proxy fence, since copies now write too.
 void check_published(Worker& worker, Arena& arena, const Box& box) {
   const Cell* cell = cells_at(arena, box.shared);
   for (std::size_t i = 0; i < box.bytes() / cell_bytes; ++i, ++cell) {
@@ -676,7 +676,7 @@ void end_stores(Worker& worker, const Place& place) {
     std::free(first);
   }
   make_additions(worker, fiber, false);
-  // Another thread's store of the same bytes may still be under way.
+  // Another thread's store of the same bytes may still be in progress.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
       const Box& box = store->box;
@@ -689,8 +689,8 @@ void end_stores(Worker& worker, const Place& place) {
 // ---------------------------------------------------------------------------------------------
 // Operands of products
 
-// 32 bytes of each row of an operand by rows, with the first of their columns, which has `each`
-// numbers to a chunk; or sixteen rows of one by columns, as chunks.
+// Of an operand by rows: 32 bytes of each row, with the first of their columns, of which a chunk
+// has `each`. Of an operand by columns: sixteen rows, as chunks.
 template <class Visit>
 inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
@@ -808,7 +808,7 @@ void read_shared(Factors& factors, const Product& product) {
              });
 }
 
-// The first row and column, of 64 x 16 or of the first 8 columns, that a thread has in registers.
+// The first row and column of a thread's registers, in 64 x 16 or in the first 8 columns.
 inline int row_of_thread(int thread) {
   return thread / warp_size * 16 + thread % warp_size / 4;
 }
@@ -834,8 +834,8 @@ void read_registers(Factors& factors, const Product& product) {
   }
 }
 
-// One after the other along the depth, each sum rounded: a device adds sixteen products at a time,
-// or 32 of e4m3, and of these it keeps fewer bits.
+// Products are added one by one along the depth, each sum rounded. A device adds sixteen at a time,
+// or 32 of e4m3, with fewer bits.
 void add_product(Sums& sums, const Factors& factors, int depth) {
   typedef float Columns __attribute__((vector_size(64), aligned(4)));
   constexpr int width = sizeof(Columns) / sizeof(float);
@@ -884,7 +884,7 @@ inline void add(std::uint64_t (&threads)[2], int rank) {
   threads[rank / 64] |= std::uint64_t{1} << rank % 64;
 }
 
-// D of this thread that products under way will write.
+// D of this thread that products in progress will write.
 Sums* pending_sums(const Warpgroup& group, int rank, const float* d) {
   Sums* sums = group.sums;
   while (sums != nullptr &&
@@ -949,7 +949,7 @@ inline bool overlap(const float* one, int one_count, const float* other, int oth
   return one < other + other_count && other < one + one_count;
 }
 
-// Keeps a thread's D, and leaves NaN in its place until it is waited for.
+// Keeps a thread's D, and leaves NaN in its place until the thread waits for it.
 void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& asked,
             const Place& place) {
   Sums& sums = *product.sums;
@@ -1017,8 +1017,8 @@ void mark_product(Worker& worker, const Warpgroup& group, const Product& product
   });
 }
 
-// A product reads for all four warps, of which none may know more than the others: `past` has what
-// all threads know, and of each warp what it did itself.
+// A product reads for all four warps: `past` has what all threads know, and of each warp what it
+// did itself.
 void know_less(Worker& worker, Product& product) {
   const Fiber& fiber = *worker.fiber;
   for (int i = max_warps; i < worker.components; ++i) {
@@ -1111,7 +1111,7 @@ void make_product(Worker& worker, Warpgroup& group) {
 void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
   if (group.made >= end) return;
   while (group.made < end) make_product(worker, group);
-  // Those still under way may read the same.
+  // Products still in progress may read the same.
   for (Product* product = group.products; product != nullptr; product = product->next) {
     if (product->begun == warpgroup_size) mark_product(worker, group, *product);
   }
@@ -1147,7 +1147,7 @@ void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Pla
 }
 
 // ---------------------------------------------------------------------------------------------
-// What is wrong, and where a block ends
+// Faults, and the end of a block
 
 const Load* load_to(const PhaseBarrier& barrier, std::uintptr_t address) {
   const Load* load = barrier.loads;
@@ -1163,7 +1163,7 @@ Text box_name(const Worker& worker, const char* what, const Box& box) {
                 place_name(worker, box.place).chars);
 }
 
-// Whose epoch it is that has no thread.
+// The name of an epoch's component that is no thread.
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address) {
   int component = thread_of(epoch) / warp_size;
   const Asynchronous& all = *worker.asynchronous;
@@ -1217,7 +1217,7 @@ const Fiber* first_in_barrier(const Worker& worker) {
   return nullptr;
 }
 
-// Whether somebody waits for a phase or for products in vain; each barrier is named once.
+// Whether a thread waits for a phase or for products that never complete; names each barrier once.
 bool report_vain_waits(Worker& worker) {
   if (worker.asynchronous == nullptr) return false;
   Text text = format("waits for ever: ");
@@ -1272,8 +1272,8 @@ void check_left_over(Worker& worker) {
   }
 }
 
-// A block's end: nobody in it saw additions that their thread has not waited for. Its shared memory
-// then is another block's, to which a box would be copied.
+// The end of a block. Additions that their thread has not waited for are not seen by the block, and
+// a box that is still to come would be copied to the next block's shared memory.
 void check_left_loads(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) make_additions(worker, worker.fibers[i], true);
   if (worker.asynchronous == nullptr) return;
@@ -1288,7 +1288,7 @@ void check_left_loads(Worker& worker) {
   }
 }
 
-// The clock up to which all that went on in the last block was before.
+// The clock that all operations of the last block are below.
 Clock latest_clock(const Worker& worker) {
   Clock latest = worker.floor;
   if (worker.asynchronous == nullptr) return latest;
@@ -1302,7 +1302,7 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
-// Makes ready for the next block, or for none.
+// Prepares for the next block, if there is one.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     free_all(worker.fibers[i].stores);
@@ -1402,7 +1402,7 @@ EXPORTED void simulator_make_additions() {
   make_additions(*self, *self->fiber, true);
 }
 
-// What this thread does from now on has a later clock; what it did is not yet in its warp's past.
+// From now on this thread has a later clock; what it did before is not yet in its warp's past.
 EXPORTED void simulator_publish_to_copies() {
   Worker& worker = *self;
   worker.fiber->published = worker.warp->clock++;
@@ -1432,7 +1432,7 @@ EXPORTED void simulator_wait_for_products(unsigned pending, const float* d, cons
   wait_for_groups(*self, pending, d, {file, line, CALLER});
 }
 
-// The lane that elect.sync names: some lane, always the same.
+// The lane that elect.sync chooses: always the same.
 EXPORTED int simulator_elected_lane() {
   unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
   return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;

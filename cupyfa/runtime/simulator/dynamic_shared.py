@@ -11,7 +11,7 @@ import re
 
 CAPACITY = 227 * 1024  # bytes that a block can have, as on an H100
 
-# Tells the runtime where the calling worker has it.
+# Gives the runtime the addresses of the calling worker's memory.
 LOCATOR = """\
 extern __thread unsigned char end_of_fixed[] __asm__("simulator_fixed_end");
 extern __thread unsigned char start_of_dynamic[] __asm__("simulator_dynamic");

@@ -244,7 +244,7 @@ class _Report(ctypes.Structure):
 # -------------------------------------------------------------------------------------------------
 # Faults
 
-# Stands for the folder the compiler ran in, which is nobody's business.
+# Stands for the folder that the compiler ran in; messages leave it out.
 _UNPLACED = "/@"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 

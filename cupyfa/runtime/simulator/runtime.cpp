@@ -7,12 +7,12 @@
 //
 // The kernel is compiled with the compiler's thread and bounds instrumentation, and linked without
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
-// here. They know what a kernel may touch: its buffers, its own stack, the block's shared memory.
-// For shared memory they also keep who wrote and who read each pair of bytes, and when, in vector
-// clocks with one component per warp; two accesses that no barrier orders are a race. Of arrays
-// they keep who wrote them, for two threads or two blocks that write the same. Shuffles and votes
-// are no barriers: CUDA promises of __syncwarp alone that it orders memory. What tensor cores and
-// copies do by themselves is in asynchronous.h; they have components of their own.
+// here. They know what a kernel may access: its buffers, its own stack, the block's shared memory.
+// For each pair of bytes of shared memory they also record who wrote and who read it, and when, in
+// vector clocks with one component per warp; two accesses that no barrier orders are a race. For
+// arrays they record the writers, to detect two threads or blocks that write the same place.
+// Shuffles and votes are no barriers: in CUDA only __syncwarp orders memory. Asynchronous copies
+// and tensor cores are in asynchronous.h; they have components of their own.
 //
 // Both files are compiled once, for all kernels. Of the C++ library they use only what needs no
 // linking: where the compiler is zig, building that library would take most of a minute.
@@ -44,7 +44,7 @@ constexpr std::size_t report_bytes = 2048;
 constexpr int max_workers = 256;
 
 // ---------------------------------------------------------------------------------------------
-// What Python hands in and gets back; machine.py declares the same records.
+// Arguments and results of calls from Python; machine.py declares the same records.
 
 struct Region {
   const char* name;
@@ -67,7 +67,7 @@ struct Request {
   std::size_t region_count;
   int workers;
   int shuffled;  // whether `seed` decides the order of threads
-  int stopped;   // whether all blocks are to be given up; set by another thread
+  int stopped;   // whether all blocks are to stop; set by another thread
   std::uint64_t seed;
 };
 
@@ -87,9 +87,10 @@ using Epoch = std::uint64_t;
 using Clock = std::uint64_t;
 constexpr int clock_shift = 12;
 
-// A vector clock has a component for each warp, and for what goes on beside the threads: for the
-// products of each warpgroup, for all boxes that are stored, and for the boxes that each barrier in
-// shared memory announces. To an epoch these are threads too, the first of warps behind the last.
+// A vector clock has a component for each warp and for each asynchronous operation: for the
+// products of each warpgroup, for all boxes that are stored, and for the boxes of each barrier in
+// shared memory. In an epoch these are threads, too: the first threads of warps behind the last
+// one.
 constexpr int max_phase_barriers = 64;
 constexpr int products_component = max_warps;
 constexpr int stores_component = products_component + max_warps / 4;
@@ -107,7 +108,7 @@ inline Epoch epoch_of(Clock clock, int component) {
   return clock << clock_shift | static_cast<Epoch>(component * warp_size);
 }
 
-// Of what is still under way: no thread's past holds it.
+// The clock of operations in progress: no thread's past contains it.
 constexpr Clock unfinished = ~Clock{0} >> clock_shift;
 
 // ---------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ constexpr int entry_word = 11;
 #error "the simulator switches stacks on x86-64 and aarch64 only"
 #endif
 
-// What a kernel sees as threadIdx, blockIdx, blockDim, gridDim; simulator.h declares the same.
+// threadIdx, blockIdx, blockDim and gridDim of a kernel; simulator.h declares the same.
 struct Coordinates {
   unsigned thread[3];
   unsigned block[3];
@@ -258,9 +259,9 @@ struct Fiber {
   Storage* storage;
   int awaited;          // the barrier in shared memory it waits for, or -1
   int phase;            // of that barrier
-  Clock published;      // what it wrote up to this clock, copies and tensor cores may read
+  Clock published;      // copies and tensor cores may read what it wrote up to this clock
   Store* stores;        // that have not read shared memory, oldest first
-  Addition* additions;  // that have read it, and were put off
+  Addition* additions;  // that have read it, and are delayed
   // Its products so far: begun, in a group, waited for; and its groups.
   std::uint64_t products;
   std::uint64_t grouped;
@@ -320,8 +321,8 @@ void give_slab(char* slab) {
 // The shadow of shared memory
 
 // Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
-// threads. A write forgets what was before: who races with that races with the write. An atomic
-// forgets nothing, since it does not race with other atomics.
+// threads. A write replaces all that was before: an access that races with that also races with
+// the write. An atomic replaces nothing, since it does not race with other atomics.
 struct Cell {
   Epoch writer;
   Epoch updater;
@@ -342,8 +343,8 @@ struct Arena {
 };
 
 // Two bytes of an array in global memory: who wrote them last, and in which block, counted from 1.
-// Of two blocks nothing says which is first, unless they speak by atomics. Workers do not wait for
-// each other to write this: where two blocks race, one or the other may miss it.
+// Two blocks are not ordered, unless they communicate by atomics. Workers write this without locks:
+// where two blocks race, one of them may miss it.
 struct Written {
   std::uint64_t block;
   Epoch writer;
@@ -355,7 +356,7 @@ struct Exchange {
   unsigned arrived;
   unsigned votes;  // the lanes whose predicate holds
   int readers;
-  bool orders;  // whether what a lane did before, the others know after
+  bool orders;  // whether it orders memory between the lanes
   std::size_t size;
   const char* operation;
   Exchange* next;       // of the free ones
@@ -365,7 +366,7 @@ struct Exchange {
 
 struct Warp {
   Clock clock;
-  Clock seen[max_components];  // how far each one's past is known here; of itself: before `clock`
+  Clock seen[max_components];  // each component's past as known here; its own: before `clock`
   unsigned lanes;              // that exist
   unsigned ready;              // that could run now
   unsigned polling;            // that wait for a condition
@@ -388,7 +389,7 @@ struct Barrier {
   unsigned result[3];        // of the last completed round
 };
 
-// What was known to a thread when it published an object.
+// The past of a thread when it published an object.
 struct Past {
   Past* next;
   const void* object;
@@ -443,7 +444,7 @@ struct Launch {
   static std::size_t written_bytes(const Region& region) {
     return (region.bytes / cell_bytes + 2) * sizeof(Written);
   }
-  // Where there is no room for it, races are not seen; it takes memory where something is written.
+  // Without memory for it races are not detected; only written parts take memory.
   void allocate_written() {
     written = static_cast<Written**>(std::calloc(request->region_count + 1, sizeof(Written*)));
     for (std::size_t i = 0; written != nullptr && i < request->region_count; ++i) {
@@ -480,7 +481,7 @@ struct Worker {
   int idle_polls = 0;  // since anything but polling happened
   bool abandoned = false;
   bool shuffled = false;
-  bool speaks = false;      // whether the block's threads made atomics in global memory
+  bool speaks = false;      // whether the block executed atomics in global memory
   unsigned late_warps = 0;  // of a shuffled order: those that run when no other can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
@@ -597,8 +598,8 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
   return &worker.fibers[warp * warp_size + lane];
 }
 
-// The warps of a block that are late, by the seed: none, any, or any in fours. Threads that take
-// turns at random stay close together, and what is missing between two that do not shows here.
+// The warps of a block that are late, by the seed: none, any, or any in fours. In a random order
+// threads stay close together; late warps show what is missing between threads that are apart.
 unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   std::uint64_t state = seed + (block << 32);
   const std::uint64_t random = next_random(state);
@@ -618,7 +619,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // what they wait for may have happened
+    if (ready == 0 && worker.idle_polls == 0) {  // their condition may hold now
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }
@@ -661,7 +662,7 @@ inline void wait_in(Worker& worker, const char* operation, const Place& place) {
   fiber->operation = nullptr;
 }
 
-// With a seed, the thread that completed a collective takes its turn with those it woke.
+// With a seed, the thread that completed a collective is scheduled like those that it woke.
 inline void take_turn(Worker& worker) {
   worker.idle_polls = 0;
   if (!worker.shuffled) return;
@@ -717,7 +718,7 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
-// What this thread alone knows.
+// The past that only this thread knows.
 inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
   for (int i = max_warps; i < worker.components; ++i) {
     past[i] = std::max(past[i], fiber.known[i - max_warps]);
@@ -795,7 +796,7 @@ void join(Clock (&into)[max_components], const Clock (&from)[max_components], in
   for (int i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
 }
 
-// What each waiting warp did before the barrier, all of them know after it.
+// Orders memory: each waiting warp knows afterwards what all of them did before the barrier.
 void join_clocks(Worker& worker, Barrier& barrier) {
   int count = worker.components;
   Clock joined[max_components] = {};
@@ -887,7 +888,7 @@ void add_past(Worker& worker, Clock (&past)[max_components]) {
   worker.warp->tick(fiber.warp);
 }
 
-// What others did who came to `past`, this thread knows from now on.
+// This thread knows from now on what is in `past`.
 void know_past(Worker& worker, const Clock (&past)[max_components]) {
   Fiber& fiber = *worker.fiber;
   Clock& own = worker.warp->seen[fiber.warp];
@@ -980,7 +981,7 @@ const Fiber* first_waiting(const Worker& worker) {
   return nullptr;
 }
 
-// The first thread that the waiting one waits for in vain.
+// The first thread that never comes to the barrier.
 const Fiber* first_missing(const Worker& worker, const Fiber& waiting) {
   for (int i = 0; i < worker.threads; ++i) {
     const Fiber& other = worker.fibers[i];
@@ -1023,7 +1024,7 @@ COLD void report_stuck(Worker& worker) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// What asynchronous.h has for the rest
+// Functions of asynchronous.h
 
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address);
 bool report_vain_waits(Worker& worker);
@@ -1131,7 +1132,7 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
   Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
   Cell* cell = &arena.cells[offset / cell_bytes];
   std::size_t cells = (offset % cell_bytes + touch.bytes + cell_bytes - 1) / cell_bytes;
-  // Two threads may well use the two bytes of one cell.
+  // Two threads may use the two bytes of one cell.
   bool racing = touch.bytes > 1;
   for (std::size_t i = 0; i < cells; ++i) {
     check_cell<access>(worker, arena, cell[i], now, racing, touch);
@@ -1153,11 +1154,11 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
                thread_name(worker, thread_of(other.writer)).chars, offset, worker.hit.name));
 }
 
-// A write to the array that was hit. What is ordered by atomics is not known here, and so what a
-// block writes after its first one is not looked at.
+// A write to the accessed array. Order by atomics is not known here, so writes of a block after its
+// first atomic are not checked.
 inline void check_written(Worker& worker, const Touch& touch) {
   if (worker.speaks || worker.hit_written == nullptr) return;
-  if (touch.bytes < cell_bytes) return;  // two threads may well share a cell
+  if (touch.bytes < cell_bytes) return;  // two threads may share a cell
   std::size_t first = (touch.address - worker.hit.address) / cell_bytes;
   Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
   for (std::size_t i = first; i < first + touch.bytes / cell_bytes; ++i) {
@@ -1405,7 +1406,7 @@ void run_block(Worker& worker, std::uint64_t block) {
 // Setting up a worker
 
 // Shared memory declared inside the kernel is the object's thread-local segment: every worker
-// has one, and nothing is in it but that, and behind it the arrays declared `extern __shared__`.
+// has one. Behind it are the arrays declared `extern __shared__`.
 std::uintptr_t fixed_shared(const Module& module) {
   if (module.tls_bytes == 0) return 0;
   struct Index {
@@ -1678,7 +1679,7 @@ EXPORTED void simulator_pause(bool again, const char* operation, const char* fil
   fiber.place = {file, line, CALLER};
   fiber.barrier = -1;
   let_go(worker, fiber);
-  // Every thread has looked again since anything happened: nothing ever will.
+  // Every thread has checked its condition since the last change: none can go on.
   if (worker.idle_polls > 2 * worker.threads) {
     switch_stack(&fiber.stack_pointer, worker.main_stack_pointer);
   }
@@ -1858,7 +1859,7 @@ EXPORTED void __tsan_func_exit() {}
 EXPORTED void __tsan_vptr_update(void**, void*) {}
 EXPORTED void __tsan_vptr_read(void**) {}
 
-// What the compiler's other checks pass: the place in the text, and the types.
+// The arguments of the compiler's other checks: the place in the text, and the types.
 struct CheckPlace {
   const char* file;
   std::uint32_t line, column;
@@ -1880,7 +1881,7 @@ struct AlignmentCheck {
   unsigned char kind;
 };
 
-// The kernel's fault, or nothing in the object's own start-up.
+// Reports the kernel's fault; does nothing in the object's own start-up.
 COLD void fault_check(const CheckPlace& place, const Text& text) {
   if (self != nullptr) fault(*self, {place.file, static_cast<int>(place.line), nullptr}, text);
 }

@@ -122,9 +122,9 @@ class _Call:
             if progress is not None:
                 progress(len(pieces), len(pieces), what)
         finally:  # nothing may be on its way to memory that is given back
-            self.settle()
+            self.wait_for_all()
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Returns when nothing is on its way any more, even if Ctrl-C comes again."""
         try:
             for copies in self.started:
@@ -132,7 +132,7 @@ class _Call:
             for lane in (self.up, self.work, self.down):
                 lane.synchronize()
         except KeyboardInterrupt:
-            self.settle()
+            self.wait_for_all()
             raise
 
     def memory(self) -> Slot:

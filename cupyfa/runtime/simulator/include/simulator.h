@@ -20,7 +20,7 @@ typedef decltype(sizeof(0)) size_t;
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // A worker runs one block at a time, so its thread-local variables are that block's. Without
-// __constinit gcc would ask, in a variable beside an array of halves, whether it is initialized.
+// __constinit gcc would check whether a variable next to an array of halves is initialized.
 #if defined(__clang__)
 #define __shared__ thread_local
 #else
@@ -303,14 +303,14 @@ inline int lane() {
   return simulator_lane();
 }
 
-// A barrier of the lanes in `mask`: what each did to memory before, all of them may use after. No
-// other collective of a warp promises that.
+// A barrier of the lanes in `mask`; it orders their accesses of memory, as no other collective of a
+// warp does.
 inline void warp_barrier(unsigned mask, const char* operation, Here here = Here()) {
   simulator_warp_barrier(mask, operation, here.file, here.line);
 }
 
-// A collective of the lanes in `mask`: the values all of them bring, indexed by lane. They may be
-// read until this lane's next collective.
+// A collective of the lanes in `mask`: the values of all of them, indexed by lane. They may be read
+// until this lane's next collective.
 template <class T>
 inline const T* warp_gather(unsigned mask, const T& mine, const char* operation = "warp_gather",
                             Here here = Here()) {
@@ -325,8 +325,8 @@ inline const T* warp_gather(const T& mine, const char* operation = "warp_gather"
   return warp_gather(0xffffffffu, mine, operation, here);
 }
 
-// Barrier `id` of the block, for `threads` threads. A thread that does not wait has arrived: what
-// it did before is known to those that wait.
+// Barrier `id` of the block, for `threads` threads. A thread that does not wait has only arrived.
+// The barrier orders memory between all threads that arrive and those that wait.
 inline void barrier(int id, int threads, bool waits, const char* operation, Here here = Here()) {
   simulator_named_barrier(id, threads, waits, operation, here.file, here.line);
 }
@@ -339,7 +339,7 @@ inline void wait_until(Condition condition, const char* operation, Here here = H
   }
 }
 
-// What this thread did so far becomes known to every thread that observes the object later.
+// Orders what this thread did so far before what threads do after they observe the object.
 inline void publish(const void* object) {
   simulator_publish(object);
 }
@@ -347,7 +347,7 @@ inline void observe(const void* object) {
   simulator_observe(object);
 }
 
-// A T of this thread alone, zero at the start of each block; `key` tells several apart.
+// A T of this thread alone, zero at the start of each block; `key` distinguishes several.
 template <class T>
 inline T& thread_storage(const void* key) {
   return *static_cast<T*>(simulator_thread_storage(key, sizeof(T)));
@@ -449,7 +449,8 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
   simulator::warp_barrier(mask, "__syncwarp", here);
 }
-// Threads run in turns, and a worker's stores reach others at the latest when the grid ends.
+// A worker runs one thread at a time; its stores reach other workers at the end of the grid at the
+// latest.
 inline void __threadfence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
@@ -515,7 +516,7 @@ inline int __any_sync(unsigned mask, int predicate, simulator::Here here = {}) {
 inline int __all_sync(unsigned mask, int predicate, simulator::Here here = {}) {
   return simulator_ballot(mask, predicate == 0, "__all_sync", here.file, here.line) == 0;
 }
-// Lanes run in turns; every lane that exists counts as active.
+// Every lane that exists counts as active.
 inline unsigned __activemask() {
   return simulator_lanes();
 }

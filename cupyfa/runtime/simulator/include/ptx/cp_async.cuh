@@ -106,7 +106,7 @@ inline void cp_async(void* shared, const void* global, int bytes, simulator::Her
   if (!simulator::is_shared(shared) || simulator::is_shared(global)) {
     simulator::fault("calls cp_async other than from global to shared memory", here);
   }
-  // Wrong accesses show here, even if nobody waits; the copy is made, and checked, when it lands.
+  // Wrong accesses are reported here, even without a wait; the copy itself is made in the wait.
   simulator::check_read(global, static_cast<size_t>(bytes), here);
   simulator::announce_write(shared, 16, here);
   simulator::begin_copy(shared, global, bytes, here);

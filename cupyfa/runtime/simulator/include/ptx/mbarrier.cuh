@@ -1,7 +1,7 @@
 #pragma once
 // Barriers in shared memory that count threads and bytes. A barrier goes through phases, 0 1 0 1 …:
 // one ends when as many threads have arrived as it was made for and all expected bytes have come.
-// Whoever waits names the phase that he waits for, so he must know how often he has waited.
+// A thread that waits names the phase, so it must count its waits.
 //
 // Bytes come as late as a device may let them: in a wait. A wait that nothing ends is a fault.
 #include <simulator.h>
@@ -14,7 +14,7 @@ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Makes a barrier for so many arrivals a phase; one thread does it.
+// Makes a barrier with this number of arrivals a phase; one thread does it.
 inline void init_barrier(Barrier& barrier, int arrivals, simulator::Here here = {}) {
   simulator_make_barrier(&barrier, arrivals, here.file, here.line);
 }
@@ -28,7 +28,7 @@ inline void arrive(Barrier& barrier, simulator::Here here = {}) {
   simulator_arrive(&barrier, 0, "arrive", here.file, here.line);
 }
 
-// Arrives, and lets the phase wait for so many bytes of copies.
+// Arrives, and lets the phase wait for this number of bytes of copies.
 inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
