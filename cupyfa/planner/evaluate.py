@@ -109,7 +109,7 @@ class _Planner:
         return SimpleNamespace(**self.constants, **more)
 
     def in_rounds(self, steps: Sequence[Launch | Matmul]) -> list[tuple[Launch | Matmul, int]]:
-        """All steps in order, each with the number of its round; launches ``in_rounds`` are repeated."""
+        """All steps in order, each with the number of its round."""
         repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
         if not repeated:
             return [(step, 0) for step in steps]
