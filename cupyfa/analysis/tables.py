@@ -32,7 +32,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
     }
 
 
-def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+def compilations(rows: Sequence[Row], form: str) -> str:
     """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
     if form != "table":
         return render(rows, form)
@@ -43,10 +43,10 @@ def compilations(rows: Sequence[Row], form: str, *, width: int | None = None) ->
         for row, words in zip(table, warnings)
         if words
     ]
-    return "\n".join([table_or_fields(table, width), *below])
+    return "\n".join([table_or_fields(table), *below])
 
 
-def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
+def roofs(rows: Sequence[Roof]) -> str:
     """Rooflines for people: the columns that differ between rows, and notes below.
 
     Numbers have three digits, since they are estimates.
@@ -57,9 +57,8 @@ def roofs(rows: Sequence[Roof], *, width: int | None = None) -> str:
     ]
     drop_followers(table)
     notes = [f"note: {x['note']}" for x in table if x["note"]]
-    for column in ("note", *_DETAILS):
-        drop(table, column)
-    shown = table_or_fields(table, width, spare=_SPARE_OF_ROOFS)
+    drop(table, "note", *_DETAILS)
+    shown = table_or_fields(table, spare=_SPARE_OF_ROOFS)
     return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
 
 

@@ -63,9 +63,8 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
     for name, value in sizes.items():
         is_pair = name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
         if value is not None:
-            several[name] = (
-                value if isinstance(value, list if is_pair else list | tuple) else [value]
-            )
+            is_several = isinstance(value, list if is_pair else list | tuple)
+            several[name] = value if is_several else [value]
             if not several[name]:
                 raise ValueError(f"{name} is {value}; give at least one")
     if (count := prod(map(len, several.values()))) > MOST:
@@ -116,11 +115,8 @@ def _range(text: str) -> Iterator[int]:
 
 
 def _value(name: str, text: str) -> Any:
-    if name == "dtype":
-        return text
-    if not text.isdecimal():
-        least = 0 if name in AXES else 1
-        raise ValueError(
-            f"{name}={text!r} is not a whole number from {least}; give for example {name}=64"
-        )
-    return int(text)
+    if name == "dtype" or text.isdecimal():
+        return text if name == "dtype" else int(text)
+    least = 0 if name in AXES else 1
+    example = f"give for example {name}=64"
+    raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")

@@ -139,7 +139,7 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
     if shown:
         rows = [x.row() for x in shown]
         table = [{"": i, **{x: row[x] for x in _COLUMNS}} for i, row in enumerate(rows, 1)]
-        click.echo(f"{table_of(table, None, share=False)}\n", err=err)
+        click.echo(f"{table_of(table, share=False)}\n", err=err)
         for i, failure in enumerate(shown, 1):
             click.echo("\n".join(_lines(i, failure)) + "\n", err=err)
     if more := len(done.failures) - len(shown):

@@ -31,15 +31,11 @@ FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
 
-def render(rows: Sequence[Row], form: str, *, width: int | None = None) -> str:
+def render(rows: Sequence[Row], form: str) -> str:
     """The rows in one of FORMATS; keys are columns."""
-    if form == "table":
-        return table_of(rows, width)
     if form == "json":
         return json.dumps(_plain(rows), indent=2, allow_nan=False)
-    if form == "csv":
-        return _csv(rows)
-    return markdown(rows)
+    return {"table": table_of, "csv": _csv, "md": markdown}[form](rows)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -67,7 +63,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
     }
 
 
-def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
+def listing(rows: Sequence[Row]) -> str:
     """Rows of kernels by operation: what each adds, and on a second line what it can do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -76,7 +72,7 @@ def listing(rows: Sequence[Row], *, width: int | None = None) -> str:
             table.add_row(Text(f"\n{row['operation']}" if i else row["operation"], "bold"))
         table.add_row(f"  {row['kernel']}", Text(row["adds"]))
         table.add_row("", Text(_abilities(row), "dim"))
-    return _drawn(table, width)
+    return _drawn(table)
 
 
 def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
@@ -109,7 +105,7 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
     }
 
 
-def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None = None) -> str:
+def trial_lines(result: Trial, case: Case, engine: Backend) -> str:
     """The text of a trial."""
     plan = result.plan
     lines = {
@@ -124,7 +120,7 @@ def trial_lines(result: Trial, case: Case, engine: Backend, *, width: int | None
         **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
     }
     verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
-    return fields(lines, width=width) + _drawn(verdict, width)
+    return fields(lines) + _drawn(verdict)
 
 
 def _as_planned(case: Case, plan: Plan) -> Case:
@@ -132,7 +128,7 @@ def _as_planned(case: Case, plan: Plan) -> Case:
     return replace(case, problem=case.problem.with_options(precision=plan.problem.precision))
 
 
-def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None = None) -> str:
+def measurements(rows: Sequence[Measurement], about: Row) -> str:
     """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
     table = [dict(row.row()) for row in rows]
     for row in table:
@@ -142,20 +138,19 @@ def measurements(rows: Sequence[Measurement], about: Row, *, width: int | None =
     if all(row["checked_%"] in (None, 100.0) for row in table):
         drop(table, "checked_%")
     notes = [row.pop("note") for row in table]
-    shown = table_or_fields(table, width, spare=_SPARE)
+    shown = table_or_fields(table, spare=_SPARE)
     below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
     return "\n".join([text(about), shown, *below])
 
 
-def comparisons(rows: Sequence[Comparison], *, width: int | None = None) -> str:
+def comparisons(rows: Sequence[Comparison]) -> str:
     """The table of a comparison."""
     table = [dict(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
     drop(table, "factor", "uncertainty")
-    return table_or_fields(table, width)
+    return table_or_fields(table)
 
 
-_FOLLOWS = {"N": "M", "kv_heads": "heads", "dv": "d"}
 # Columns to leave out, one by one, from a table that is too wide.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
 
@@ -172,9 +167,8 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
 
 def drop_followers(table: Sequence[dict[str, Any]]) -> None:
     """Removes sizes that are equal to others."""
-    for column, same in _FOLLOWS.items():
-        if all(row[column] in (None, row[same]) for row in table):
-            drop(table, column)
+    follows = {"N": "M", "kv_heads": "heads", "dv": "d"}
+    drop(table, *(x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)))
 
 
 def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
@@ -204,7 +198,7 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
     )
 
 
-def fields(row: Row, *, width: int | None = None) -> str:
+def fields(row: Row) -> str:
     """One row of data, a line for each field that is not empty."""
     shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
@@ -212,14 +206,12 @@ def fields(row: Row, *, width: int | None = None) -> str:
     table.add_column(no_wrap=True, min_width=widest)
     for name, value in shown.items():
         table.add_row(name, Text(value))
-    return _drawn(table, width) + "\n"
+    return _drawn(table) + "\n"
 
 
-def table_or_fields(
-    rows: Sequence[Row], width: int | None = None, *, spare: Sequence[str] = ()
-) -> str:
+def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = ()) -> str:
     """A table, or for a single row its fields."""
-    return fields(rows[0], width=width) if len(rows) == 1 else table_of(rows, width, spare=spare)
+    return fields(rows[0]) if len(rows) == 1 else table_of(rows, spare=spare)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
@@ -287,9 +279,7 @@ def _csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def table_of(
-    rows: Sequence[Row], width: int | None, *, spare: Sequence[str] = (), share: bool = True
-) -> str:
+def table_of(rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = True) -> str:
     """A table; with ``share`` values that are equal in all rows stand above it.
 
     Columns of ``spare`` are left out, one by one, until the others fit.
@@ -303,7 +293,7 @@ def table_of(
         cells = [text(row[column]) for row in rows]
         roomy = len(column) <= max(map(len, cells))  # else the heading has several lines
         columns[column] = [column.replace("_", " " if roomy else "\n"), *cells]
-    room = Console(width=width).width
+    room = Console().width
     for column in spare:
         if _width(columns) > room:
             columns.pop(column, None)
@@ -317,8 +307,8 @@ def table_of(
     for line in islice(zip(*columns.values()), 1, None):
         table.add_row(*map(Text, line))
     caption = text({c: x for c, x in shared.items() if x is not None})
-    above = f"{_drawn(Text(caption), width)}\n" if caption else ""
-    return above + _drawn(table, width)
+    above = f"{_drawn(Text(caption))}\n" if caption else ""
+    return above + _drawn(table)
 
 
 def _width(columns: Mapping[str, Sequence[str]]) -> int:
@@ -327,9 +317,9 @@ def _width(columns: Mapping[str, Sequence[str]]) -> int:
     return sum(max(map(cell_len, x)) for x in lines) + 2 * (len(columns) - 1)
 
 
-def _drawn(content: RenderableType, width: int | None) -> str:
+def _drawn(content: RenderableType) -> str:
     """The text by rich for this terminal, or for a wider one if the longest words need it."""
-    console = Console(width=width, highlight=False)
+    console = Console(highlight=False)
     unbounded = console.options.update(width=10_000)
     needed = console.measure(content, options=unbounded).minimum
     if isinstance(content, Table) and needed > console.width:

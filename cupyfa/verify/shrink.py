@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from cupyfa.options import OPTIONS
 from cupyfa.problem import Problem
@@ -30,45 +29,32 @@ def shrunk(
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Cases with one simpler field, beginning with those that need no other compilation."""
-    plain: dict[str, Any] = {"layout": "bhsd", "values": "normal", "seed": 0}
-    for name in plain:
-        if getattr(case, name) != plain[name]:
-            yield replace(case, **{name: plain[name]})
+    for name, plain in {"layout": "bhsd", "values": "normal", "seed": 0}.items():
+        yield replace(case, **{name: plain})  # type: ignore[arg-type]
     for problem in _smaller(case.problem):
         yield replace(case, problem=problem)
 
 
 def _smaller(p: Problem) -> Iterator[Problem]:
-    for batch in _sizes(p.batch):
-        yield replace(p, batch=batch)
+    yield from (replace(p, batch=batch) for batch in _sizes(p.batch))
     for kv_heads in _sizes(p.kv_heads):
         yield replace(p, heads=kv_heads * p.group, kv_heads=kv_heads)
-    for group in _sizes(p.group):
-        yield replace(p, heads=p.kv_heads * group)
-    for name in ("M", "N"):
-        for size in _sizes(getattr(p, name)):
-            yield replace(p, **{name: size})  # type: ignore[arg-type]
+    yield from (replace(p, heads=p.kv_heads * group) for group in _sizes(p.group))
+    yield from (replace(p, M=M) for M in _sizes(p.M))
+    yield from (replace(p, N=N) for N in _sizes(p.N))
     for name in p.options.changed:
         yield p.with_options(**{name: OPTIONS[name].default})
-    yield from _smaller_windows(p)
+    for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
+        for smaller in (None, 0, *_sizes(size)) if size is not None else ():
+            window = [smaller if at == side else x for at, x in enumerate(p.window)]
+            yield p.with_options(window=window)
     if p.dv == p.d:
-        for d in _sizes(p.d):
-            yield replace(p, d=d, dv=d)
+        yield from (replace(p, d=d, dv=d) for d in _sizes(p.d))
         return
     if p.d > 0:
         yield replace(p, dv=p.d)
-    for name in ("d", "dv"):
-        for size in _sizes(getattr(p, name)):
-            yield replace(p, **{name: size})  # type: ignore[arg-type]
-
-
-def _smaller_windows(p: Problem) -> Iterator[Problem]:
-    """No limit on one side of a window, then smaller limits."""
-    for side, size in enumerate(p.window):
-        for smaller in (None, 0, *_sizes(size)) if size is not None else ():
-            if smaller != size:
-                window = [smaller if at == side else x for at, x in enumerate(p.window)]
-                yield p.with_options(window=window)
+    yield from (replace(p, d=d) for d in _sizes(p.d))
+    yield from (replace(p, dv=dv) for dv in _sizes(p.dv))
 
 
 def _sizes(size: int) -> list[int]:

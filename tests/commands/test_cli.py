@@ -153,8 +153,8 @@ def test_defaults_of_N_and_d():
 
 def test_equal_columns_are_shared_above_the_table():
     rows = [{"": 1, "kernel": "fa2"}, {"": 2, "kernel": "fa2"}]
-    assert table_of(rows, 80, share=False).split() == ["kernel", "1", "fa2", "2", "fa2"]
-    assert table_of(rows, 80).split() == ["kernel=fa2", "1", "2"]
+    assert table_of(rows, share=False).split() == ["kernel", "1", "fa2", "2", "fa2"]
+    assert table_of(rows).split() == ["kernel=fa2", "1", "2"]
 
 
 def test_the_schedule_reaches_the_simulator(monkeypatch):
