@@ -221,7 +221,7 @@ def replay(
         constants = {}
     task = Task(case, (chosen,), constants, stored.reruns)
     inputs = arranged(stored.inputs, case.layout)
-    (now,) = (x for x in perform(engine, task, inputs) if isinstance(x, Outcome))
+    *_, now = perform(engine, task, inputs)
     if now.kind == kinds.UNSUPPORTED:
         raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
     if now.kind == kinds.NO_MEMORY:

@@ -34,6 +34,7 @@ COMPILE_ERROR = "compile error"
 ERROR = "error"
 NO_ANSWER = "no answer"
 DIED = "the process died"
+STEPS = PREPARING, RUNNING = "preparing", "running"  # no outcome yet
 NOT_RUN = (UNSUPPORTED, NO_MEMORY)
 LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
 

@@ -44,14 +44,6 @@ class Task:
     keep: bool = False
 
 
-@dataclass(frozen=True)
-class Doing:
-    """The next step, preparing or running a kernel, and what its outcome is so far."""
-
-    outcome: Outcome
-    runs: bool
-
-
 def name_of(kernel: KernelOrName) -> str:
     """A kernel's name, as it was given."""
     return kernel if isinstance(kernel, str) else kernel.name
@@ -62,8 +54,8 @@ def has_name(kernel: KernelOrName) -> bool:
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
-def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Doing | Outcome]:
-    """Runs a task and yields each next step and the outcome of each kernel; DEVICE_LOST ends it.
+def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Outcome]:
+    """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
 
     inputs: in place of the case's own. Raises CompilerNotFound without one for the simulator.
     """
@@ -86,14 +78,14 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
         return
     for name, plan in plans.items():
         begun = Outcome(name, failures.RIGHT, constants=plan.constants)
-        yield Doing(begun, runs=False)
+        yield replace(begun, kind=failures.PREPARING)
         try:
             with engine.working_on(None):
                 for launch in plan.programs:
                     engine.prepare(launch)
                 if task.keep:
                     begun = replace(begun, arrays=_kept(inputs, judge, plan))
-                yield Doing(begun, runs=True)
+                yield replace(begun, kind=failures.RUNNING)
                 yield _outcome(engine, plan, inputs, judge, begun, task)
         except errors.CompilerNotFound:
             raise

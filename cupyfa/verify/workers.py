@@ -27,8 +27,9 @@ from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.failures import DEVICE_LOST, DIED, NO_ANSWER, UNSUPPORTED, Outcome
-from cupyfa.verify.tasks import Doing, KernelOrName, Task, name_of, perform
+from cupyfa.verify import failures as kinds
+from cupyfa.verify.failures import Outcome
+from cupyfa.verify.tasks import KernelOrName, Task, name_of, perform
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -58,10 +59,10 @@ class Here:
     def run(self, task: Task) -> list[Outcome]:
         """The outcomes of a task's kernels."""
         steps = () if self._is_lost else perform(self._engine, task)
-        done = [step for step in steps if isinstance(step, Outcome)]
-        self._is_lost |= any(outcome.kind == DEVICE_LOST for outcome in done)
-        lost = "the device was lost"
-        return done + [Outcome(name_of(x), UNSUPPORTED, lost) for x in _left(task, done)]
+        done = [step for step in steps if step.kind not in kinds.STEPS]
+        self._is_lost |= any(outcome.kind == kinds.DEVICE_LOST for outcome in done)
+        lost = (kinds.UNSUPPORTED, "the device was lost")
+        return done + [Outcome(name_of(x), *lost) for x in _left(task, done)]
 
     def rest(self) -> None:
         """Does nothing: no resources are held between tasks."""
@@ -88,7 +89,7 @@ class Process:
         done: list[Outcome] = []
         while left := _left(task, done):
             done += self._begun(replace(task, kernels=left))
-            if done[-1].kind == DEVICE_LOST:
+            if done[-1].kind == kinds.DEVICE_LOST:
                 self.rest()
         return done
 
@@ -106,24 +107,25 @@ class Process:
     def _begun(self, task: Task) -> list[Outcome]:
         """The outcomes up to and including the first kernel that ended or blocked the process."""
         done: list[Outcome] = []
-        doing: Doing | None = None
+        doing: Outcome | None = None
         process = self._started()
         try:
             process.pipe.send(task)
-            while process.pipe.poll(task.timeout if doing and doing.runs else None):
+            while process.pipe.poll(
+                task.timeout if doing and doing.kind == kinds.RUNNING else None
+            ):
                 step = process.next_step()
                 if step is None:
                     return done
-                if isinstance(step, Outcome):
-                    done.append(step)
-                doing = step if isinstance(step, Doing) else None
-            kind, message = NO_ANSWER, f"no answer within {task.timeout:g} s"
+                doing = step if step.kind in kinds.STEPS else None
+                done += [] if doing else [step]
+            kind, message = kinds.NO_ANSWER, f"no answer within {task.timeout:g} s"
         except ConnectionError:
-            kind, message = DIED, process.cause_of_death()
+            kind, message = kinds.DIED, process.cause_of_death()
         self.rest()
         self._check_stopped()
         if doing:
-            return [*done, replace(doing.outcome, kind=kind, message=message)]
+            return [*done, replace(doing, kind=kind, message=message)]
         return done + [Outcome(name_of(x), kind, message) for x in _left(task, done)]
 
     def _started(self) -> _Started:
