@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
 from cupyfa.bench import timing
+from cupyfa.bench.results import Measurement
 from cupyfa.errors import WrongResult
 from cupyfa.numerics.tolerance import Verdict
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
@@ -27,28 +26,17 @@ _MOST = 20
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of running a plan: verdicts on its outputs, milliseconds of each timed run."""
+    """The result of running a plan; resources are those of each launch, by its entry."""
 
     plan: Plan
     verdicts: list[Verdict]
-    milliseconds: list[float]
-    resources: dict[str, dict[str, int]]  # of each launch, by its entry
+    measurement: Measurement
+    resources: dict[str, dict[str, int]]
 
     @property
     def passed(self) -> bool:
         """Whether every output is right."""
         return all(verdict.passed for verdict in self.verdicts)
-
-    @property
-    def time(self) -> float:
-        """The median of the timed runs, in milliseconds."""
-        return median(self.milliseconds)
-
-    @property
-    def tflops(self) -> float:
-        """10¹² floating-point operations a second."""
-        flops = OPERATIONS[self.plan.kernel.operation].flops(self.plan.problem)
-        return flops / self.time / 1e9 if self.time else 0.0
 
 
 def trial(
@@ -67,7 +55,9 @@ def trial(
     call = replay(engine, plan, timing.arrays_of(engine, plan, readable, {}))
     (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
     used = {launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs}
-    return Trial(plan, verdicts, times, used)
+    kernel, constants = plan.kernel, dict(plan.constants)
+    row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
+    return Trial(plan, verdicts, row, used)
 
 
 def random_sizes(seed: int) -> dict[str, int]:

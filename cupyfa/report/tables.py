@@ -94,8 +94,8 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
         "constants": dict(plan.constants),
         "launches": launches,
         "scratch_bytes": plan.scratch_bytes,
-        "milliseconds": result.time,
-        "tflops": result.tflops,
+        "milliseconds": result.measurement.time,
+        "tflops": result.measurement.tflops,
         "passed": result.passed,
         **{
             f"{verdict.name}_{what}": getattr(verdict, what)
@@ -107,7 +107,7 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 
 def trial_lines(result: Trial, case: Case, engine: Backend) -> str:
     """The text of a trial."""
-    plan = result.plan
+    plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
         "problem": str(_as_planned(case, plan)),
@@ -115,8 +115,8 @@ def trial_lines(result: Trial, case: Case, engine: Backend) -> str:
         "constants": plan.constants,
         **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
         "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
-        "time": f"{text(result.time)} ms, the median of {len(result.milliseconds)}; "
-        f"{result.tflops:.3g} TFLOP/s",
+        "time": f"{text(row.time)} ms, the median of {len(row.milliseconds)}; "
+        f"{row.tflops or 0.0:.3g} TFLOP/s",
         **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
     }
     verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")

@@ -108,17 +108,17 @@ class Process:
         """The outcomes up to and including the first kernel that ended or blocked the process."""
         done: list[Outcome] = []
         doing: Outcome | None = None
+        seconds: float | None = None
         process = self._started()
         try:
             process.pipe.send(task)
-            while process.pipe.poll(
-                task.timeout if doing and doing.kind == kinds.RUNNING else None
-            ):
+            while process.pipe.poll(seconds):
                 step = process.next_step()
                 if step is None:
                     return done
                 doing = step if step.kind in kinds.STEPS else None
                 done += [] if doing else [step]
+                seconds = task.timeout if step.kind == kinds.RUNNING else None
             kind, message = kinds.NO_ANSWER, f"no answer within {task.timeout:g} s"
         except ConnectionError:
             kind, message = kinds.DIED, process.cause_of_death()
