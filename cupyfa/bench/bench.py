@@ -89,9 +89,7 @@ def bench(
     cases: list[Case] = []
     for operation in operations:
         able = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
-        usual = sweeps.usual_dtype(*able, precision=sizes.get("precision"))
-        its = {**sizes, "dtype": sizes.get("dtype") or usual}
-        problems = sweeps.problems(operation, its, small=engine.name == "simulator")
+        problems = sweeps.problems(operation, sizes, *able, small=engine.name == "simulator")
         cases += [Case(operation, problem, seed, values, layout) for problem in problems]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []

@@ -51,14 +51,19 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     return name, [_value(name, value.strip()) for value in values.split(",")]
 
 
-def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -> list[Problem]:
+def problems(
+    operation: str, sizes: Mapping[str, Any], *kernels: Kernel, small: bool = False
+) -> list[Problem]:
     """The problem of every combination of sizes, each of which is a value or several.
 
-    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d and kv_heads follow heads
-    unless given. ``tokens`` is batch * M, ``width`` is heads * d. Several values are a list or a
-    tuple; several windows, which are tuples, are a list. ``options`` is an AttentionOptions. A
-    softmax has M rows of N. Defaults are USUAL, with ``small`` those of the simulator.
+    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
+    the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
+    heads * d. Several values are a list or a tuple; several windows, which are tuples, are a list.
+    ``options`` is an AttentionOptions. A softmax has M rows of N. Defaults are USUAL, with
+    ``small`` those of the simulator.
     """
+    usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
+    usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
     for name, value in sizes.items():
         is_pair = name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
@@ -70,7 +75,6 @@ def problems(operation: str, sizes: Mapping[str, Any], *, small: bool = False) -
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
-    usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 

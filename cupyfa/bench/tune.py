@@ -50,8 +50,7 @@ class Candidate:
 
     state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
     is spent. factor: speedup over the record's own choice. rounds: how often it was timed in
-    alternation with the finalists; 0 if only the first timing was made. shared_bytes: of a block.
-    blocks_per_sm: how many blocks run on a multiprocessor at a time.
+    alternation with the finalists. shared_bytes: of a block.
     """
 
     measurement: Measurement
@@ -90,27 +89,22 @@ def tune(
     """Measures the candidates of a kernel and stores the fastest for later plans.
 
     ``kernel`` is a name, ``script.py:name``, or a record. Its ``candidates`` are combined as its
-    rules and the device allow, with its own choice first. ``sizes`` are those of
-    ``sweeps.problems``: each may be a list, and every combination is tuned for ``budget`` seconds.
-    Defaults are batch 4, heads 16, M = N = 2048 and d = 64, for a softmax 16384 rows of 4096, and
-    smaller sizes in the simulator.
+    rules and the device allow, its own choice first. ``sizes`` are those of ``sweeps.problems``:
+    each may be a list, and every combination is tuned for ``budget`` seconds.
 
-    Each candidate is compared with the float64 reference on a smaller problem between guard zones
-    before it is timed. After a short timing of each, the best are timed in alternation until their
-    order is known. All measurements are stored by compiled text, problem and versions, so that a
-    later call continues; ``fresh`` ignores them.
+    Each candidate is compared with the float64 reference on a smaller problem between guard zones,
+    then timed shortly; the best are timed in alternation until their order is known. All is stored
+    by compiled text, problem and versions, and a later call continues; ``fresh`` ignores that.
 
     Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
-    ValueError for sizes that the kernel's operation does not have, and Unsupported if the kernel
-    cannot do a problem.
+    ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
     """
     timing.checked_budget(budget)
     engine = backend_named(backend)
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     sweeps.refuse_foreign(record.operation, sizes)
-    usual = sweeps.usual_dtype(record, precision=sizes.get("precision"))
     small = engine.name == "simulator"
-    problems = sweeps.problems(record.operation, {"dtype": usual, **sizes}, small=small)
+    problems = sweeps.problems(record.operation, sizes, record, small=small)
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
