@@ -22,7 +22,6 @@ from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.select import select
-from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
@@ -34,6 +33,7 @@ from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Judge
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
+_WRONG = (WrongResult, SimulatorFault)
 
 
 def bench(
@@ -56,12 +56,10 @@ def bench(
 ) -> list[Measurement]:
     """Checks kernels and times them in alternation, on one problem or on many.
 
-    ``kernels`` are names, ``script.py:name``, "auto" or records. Rows have their names, or where
-    two kernels have the same name, the names they were given by. A single kernel is compared with
-    the operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
-    ``sweeps.problems`` (small ones in the simulator): each of them, and each of the kernels'
-    ``constants``, may be a list, and every combination is measured. ``against`` are peers of
-    ``peers.NAMES``.
+    ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is compared with the
+    operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
+    ``sweeps.problems``: each of them, and each of the kernels' ``constants``, may be a list, and
+    every combination is measured. ``against`` are peers of ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on the same inputs (``values``,
     ``layout`` and ``seed`` as in ``Case``) between guard zones; if that would take long, on a
@@ -71,9 +69,9 @@ def bench(
     left out if an earlier problem shows that it would take longer than ``patience`` seconds.
     ``so_far`` is called after each problem with all rows so far.
 
-    Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Peers
-    that cannot take part are named in warnings. Raises ValueError or TypeError for arguments, and
-    the first kernel's error if no named kernel can run at all.
+    Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
+    peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
+    kernel's error if no named kernel can run at all.
     """
     engine = backend_named(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
@@ -85,7 +83,8 @@ def bench(
     _check(chosen, operations, given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
-    measuring = _Measuring(engine, labels, given, against, cold, graph, budget, patience, alone)
+    how = (engine, labels, given, against, cold, graph, budget, patience, alone)
+    noted: set[str] = set()
     cases: list[Case] = []
     for operation in operations:
         able = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
@@ -96,13 +95,14 @@ def bench(
     for done, case in enumerate(cases):
         progress(done, len(cases), str(case.problem))
         of_case = [kernel for kernel in chosen if _operation(kernel) == case.operation]
+        measuring = _Measuring(*how, case, noted)
         try:
-            contenders = measuring.contenders(of_case, case)
+            contenders = measuring.contenders(of_case)
         except Unsupported as error:  # no kernel for "auto" to choose
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
             continue
-        entries = measuring.measured(case, contenders, rows)
+        entries = measuring.measured(contenders, rows)
         rows += [entry.row for entry in entries]
         asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
         refusals += [entry.refusal for entry in asked]
@@ -201,10 +201,12 @@ class _Entry:
         """Marks the kernel as wrong; it is not timed."""
         self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
 
-    def refuse(self, error: Exception) -> None:
-        """Notes why it is not timed; raises if the device is lost."""
+    def fail(self, error: Exception) -> None:
+        """Notes why it is wrong or not timed; raises if the device is lost."""
         if isinstance(error, DeviceLost):
             raise error
+        if isinstance(error, _WRONG):
+            return self.reject(str(error))
         name = self.kernel.name if self.kernel else self.row.kernel
         about = f"{name} cannot do {self.row.problem}: "
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
@@ -213,29 +215,9 @@ class _Entry:
         error.__context__ = None  # its frames hold references to arrays
 
 
-class _Shared:
-    """What the kernels of one problem share: inputs, memory, and the judge of results."""
-
-    def __init__(self, case: Case, engine: Backend) -> None:
-        self.case, self.engine = case, engine
-        self.memory: dict[Any, Any] = {}
-        self._judge: Judge | None = None
-
-    @cached_property
-    def inputs(self) -> dict[str, np.ndarray]:
-        return self.case.inputs(self.engine)
-
-    def judge(self, plan: Plan) -> Judge:
-        """The judge of all kernels, by their inputs as this plan has them."""
-        if self._judge is None:
-            excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
-            self._judge = Judge.of(plan, self.inputs, excerpts)
-        return self._judge
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Measuring:
-    """The arguments of ``bench`` that are the same for every problem, and what is done with one."""
+    """The arguments of ``bench``, and what the kernels of one case share."""
 
     engine: Backend
     labels: Sequence[tuple[Kernel, str]]
@@ -246,18 +228,34 @@ class _Measuring:
     budget: float
     patience: float | None
     alone: bool
+    case: Case
     noted: set[str] = field(default_factory=set)
+    memory: dict[Any, Any] = field(default_factory=dict, init=False)
+    first_judge: Judge | None = field(default=None, init=False)
 
-    def note(self, text: str, problem: Problem) -> None:
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The inputs of the case."""
+        return self.case.inputs(self.engine)
+
+    def judge(self, plan: Plan) -> Judge:
+        """The judge of all kernels, on the inputs as the first plan has them."""
+        if self.first_judge is None:
+            excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
+            self.first_judge = Judge.of(plan, self.inputs, excerpts)
+        return self.first_judge
+
+    def note(self, text: str) -> None:
         """Warns once, even if several problems give the same text."""
-        what = text.replace(str(problem), "")
+        what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
             warnings.warn(text, **AT_THE_CALLER)
 
-    def contenders(self, kernels: Sequence[str | Kernel], case: Case) -> list[_Entry]:
+    def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
         """The kernels to measure, each with every combination of its constants."""
-        chosen = [select(x, case.operation, case.problem, self.engine.limits) for x in kernels]
+        operation, problem = self.case.operation, self.case.problem
+        chosen = [select(x, operation, problem, self.engine.limits) for x in kernels]
         joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
         combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
         for kernel in chosen:
@@ -267,30 +265,25 @@ class _Measuring:
         entries = []
         for kernel, constants in combined:
             label = next((label for x, label in self.labels if x == kernel), kernel.name)
-            row = Measurement(label, case.operation, case.problem, constants)
-            entries.append(_Entry(row, kernel))
+            entries.append(_Entry(Measurement(label, operation, problem, constants), kernel))
         return entries
 
-    def measured(
-        self, case: Case, entries: list[_Entry], earlier: Sequence[Measurement]
-    ) -> list[_Entry]:
-        """The entries of one problem with their results, and those of peers."""
+    def measured(self, entries: Sequence[_Entry], earlier: Sequence[Measurement]) -> list[_Entry]:
+        """The entries with their results, and those of peers."""
         self.engine.trim()
         peers.trim()
-        shared = _Shared(case, self.engine)
         for entry in entries:
-            self.check(shared, entry, earlier)
-        entries += self.peers(shared, [entry for entry in entries if entry.call])
-        if self.graph:
-            for entry in entries:
-                self.capture(entry)
+            self.check(entry, earlier)
+        entries = [*entries, *self.peers([entry for entry in entries if entry.call])]
+        for entry in entries if self.graph else ():
+            self.capture(entry)
         self.time([entry for entry in entries if entry.call])
         _compare(entries)
         return entries
 
-    def check(self, shared: _Shared, entry: _Entry, earlier: Sequence[Measurement]) -> None:
+    def check(self, entry: _Entry, earlier: Sequence[Measurement]) -> None:
         """Checks the kernel of an entry; a correct one gets a call to time."""
-        engine, case, kernel = self.engine, shared.case, entry.kernel
+        engine, case, kernel = self.engine, self.case, entry.kernel
         assert kernel is not None
         try:
             plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
@@ -298,18 +291,16 @@ class _Measuring:
             entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
             self.check_patience(entry.row, earlier)
         except (Unsupported, ValueError) as error:
-            return entry.refuse(error)
+            return entry.fail(error)
         try:
             with engine.working_on(None):
                 used = timing.resources(engine, plan)
-                readable = readable_inputs(plan, shared.inputs)
+                readable = readable_inputs(plan, self.inputs)
                 results = run_guarded(engine, plan, readable, {})
-                arrays = timing.arrays_of(engine, plan, readable, shared.memory)
-        except _NOT_HERE as error:
-            return entry.refuse(error)
-        except (WrongResult, SimulatorFault) as error:
-            return entry.reject(str(error))
-        judge = shared.judge(plan)
+                arrays = timing.arrays_of(engine, plan, readable, self.memory)
+        except (*_NOT_HERE, *_WRONG) as error:
+            return entry.fail(error)
+        judge = self.judge(plan)
         entry.row = replace(
             entry.row,
             checked=judge.share,
@@ -338,34 +329,34 @@ class _Measuring:
         if seconds > self.patience:
             raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
 
-    def peers(self, shared: _Shared, entries: Sequence[_Entry]) -> list[_Entry]:
+    def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
         """The peers that can do the problem, after comparing their results with the kernels'."""
-        case, found = shared.case, []
+        case, found = self.case, []
         if case.operation == "softmax" or not entries:
             return []
         for name in self.against:
             try:
                 with self.engine.working_on(None):
-                    arrays = timing.placed(self.engine, shared.inputs, shared.memory)
+                    arrays = timing.placed(self.engine, self.inputs, self.memory)
                     other = peers.peer(name, self.engine, case.problem, arrays, case.operation)
             except _NOT_HERE as error:
-                self.note(str(error), case.problem)
+                self.note(str(error))
                 continue
             row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
             found.append(_Entry(row, call=other.call, capture=other.capture, results=other.outputs))
             for entry in entries:
-                self.compare_results(shared, entry, found[-1])
+                self.compare_results(entry, found[-1])
         return found
 
-    def compare_results(self, shared: _Shared, entry: _Entry, other: _Entry) -> None:
+    def compare_results(self, entry: _Entry, other: _Entry) -> None:
         """Compares every element with a peer's; where they differ too much, the reference decides.
 
         The allowed difference is the sum of both error bounds, the largest of the sample; a peer
         may round float32 to tf32.
         """
-        plan, p = entry.plan, shared.case.problem
+        plan, p = entry.plan, self.case.problem
         assert plan is not None
-        judge = shared.judge(plan)
+        judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
         for name, theirs in other.results.items():
             if not entry.call:
@@ -386,8 +377,7 @@ class _Measuring:
                 f"{other.row.kernel} and {entry.row.kernel} differ by {apart.error:.3g} at "
                 f"{list(apart.index)} of {f'{name} of ' if name != 'O' else ''}{p}: "
                 f"{farther.row.kernel} is farther from the reference "
-                f"(errors {its.error:.3g}, {ours.error:.3g})",
-                p,
+                f"(errors {its.error:.3g}, {ours.error:.3g})"
             )
             if not ours.passed:
                 entry.reject(str(ours))
@@ -401,10 +391,8 @@ class _Measuring:
                 raise Unsupported("it cannot be captured as a CUDA graph")
             with self.engine.working_on(None):
                 entry.call = entry.capture()
-        except _NOT_HERE as error:
-            entry.refuse(error)
-        except WrongResult as error:
-            entry.reject(str(error))
+        except (*_NOT_HERE, *_WRONG) as error:
+            entry.fail(error)
 
     def time(self, entries: Sequence[_Entry]) -> None:
         """Times the calls in alternation."""
@@ -414,7 +402,7 @@ class _Measuring:
                 times = timing.measure(self.engine, calls, budget=self.budget, cold=self.cold)
         except DeviceError as error:
             for entry in entries:
-                entry.refuse(error)
+                entry.fail(error)
             return
         for entry, milliseconds in zip(entries, times):
             entry.row = replace(entry.row, milliseconds=milliseconds)

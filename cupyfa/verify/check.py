@@ -130,10 +130,10 @@ def check(
     for ``grids.cases``. options: of attention, in place of the grid's own; with a precision, inputs
     are float32 unless dtypes are given. reruns: how often each kernel runs again and must give the
     same bits. jobs: the number of worker processes, which use the visible GPUs in turn if these are
-    alike; 0 runs in this process. timeout: seconds after which a running kernel is ended; it needs
-    worker processes. failures: a folder, created if necessary, for the files of the first EXAMINED
-    failures of each kernel, for ``replay``. Failures on ``fuzz`` are shrunk first. The command that
-    repeats a failure has SCRIPT.py in place of the script of a record.
+    alike; 0 runs in this process, without a timeout. timeout: seconds that a kernel may run.
+    failures: a folder, created if necessary, for files of the first EXAMINED failures of each
+    kernel, for ``replay``. Failures on ``fuzz`` are shrunk first. The command that repeats a
+    failure has SCRIPT.py in place of the script of a record.
 
     Raises ValueError for wrong arguments, DeviceError without such a backend, and Interrupted with
     the results so far on Ctrl-C or if a signal handler exits.
@@ -162,21 +162,23 @@ def check(
     sheet = _Sheet(tasks, progress)
     workers: list[Worker] = [Process(engine, i) for i in range(jobs)] or [Here(engine)]
 
-    def so_far(found: Sequence[Failure]) -> Checked:
-        seconds = time.monotonic() - start
-        device = engine.limits.device
-        return Checked(grid, device, len(tasks), sheet.tallies(), tuple(found), seconds)
-
+    found: list[Failure] = []
+    ended: BaseException | None = None
     try:
         _run(workers, dict(enumerate(tasks)), sheet)
         folder = Path(failures) if failures is not None else None
-        return so_far(_examined(workers, sheet, engine, folder, shrink=grid == "fuzz"))
-    except (KeyboardInterrupt, SystemExit) as ended:
+        found = _examined(workers, sheet, engine, folder, shrink=grid == "fuzz")
+    except (KeyboardInterrupt, SystemExit) as error:
         found = [_failure(engine, task, outcome) for task, outcome in sheet.failed()]
-        raise Interrupted(so_far(found)) from ended
+        ended = error
     finally:
         for worker in workers:
             worker.stop()
+    seconds, device = time.monotonic() - start, engine.limits.device
+    checked = Checked(grid, device, len(tasks), sheet.tallies(), tuple(found), seconds)
+    if ended:
+        raise Interrupted(checked) from ended
+    return checked
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,9 @@ def replay(
 ) -> Replayed:
     """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
 
-    The kernel has its constants of the file where they are possible here, and the simulator the
-    thread order of the file unless ``backend`` has its own. Raises OSError if the file cannot be
-    read, ValueError if it is damaged or if its kernel is a record and none is given, and
-    Unsupported if the kernel cannot run the case.
+    Constants and the simulator's thread order are those of the file where possible. Raises OSError
+    if the file cannot be read, ValueError if it is damaged or if its kernel is a record and none is
+    given, and Unsupported if the kernel cannot run the case.
     """
     engine, stored = backend_named(backend), read(file)
     if isinstance(engine, Simulator) and engine.schedule is None:
