@@ -68,8 +68,8 @@ class Case:
         """The arrays of the operation, each [batch, heads, rows, columns].
 
         O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
-        fastest kernel of the engine, if one is given, computes them: any O and lse define the
-        right gradients. Raises Unsupported if the engine does not have this layout.
+        fastest kernel of a backend, if one is given, computes them: any O and lse define the
+        right gradients. Raises Unsupported if the backend does not have this layout.
         """
         if engine is not None:
             self.require_reach(engine)
@@ -85,7 +85,7 @@ class Case:
         return arranged({name: arrays[name] for name in inputs}, self.layout)
 
     def require_reach(self, engine: Backend) -> None:
-        """Raises Unsupported if the engine does not have this layout."""
+        """Raises Unsupported if the backend does not have this layout."""
         if self.layout == "far" and engine.name == "simulator":
             raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
 
@@ -150,7 +150,7 @@ def _forward(p: Problem, arrays: Arrays, engine: Backend | None) -> dict[str, np
 
 
 def _forward_by_kernel(p: Problem, arrays: Arrays, engine: Backend) -> dict[str, np.ndarray]:
-    """O and lse of the engine's fastest kernel that does not round float32 inputs."""
+    """O and lse of the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     kernel = select.select("auto", "forward", p, engine.limits)
     plan = select.plan(kernel, p, engine.limits)
@@ -189,7 +189,7 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def _far(x: np.ndarray) -> np.ndarray:
-    """The outermost axis with more than one element has a stride of more than 2**31 elements.
+    """The outermost axis with several elements has a stride of more than 2**31 elements.
 
     The memory between is never touched, so it takes addresses only.
     """

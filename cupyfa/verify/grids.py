@@ -231,15 +231,11 @@ def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
 
 # Edges
 
+_SMALL = {"batch": 1, "heads": 2, "lengths": (5, 7), "d": 8}
 _EMPTY = (
-    {"batch": 0, "heads": 2, "lengths": (5, 7), "d": 8},
-    {"heads": 0, "lengths": (5, 7), "d": 8},
-    {"heads": 2, "lengths": (0, 7), "d": 8},
-    {"heads": 2, "lengths": (5, 0), "d": 8},
-    {"heads": 2, "lengths": (0, 0), "d": 8},
-    {"heads": 2, "lengths": (5, 7), "d": (0, 8)},
-    {"heads": 2, "lengths": (5, 7), "d": (8, 0)},
-    {"heads": 2, "lengths": (5, 7), "d": (0, 0)},
+    *({**_SMALL, "batch": 0}, {**_SMALL, "heads": 0}),
+    *({**_SMALL, "lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0))),
+    *({**_SMALL, "d": d} for d in ((0, 8), (8, 0), (0, 0))),
 )
 _MANY = (  # more than the 65,535 blocks of a grid's y and z
     {"batch": 70_000, "lengths": (3, 5), "d": 4},
