@@ -87,14 +87,14 @@ class Checked:
         return sum(tally.right for tally in self.tallies)
 
     def __str__(self) -> str:
-        worst = max(self.tallies, key=lambda tally: tally.worst or 0.0)
+        ran = [(tally.worst, tally.kernel) for tally in self.tallies if tally.worst is not None]
         not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in not_run.most_common())
         parts = (
             f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
             f"case{'s' * (self.cases != 1)} of {self.grid}, "
             f"{', '.join(tally.kernel for tally in self.tallies)} on {self.device}",
-            f"at worst {worst.worst:.2g} x the bound ({worst.kernel})" if worst.worst else "",
+            "at worst {:.2g} x the bound ({})".format(*max(ran)) if ran else "",
             f"{not_run.total():,} not supported ({reasons})" if not_run else "",
             f"{self.seconds:.3g} s",
         )
