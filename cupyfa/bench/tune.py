@@ -221,22 +221,21 @@ class _Tuning:
 
     def pace(self, key: str) -> float:
         """The speedup over the pacer, which does not drift with the device's speed."""
-        if pairs := self.pairs(self.pacer, key):
-            return timing.ratio(*zip(*pairs))
-        return median(self.facts[self.pacer]["look"]) / median(self.facts[key]["look"])
+        pacer, its = (median(self.facts[x]["look"]) for x in (self.pacer, key))
+        return median(self.ratios(self.pacer, key) or [pacer / its])
 
     def is_decided(self, key: str, best: str) -> bool:
         """Whether it is known which of two is faster, or that they are equal."""
-        ratios = [a / b for a, b in self.pairs(key, best)]
+        ratios = self.ratios(key, best)
         if len(ratios) < _FEWEST:
             return False
         error = timing.standard_error(ratios) * median(ratios)
         return abs(median(ratios) - 1) > _SURE * error or error < _ALIKE
 
-    def pairs(self, a: str, b: str) -> list[tuple[float, float]]:
-        """Milliseconds of two in their common rounds."""
+    def ratios(self, a: str, b: str) -> list[float]:
+        """How many times longer one takes than another, for each of their common rounds."""
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
-        return [(x, y) for x, y in rounds if x and y]
+        return [x / y for x, y in rounds if x and y]
 
     def time_rounds(self, rivals: Sequence[str]) -> None:
         """Times some rounds of all rivals and the pacer."""
