@@ -50,7 +50,7 @@ AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
-    "repair_gradients.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
+    "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
     "nonfinite.cuh": ("return __any_sync(full_warp, overflows", "return false && (overflows"),
 }
 
