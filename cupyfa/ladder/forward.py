@@ -591,8 +591,8 @@ WGMMA_PERSISTENT = rung(
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
     """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
     slices = 2 * c.stages * (c.Br + c.Bc) * 64
-    parked = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
-    return round_up(slices + parked + 16 * c.stages, 1024)
+    saved = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
+    return round_up(slices + saved + 16 * c.stages, 1024)
 
 
 def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:

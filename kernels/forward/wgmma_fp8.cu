@@ -38,7 +38,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<E4m3, Bc, d>;
 using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
-using Weights = unsigned[Bc / depth][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / depth][4];  // P, as operands of O += P V
 
 struct Shared {
   Queries Q[1][consumers];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 }
 
 // O += P V, of e4m3: V lies transposed.
-__device__ __forceinline__ void begin_output(const Values& V, const Weights& P,
+__device__ __forceinline__ void begin_output(const Values& V, const PackedP& P,
                                              Fragments<step, width>& O) {
   wgmma_fence();
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void begin_output(const Values& V, const Weights& P,
   wgmma_commit_group();
 }
 
-__device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Weights& P) {
+__device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, PackedP& P) {
 #pragma unroll
   for (int i = 0; i < Bc / 8; ++i) {
     const float (&low)[4] = S[0][i / 2 * 2], (&high)[4] = S[0][i / 2 * 2 + 1];
@@ -123,7 +123,7 @@ struct Consumer {
   Rows<step> rows = {0, {}, 0};
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
-  Weights P;
+  PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 

@@ -29,7 +29,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
-using Weights = unsigned[Bc / step][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
 
 struct Shared {
   Queries Q[1][consumers];
@@ -73,7 +73,7 @@ struct Consumer {
   Rows<step> rows = {0, {}, 0};
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
-  Weights P;
+  PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 

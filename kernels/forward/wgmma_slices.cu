@@ -1,9 +1,9 @@
 // wgmma_slices: `mma_slices` with the tensor cores of Hopper, for head dimensions of any size.
 //
-// As there Q and K pass by in slices of d and make a tile of S, V in slices of keys and makes a
-// tile of O, all through one ring that a producer fills. A warpgroup owns 64 rows of both tiles, so
-// P goes from one product to the next in its registers. A span of two tiles of keys halves what O
-// costs between spans: P of the first waits in shared memory, as it lies in registers.
+// As there, a tile of S is the sum over slices of d of Q and K, and a tile of O the sum over slices
+// of keys of V. All slices pass through one ring of buffers that a producer fills. A warpgroup owns
+// 64 rows of both tiles, so P stays in registers between the two products. A span of two tiles of
+// keys halves the memory traffic of O between spans: P of the first tile is saved in shared memory.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
@@ -28,10 +28,10 @@ static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, 24>;
-using Weights = unsigned[Bc / step][4];  // P of a tile of keys, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P of a tile of keys, as operands of O += P V
 
-constexpr int slices = cdiv(d, box_columns);  // of Q and K
-constexpr int output_tiles = cdiv(dv, 256);   // equally wide
+constexpr int d_slices = cdiv(d, box_columns);  // of Q and K
+constexpr int output_tiles = cdiv(dv, 256);     // equally wide
 constexpr int Wv = step * cdiv(dv, step* output_tiles);
 
 // The keys of a slice of V: as many as fit into a stage.
@@ -48,20 +48,20 @@ union Slice {
   TmaTile<operand, Bv, Wv> V;
 };
 
-// P of a tile of keys, as it lies in the threads' registers; a piece of it, if none is parked.
+// P of a tile of keys as the registers of all threads; a placeholder if a span is one tile.
 constexpr int consumer_threads = consumers * warpgroup_size;
-using Parked = uint4[span > Bc ? Bc / step : 1][consumer_threads];
+using SavedP = uint4[span > Bc ? Bc / step : 1][consumer_threads];
 
 struct Shared {
   Slice ring[stages];
-  Parked parked;
+  SavedP saved_P;
   Pipeline<stages> pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(span == Bc || span == 2 * Bc, "a span is one or two tiles of keys");
-static_assert(span == Bc || Bv % (2 * step) == 0, "parked weights come for two products in turn");
-static_assert(consumers <= 2, "no more have 240 registers a thread");
-static_assert(stages >= 2, "one slice is multiplied while another one comes");
+static_assert(span == Bc || Bv % (2 * step) == 0, "registers of two products take turns");
+static_assert(consumers <= 2, "three would not have 240 registers a thread");
+static_assert(stages >= 2, "one slice is multiplied while the next one is loaded");
 
 __device__ __forceinline__ void init_pipeline(Shared& shared) {
   shared.pipeline.init(consumers);
@@ -78,7 +78,8 @@ struct Span {
   __device__ __forceinline__ int keys_of(int tile) const { return min(Bc, keys - tile * Bc); }
 };
 
-// What the producer's one thread does for a row tile; for unrolled loops it has too few registers.
+// The producer's thread loads the slices of a row tile; it has too few registers for unrolled
+// loops.
 __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& state,
                                         const RowTile& task, const TensorMap& Q, const TensorMap& K,
                                         const TensorMap& V, int kv_head) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
 #pragma unroll 1
-      for (int slice = 0; slice < slices; ++slice, state.advance()) {
+      for (int slice = 0; slice < d_slices; ++slice, state.advance()) {
         auto& to = shared.ring[state.stage].scores;
         Barrier& full = shared.pipeline.acquire(state);
         const int col = slice * box_columns;
@@ -108,9 +109,9 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
   }
 }
 
-// The slices that a warpgroup multiplies, one after the other. It gives a stage back when the
-// products of the next one have begun and its own have ended.
-struct Stream {
+// The slices that a warpgroup multiplies, in order. A stage is released when its products have
+// completed, after those of the next slice were committed.
+struct Slices {
   Shared& shared;
   PipelineState<stages> state, held;
   bool holds = false;
@@ -123,7 +124,8 @@ struct Stream {
   __device__ __forceinline__ void release() {
     if (holds) shared.pipeline.release(held);
   }
-  __device__ __forceinline__ void begun() {
+  // Commits the products of the slice.
+  __device__ __forceinline__ void commit() {
     wgmma_commit_group();
     wgmma_wait_group<1>();
     release();
@@ -133,7 +135,7 @@ struct Stream {
   }
   // Waits for all products.
   template <int count>
-  __device__ __forceinline__ void end(float (&sums)[count]) {
+  __device__ __forceinline__ void wait(float (&sums)[count]) {
     wgmma_wait_group<0>(sums);
     release();
     holds = false;
@@ -141,56 +143,55 @@ struct Stream {
 };
 
 // S += Q K^T, slice by slice.
-__device__ __forceinline__ void multiply_scores(Stream& stream, Fragments<step, Bc>& S,
+__device__ __forceinline__ void multiply_scores(Slices& slices, Fragments<step, Bc>& S,
                                                 int warpgroup) {
 #pragma unroll 1
-  for (int slice = 0; slice < slices; ++slice) {
-    const auto& [Q, K] = stream.next().scores;
+  for (int slice = 0; slice < d_slices; ++slice) {
+    const auto& [Q, K] = slices.next().scores;
     const Matrix queries = by_rows(Q.box[0][warpgroup * warpgroup_rows]), keys = by_rows(K.box);
 #pragma unroll
     for (int k = 0; k < box_columns / step; ++k)
       multiply<operand>(flat(S), queries + k * 32, keys + k * 32, true);
-    stream.begun();
+    slices.commit();
   }
-  stream.end(flat(S));
+  slices.wait(flat(S));
 }
 
 // O += P V for a tile of keys.
-__device__ __forceinline__ void multiply_output(Stream& stream, const Weights& P,
+__device__ __forceinline__ void multiply_output(Slices& slices, const PackedP& P,
                                                 Fragments<step, Wv>& O, int keys) {
 #pragma unroll
   for (int key = 0; key < Bc; key += Bv) {
     if (key >= keys) break;
-    const Matrix values = by_columns(stream.next().V.box, Bv);
+    const Matrix values = by_columns(slices.next().V.box, Bv);
 #pragma unroll
     for (int k = 0; k < Bv / step; ++k)
       multiply<operand>(flat(O), P[key / step + k], values + k * 2048, true);
-    stream.begun();
+    slices.commit();
   }
-  stream.end(flat(O));
+  slices.wait(flat(O));
 }
 
-// Weights that wait in shared memory while others are in registers.
-__device__ __forceinline__ uint4& piece(Parked& parked, int i) {
-  return parked[i][threadIdx.x - warpgroup_size];
+// P of the first tile of a span waits in shared memory while that of the second is in registers.
+__device__ __forceinline__ uint4& piece(SavedP& saved, int i) {
+  return saved[i][threadIdx.x - warpgroup_size];
 }
 
-__device__ __forceinline__ void park(Parked& parked, const Weights& P) {
+__device__ __forceinline__ void save(SavedP& saved, const PackedP& P) {
 #pragma unroll
-  for (int i = 0; i < Bc / step; ++i) piece(parked, i) = {P[i][0], P[i][1], P[i][2], P[i][3]};
+  for (int i = 0; i < Bc / step; ++i) piece(saved, i) = {P[i][0], P[i][1], P[i][2], P[i][3]};
 }
 
-// O += P V for a tile of keys whose weights are parked: those of a product come while the product
-// before it goes on.
-__device__ __forceinline__ void multiply_parked(Stream& stream, Parked& parked,
-                                                Fragments<step, Wv>& O) {
+// The same with saved P: that of a product is loaded while the product before it runs.
+__device__ __forceinline__ void multiply_saved(Slices& slices, SavedP& saved,
+                                               Fragments<step, Wv>& O) {
   unsigned P[2][4];
 #pragma unroll 1
   for (int key = 0; key < Bc; key += Bv) {
-    const Matrix values = by_columns(stream.next().V.box, Bv);
+    const Matrix values = by_columns(slices.next().V.box, Bv);
 #pragma unroll
     for (int k = 0; k < Bv / step; ++k) {
-      const uint4 x = piece(parked, key / step + k);
+      const uint4 x = piece(saved, key / step + k);
       unsigned (&p)[4] = P[k % 2];
       p[0] = x.x, p[1] = x.y, p[2] = x.z, p[3] = x.w;
       wgmma_fence();
@@ -200,7 +201,7 @@ __device__ __forceinline__ void multiply_parked(Stream& stream, Parked& parked,
         wgmma_wait_group<1>();
       }
     }
-    stream.begun();
+    slices.commit();
   }
 }
 
@@ -209,17 +210,17 @@ __device__ __forceinline__ unsigned scaled(unsigned pair, float factor) {
   return pack<operand>(float(x[0]) * factor, float(x[1]) * factor);
 }
 
-// Rescales parked weights to new maxima; factors are powers of two, so nothing is rounded.
-__device__ void rescale(Parked& parked, const float (&factor)[1][2]) {
+// Rescales saved P to new maxima; factors are powers of two, so nothing is rounded.
+__device__ void rescale(SavedP& saved, const float (&factor)[1][2]) {
 #pragma unroll 1
   for (int i = 0; i < Bc / step; ++i) {
     const auto [a, b] = factor[0];
-    const uint4 x = piece(parked, i);
-    piece(parked, i) = {scaled(x.x, a), scaled(x.y, b), scaled(x.z, a), scaled(x.w, b)};
+    const uint4 x = piece(saved, i);
+    piece(saved, i) = {scaled(x.x, a), scaled(x.y, b), scaled(x.z, a), scaled(x.w, b)};
   }
 }
 
-// The warpgroup's part of a tile of O, as it lies in registers, to and from memory.
+// The registers of a tile of O, to and from global memory.
 __device__ __forceinline__ void save_sums(const Fragments<step, Wv>& O, float4* to) {
 #pragma unroll
   for (int n = 0; n < Wv / 8; ++n) {
@@ -246,20 +247,20 @@ __device__ __forceinline__ RowTile task_at(int index, const Sizes& sizes, int he
   return row_tile<Br, Bc>(extent_of(sizes, batch), (tiles - 1 - tile) * Br, head, batch);
 }
 
-// What a warpgroup of consumers does for a row tile.
+// A warpgroup of consumers.
 struct Consumer {
-  Stream stream;
+  Slices slices;
   Scorer<real> scorer;
   int warpgroup, lane;
 
-  // P of a span: of its last tile in registers, of one before it parked.
+  // P of a span: its last tile stays in registers, the one before it is saved.
   __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, Rows<step>& rows,
-                                          Weights& P) {
+                                          PackedP& P) {
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
       Fragments<step, Bc> S = {};
       float factor[1][2];
-      multiply_scores(stream, S, warpgroup);
+      multiply_scores(slices, S, warpgroup);
       scorer.apply(S);
       const int first_key = keys.first_key + tile * Bc;
       const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
@@ -269,20 +270,20 @@ struct Consumer {
       exponentiate(S, rows);
       pack_operands<operand>(flat(S), P);
       if constexpr (span > Bc) {
-        Parked& parked = stream.shared.parked;
+        SavedP& saved = slices.shared.saved_P;
         if (tile + 1 < keys.tiles())
-          park(parked, P);
+          save(saved, P);
         else if (tile > 0 && risen)
-          rescale(parked, factor);
+          rescale(saved, factor);
       }
     }
   }
 
   // A tile of O += P V, for all keys of a span.
-  __device__ __forceinline__ void multiply(const Span& keys, const Weights& P,
+  __device__ __forceinline__ void multiply(const Span& keys, const PackedP& P,
                                            Fragments<step, Wv>& O) {
-    if (span > Bc && keys.tiles() > 1) multiply_parked(stream, stream.shared.parked, O);
-    multiply_output(stream, P, O, keys.keys_of(max(keys.tiles(), 1) - 1));
+    if (span > Bc && keys.tiles() > 1) multiply_saved(slices, slices.shared.saved_P, O);
+    multiply_output(slices, P, O, keys.keys_of(max(keys.tiles(), 1) - 1));
   }
 };
 
@@ -322,7 +323,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
          first_key += span) {
       const Span keys(task, first_key);
       const float before[2] = {rows.maximum[0][0], rows.maximum[0][1]};
-      Weights P;
+      PackedP P;
       consumer.softmax(keys, task, rows, P);
       const bool last = first_key + span >= task.kv_end;
       const float factor[2] = {exp2f(before[0] - rows.maximum[0][0]),
@@ -331,7 +332,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
       for (int tile = 0; tile < output_tiles; ++tile) {
         Fragments<step, Wv> sums = {};
         consumer.multiply(keys, P, sums);
-        // What is needed here alone takes no registers before.
+        // Computed again from an opaque index, so that it takes no registers before.
         const RowTile same = task_at(opaque(index), sizes, heads);
         float4* saved = reinterpret_cast<float4*>(O_sum) +
                         (opaque(int(blockIdx.x)) * (long long)output_tiles + tile) *

@@ -1,5 +1,5 @@
 #pragma once
-// How a warp of a warpgroup ends a row tile: it divides O by the sums, and writes it and lse.
+// The end of a row tile: each warp divides O by the sums, and writes O and lse.
 
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -7,7 +7,7 @@
 #include <ptx/pack.cuh>
 #include <tile/store.cuh>
 
-// Writes the warp's 16 rows of O from a column on, 16 bytes at a time if rows are aligned to that.
+// Writes the warp's 16 rows of O from column `first_col` on.
 template <int dv, int blocks>
 __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], const Rows<step>& rows,
                                              Tensor<scalar> out, int batch, int head, int lane,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
   }
 }
 
-// The end of a row tile. If a row came out wrong, the warp computes its rows again.
+// If a row is wrong (nonfinite.cuh), the warp computes its rows again.
 template <int d, int dv>
 struct Epilogue {
   Tensor<const operand> Q, K, V;

@@ -1,6 +1,6 @@
 #pragma once
-// Ping-pong: warpgroups take turns, so that one computes exponentials while the tensor cores work
-// on products of another.
+// Ping-pong: warpgroups start products in turns, so that one computes exponentials while the tensor
+// cores work for another.
 
 #include <ptx/named_barrier.cuh>
 #include <tile/warp.cuh>
@@ -9,7 +9,7 @@
 // P stays below 2^8, and float16 holds 2^16.
 constexpr int slack = 8;
 
-// The turns of so many warpgroups of consumers, with named barriers 1 … consumers.
+// Turns of `consumers` warpgroups, with named barriers 1 … consumers.
 template <int consumers>
 struct PingPong {
   // Waits until it is the warpgroup's turn to begin products.

@@ -2,7 +2,7 @@
 // Copies of the tensor memory accelerator other than loads of boxes: bytes as they lie, and stores.
 #include <ptx/tma.cuh>
 
-// Begins to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
+// Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
 // barrier.
 // cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
 __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int bytes,
@@ -14,7 +14,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int 
       : "memory");
 }
 
-// Begins to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
+// Starts to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,
                                           int row, int head, int batch) {
   asm volatile(
@@ -24,9 +24,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* shar
       : "memory");
 }
 
-// Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
-// added in one step, in any order. It counts as a store.
-// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
+// Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in
+// any order. It counts as a store. cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
 __device__ __forceinline__ void bulk_add(float* memory, const float* shared, int count) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(memory),
@@ -44,14 +43,14 @@ __device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until this thread's stores have arrived, and it sees what they did.
+// Waits until this thread's stores are complete and visible to it.
 // cp.async.bulk.wait_group
 __device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
-// lets another thread begin them.  fence.proxy.async
+// Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
+// it lets another thread start them.  fence.proxy.async
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,11 +1,11 @@
 #pragma once
-// Sums in global memory that blocks add to, in an order of their own: a thread's floats lie where
-// those of its neighbours follow them, whatever rows and columns they are of.
+// Atomic sums in global memory, stored in an order in which the threads of a warp add to adjacent
+// floats, whatever rows and columns these belong to.
 
-// sm_90 adds four floats at once; before it a warp's sums of one float each lie side by side.
+// sm_90 adds four floats at once; before it, each thread adds one, next to its neighbour's.
 constexpr bool sums_by_fours = __CUDA_ARCH__ >= 900;
 
-// Where number e of a thread's n-th four floats is, among the sums of a block.
+// The index of float e of a thread's n-th four floats, among the sums of a block.
 template <int threads>
 __device__ __forceinline__ int place_of_sum(int n, int e) {
   const int thread = threadIdx.x;

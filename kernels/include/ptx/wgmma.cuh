@@ -1,7 +1,7 @@
 #pragma once
 // Tensor-core products of a warpgroup (four warps, the first of them a multiple of four):
 // D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads start each
-// product together and go on; until it was waited for, it reads shared memory and writes D.
+// product together and go on; until the wait for it, it reads shared memory and writes D.
 //
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //

@@ -1,12 +1,11 @@
 #pragma once
-// A ring of buffers in shared memory between a producer, one thread that has TMA fill them, and
-// warpgroups of consumers. Each stage of the ring has a barrier that says when it is full and one
-// that says when it is empty again, so that neither side waits for more than it needs.
+// A ring of buffers in shared memory between a producer, one thread that starts copies by TMA, and
+// warpgroups of consumers. Each stage has barriers for "full" and "empty".
 
 #include <tile/tma_tile.cuh>
 #include <tile/warp.cuh>
 
-// Which stage comes next, and the phase of its barriers.
+// The next stage, and the phase of its barriers.
 template <int stages>
 struct PipelineState {
   int stage = 0, phase = 0;
@@ -18,15 +17,14 @@ struct PipelineState {
   }
 };
 
-// The barriers of a ring; its buffers stand for themselves in a kernel's struct Shared. A stage
-// that is filled in several parts has a `full` barrier for each: consumers begin with the first
-// part.
+// The barriers of a ring; the buffers are members of a kernel's struct Shared. A stage that is
+// loaded in parts has a `full` barrier for each: consumers start with the first part.
 template <int stages, int parts = 1>
 struct Pipeline {
   Barrier full[parts][stages], empty[stages];
 
-  // One thread calls this, and fence_barrier_init() after the last ring. A part of a stage is full
-  // when all of its loads have ended, and a stage is empty when all consumers have released it.
+  // One thread calls this, and fence_barrier_init() after the last ring. A part is full after
+  // `loads` loads, a stage is empty when all consumers have released it.
   __device__ __forceinline__ void init(int consumers, int loads = 1) {
     for (int stage = 0; stage < stages; ++stage) {
       for (int part = 0; part < parts; ++part) init_barrier(full[part][stage], loads);
@@ -34,8 +32,8 @@ struct Pipeline {
     }
   }
 
-  // The producer waits until the stage is empty, and gets the barrier that its load completes. The
-  // first round waits for nothing.
+  // The producer waits until the stage is empty, as all are at first, and gets the barrier for its
+  // load.
   __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state = {}) {
     ::wait(empty[state.stage], state.phase ^ 1);
     return full[0][state.stage];
@@ -46,12 +44,10 @@ struct Pipeline {
     ::wait(full[part][state.stage], state.phase);
   }
 
-  // A thread has read the stage.
+  // A thread has read the stage; release() does it for a warpgroup.
   __device__ __forceinline__ void arrive(PipelineState<stages> state) {
     ::arrive(empty[state.stage]);
   }
-
-  // A warpgroup has read the stage; its first thread says so.
   __device__ __forceinline__ void release(PipelineState<stages> state) {
     if (threadIdx.x % warpgroup_size == 0) arrive(state);
   }

@@ -1,11 +1,10 @@
 #pragma once
-// Tiles in shared memory as tma.cuh copies them and wgmma.cuh multiplies them: boxes of 128
-// bytes a row, 64 columns of 16-bit numbers, one after the other.
+// Tiles in shared memory as TMA copies them and wgmma multiplies them: boxes of 128 bytes a row, 64
+// columns of 16-bit numbers, one after the other. Columns are padded to whole boxes.
 
 #include <tile/math.cuh>
 #include <ptx/tma.cuh>
 
-// So many rows and columns, filled up to whole boxes.
 template <class T, int rows, int columns>
 struct alignas(box_alignment) TmaTile {
   static constexpr int in_row = box_row_bytes / int(sizeof(T));
@@ -18,8 +17,7 @@ struct alignas(box_alignment) TmaTile {
   }
 };
 
-// Begins to copy the rows of a head from a row and column on, for which a phase of the barrier
-// waits.
+// Starts to copy a tile from a row and column on; the barrier's phase waits for it.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void load_async(TmaTile<T, rows, columns>& tile, const TensorMap& map,
                                            Barrier& barrier, int row, int head, int batch,

@@ -1,7 +1,7 @@
 #pragma once
-// Products of warpgroups that own 64 rows each, with tiles as TMA loads them. A warp has 16 of the
-// rows. They are asynchronous: `begin` ends a group of products, and who reads the result or
-// overwrites an operand waits for it with wgmma_wait_group.
+// Products of warpgroups that own 64 rows each, 16 of them a warp. They are asynchronous: each
+// function commits a group, and wgmma_wait_group comes before a result is read or an operand
+// overwritten.
 
 #include <ptx/wgmma.cuh>
 #include <tile/pipeline.cuh>
@@ -13,7 +13,7 @@ template <int blocks>
 __device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
     [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
 
-// Begins S = A B^T for 64 rows of A, from `first_row` on, and all rows of B.
+// Starts S = A B^T for 64 rows of A, from `first_row` on, and all rows of B.
 template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
                                              const TmaTile<T, B_rows, columns>& B,
@@ -29,7 +29,7 @@ __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& 
   wgmma_commit_group();
 }
 
-// Begins O += P V, or O = P V if it is not to be `added`; P is in registers.
+// Starts O += P V, or O = P V if it is not to be `added`; P is in registers.
 template <class T, int rows, int columns, int steps, int count>
 __device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
                                              const unsigned (&P)[steps][4], float (&O)[count],

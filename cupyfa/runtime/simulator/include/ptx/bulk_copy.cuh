@@ -1,27 +1,27 @@
 #pragma once
 // Copies of the tensor memory accelerator other than loads of boxes: bytes as they lie, and stores.
 //
-// What is stored is read in the wait for that; who writes it before is in a race, and is reported.
-// Floats are added later still: by a seed at any such wait or, as without one, in bulk_wait_group
-// or when the block ends.
+// A store reads shared memory in the wait for it; an earlier write is reported as a race. Floats
+// are added later: with a seed at any such wait, without one in bulk_wait_group or at the block's
+// end.
 #include <ptx/tma.cuh>
 
-// Begins to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
+// Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
 // barrier.
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
                       simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
 }
 
-// Begins to copy a box from shared memory.
+// Starts to copy a box from shared memory.
 inline void tma_store(const TensorMap& map, const void* shared, int column, int row, int head,
                       int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};
   simulator_store_box(&map, shared, coordinates, here.file, here.line);
 }
 
-// Begins to add floats in shared memory, a multiple of 4 of them, to such in global memory: each is
-// added in one step, in any order. It counts as a store.
+// Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in
+// any order. It counts as a store.
 inline void bulk_add(float* memory, const float* shared, int count, simulator::Here here = {}) {
   simulator_add_floats(memory, shared, count, here.file, here.line);
 }
@@ -36,14 +36,14 @@ inline void bulk_wait_group_read(simulator::Here here = {}) {
   simulator_end_stores(here.file, here.line);
 }
 
-// Waits until this thread's stores have arrived, and it sees what they did.
+// Waits until this thread's stores are complete and visible to it.
 inline void bulk_wait_group(simulator::Here here = {}) {
   simulator_end_stores(here.file, here.line);
   simulator_make_additions();
 }
 
-// Lets copies and tensor cores see what this thread has written to shared memory; a barrier then
-// lets another thread begin them.
+// Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
+// it lets another thread start them.
 inline void fence_proxy_async() {
   simulator_publish_to_copies();
 }

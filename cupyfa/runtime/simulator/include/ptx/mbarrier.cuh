@@ -1,9 +1,8 @@
 #pragma once
-// Barriers in shared memory that count threads and bytes. A barrier goes through phases, 0 1 0 1 …:
-// one ends when as many threads have arrived as it was made for and all expected bytes have come.
-// A thread that waits names the phase, so it must count its waits.
+// Barriers in shared memory. A phase completes when `arrivals` threads have arrived and all
+// expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one.
 //
-// Bytes come as late as a device may let them: in a wait. A wait that nothing ends is a fault.
+// Bytes arrive as late as on any device: in a wait. A wait that never ends is a fault.
 #include <simulator.h>
 
 struct Barrier {
@@ -14,12 +13,12 @@ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Makes a barrier with this number of arrivals a phase; one thread does it.
+// One thread calls this.
 inline void init_barrier(Barrier& barrier, int arrivals, simulator::Here here = {}) {
   simulator_make_barrier(&barrier, arrivals, here.file, here.line);
 }
 
-// Lets copies see the barriers that this thread has made; a __syncthreads does so for threads.
+// Makes initialised barriers visible to copies; __syncthreads does so for threads.
 inline void fence_barrier_init() {
   simulator_publish_barriers();
 }
@@ -28,12 +27,12 @@ inline void arrive(Barrier& barrier, simulator::Here here = {}) {
   simulator_arrive(&barrier, 0, "arrive", here.file, here.line);
 }
 
-// Arrives, and lets the phase wait for this number of bytes of copies.
+// Arrives, and adds `bytes` to what the phase expects.
 inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
-// Waits until the phase, 0 or 1, has ended. Of a new barrier phase 1 counts as ended.
+// Waits until the phase is complete; phase 1 of a new barrier is.
 inline void wait(Barrier& barrier, int phase, simulator::Here here = {}) {
   simulator_wait(&barrier, phase, here.file, here.line);
 }

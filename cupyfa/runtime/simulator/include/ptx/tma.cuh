@@ -1,13 +1,11 @@
 #pragma once
-// Tiles that the tensor memory accelerator copies between global and shared memory: one thread
-// asks for a tile, and no thread moves it.
+// Copies by the tensor memory accelerator (TMA), which one thread starts.
 //
-// A box is loaded in the first wait for its barrier's phase. Who uses its bytes before is in a
-// race, and is reported.
+// A box is loaded in the first wait for its barrier's phase; an earlier use is reported as a race.
 #include <ptx/mbarrier.cuh>
 
 // An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
-// device its 128 bytes are the driver's secret; here they are these.
+// device the driver alone knows its 128 bytes; here they are these.
 struct alignas(64) TensorMap {
   unsigned long long address;
   long long row_stride, head_stride, batch_stride;  // bytes
@@ -21,7 +19,7 @@ constexpr int box_columns = 64;  // of 16 bits; 128 of 8
 constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
-// Begins to copy a box to shared memory; its bytes count at the barrier.
+// Starts to copy a box to shared memory; its bytes count at the barrier.
 inline void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int column, int row,
                      int head, int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};
