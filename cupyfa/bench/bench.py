@@ -83,7 +83,7 @@ def bench(
     _check(chosen, operations, given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
-    how = (engine, labels, given, against, cold, graph, budget, patience, alone)
+    on = partial(_Measuring, engine, labels, given, against, cold, graph, budget, patience, alone)
     noted: set[str] = set()
     cases: list[Case] = []
     for operation in operations:
@@ -95,7 +95,7 @@ def bench(
     for done, case in enumerate(cases):
         progress(done, len(cases), str(case.problem))
         of_case = [kernel for kernel in chosen if _operation(kernel) == case.operation]
-        measuring = _Measuring(*how, case, noted)
+        measuring = on(case, noted)
         try:
             contenders = measuring.contenders(of_case)
         except Unsupported as error:  # no kernel for "auto" to choose

@@ -1,4 +1,4 @@
-"""Benchmarks: how calls are timed, how results are judged first, and which rows come of it."""
+"""Benchmarks: timing, checks before timing, and the rows."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SMALL = ("-M", 20, *OF_ANY_M)
 
 
 class Clock:
-    """An engine, and a clock that it alone moves: each call takes the milliseconds it returns."""
+    """A backend with a simulated clock: each call takes the milliseconds that it returns."""
 
     def __init__(self, monkeypatch):
         self.now, self.called, self.cold = 0.0, [], set()
@@ -105,7 +105,7 @@ def test_ratios_are_medians_of_pairs():
 
 
 class Apart(Simulator):
-    """The simulator with memory that is not the host's: arrays have to be brought there."""
+    """The simulator with its own memory: arrays must be uploaded."""
 
     def owns(self, array):
         return False
@@ -176,7 +176,7 @@ def by_sample(monkeypatch):
         ((0, 0, 3, 2), 9.0, True),
         ((1, 2, 199, 0), 9.0, True),
         ((1, 2, 199, 0), np.nan, True),
-        ((0, 1, 100, 4), np.nan, True),  # nowhere near, but never written
+        ((0, 1, 100, 4), np.nan, True),  # outside the excerpts, but never written
         (None, 0.0, False),
     ],
 )
@@ -210,7 +210,7 @@ def test_bytes_are_inputs_and_outputs_once():
 
 
 class Fast(Simulator):
-    """Counts products and copies, which take no time to speak of."""
+    """Counts products and copies; each takes a second."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +254,7 @@ def test_every_precision_has_a_peak_here(facts, dtype):
 
 
 class Paced(Simulator):
-    """The simulator, where a kernel takes as many milliseconds as it is told, and drifts."""
+    """A simulator in which a kernel takes the given milliseconds, and the clock drifts."""
 
     def __init__(self, **milliseconds):
         super().__init__()
@@ -262,7 +262,7 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # whose peaks are its own
+        return replace(super().limits, device="a paced simulator")  # with stored peaks of its own
 
     def time(self, call, *, cold=False):
         call()
@@ -274,7 +274,7 @@ class Paced(Simulator):
 
 @pytest.fixture(autouse=True)
 def calls_with_plans(monkeypatch):
-    """Calls that are timed have their plan, by which a paced simulator knows their kernel."""
+    """Gives calls their plan, by which a paced simulator knows the kernel."""
 
     def replay_of(engine, plan, arrays):
         call = replay(engine, plan, arrays)
@@ -424,7 +424,7 @@ def test_constants_that_break_a_rule_are_rows_with_a_note():
 
 
 class Cramped(Simulator):
-    """A simulator without memory for arrays of more than so many bytes."""
+    """A simulator that has no memory for arrays of more than 20,000 bytes."""
 
     def empty(self, shape, dtype):
         if np.prod(shape) * dtype.itemsize > 20_000:
@@ -485,7 +485,7 @@ def test_the_checked_share_of_a_large_problem_is_reported(by_sample):
 
 
 class Forgetful(Simulator):
-    """Captures nothing of what it should."""
+    """A simulator whose graphs do nothing."""
 
     def capture(self, call):
         return lambda: None
@@ -550,7 +550,7 @@ def test_a_wrong_peer_is_named(peer, monkeypatch, at_once):
 
 
 def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
-    """One wrong element in a row that is in no excerpt."""
+    """A row outside all excerpts has one wrong element."""
     sizes = {"batch": 1, "heads": 3, "M": 300, "N": 20, "d": 8}
     p = Problem.of_sizes(**sizes)
     seen = {(w.head, i) for w in sampling.excerpts(p, 0) for i in range(300)[w.rows]}
@@ -637,7 +637,7 @@ def test_measurements_before_an_error_are_printed_and_saved(tmp_path):
 
 
 def test_given_constants_are_printed_once():
-    """Above the table if there is one of each, in it if there are several."""
+    """Constants with one value stand above the table, others in it."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
         head, *table = cli(
             "bench", "fa2", *SMALL, "--alone", "-p", f"Br={values}"
@@ -677,7 +677,7 @@ def test_save_holds_every_round(tmp_path):
     assert saved.environment["cupyfa"] == cupyfa.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     done = cli("compare", file, file)
-    assert done.stdout.count("SAME") == 1 and "3 SAME" in done.stderr  # said once for all rows
+    assert done.stdout.count("SAME") == 1 and "3 SAME" in done.stderr  # printed once for all rows
 
 
 def test_peers_that_are_not_installed_are_noted_once(monkeypatch):
@@ -709,7 +709,7 @@ def test_times_on_the_gpu_are_repeatable(cuda, graph, cold):
 
 @pytest.mark.gpu
 def test_host_time_is_not_measured(cuda):
-    """A call whose host side takes much longer than its kernel."""
+    """The host side of the call takes much longer than its kernel."""
     import time
 
     import cupy

@@ -1,4 +1,4 @@
-"""Comparing two measurements: what counts as a change, and what is said of it."""
+"""Comparisons of two benchmarks: verdicts, their uncertainty, and the table."""
 
 import json
 import re
@@ -17,7 +17,7 @@ WHERE = {"device": "a card", "cuda": "12.9", "time": "now", "command": "cupyfa b
 
 
 def row(ms, *, noise=0.0, rounds=50, kernel="fa2", problem=PROBLEM, constants=None, **more):
-    """A kernel that took so many milliseconds, with normally distributed noise."""
+    """A kernel that took `ms` milliseconds, with normally distributed noise."""
     pick = Random(f"{kernel} {ms}")
     times = [ms * (1 + noise * pick.gauss(0, 1)) for _ in range(rounds)] if ms else []
     constants = {"Br": 64} if constants is None else constants
@@ -33,12 +33,12 @@ def verdict(old, new):
     "old, new, expected",
     [
         (row(1.0), row(1.0), "SAME"),
-        (row(1.0), row(1.015), "SAME"),  # less than two runs of the same may differ
+        (row(1.0), row(1.015), "SAME"),  # two runs of the same code may differ by that
         (row(1.0), row(1.05), "SLOWER"),
         (row(1.05), row(1.0), "FASTER"),
         (row(1.0, noise=0.3), row(1.05, noise=0.3), "SAME"),
         (row(1.0, noise=0.3), row(1.5, noise=0.3), "SLOWER"),
-        (row(1.0, rounds=1), row(1.05, rounds=1), "SAME"),  # nothing is known of their noise
+        (row(1.0, rounds=1), row(1.05, rounds=1), "SAME"),  # their noise is unknown
         (row(1.0, rounds=1), row(2.0, rounds=1), "SLOWER"),
         (row(1.0, rounds=2), row(1.05, rounds=2), "SAME"),
         (row(1.0), row(0), "not timed after"),
@@ -160,7 +160,7 @@ def test_the_table_fits_the_terminal(monkeypatch, files, columns):
     "new, limit, code",
     [
         (1.0, "5%", 0),
-        (1.06, "5%", 0),  # it may be 5 % slower for all that is known
+        (1.06, "5%", 0),  # within the noise it is 5 % slower
         (1.10, "5%", 1),
         (1.10, "5", 1),
         (1.10, "20%", 0),

@@ -34,7 +34,7 @@ def installed(name):
 
 
 def asked(engine, name, layout="bhsd", operation="forward", **sizes):
-    """A peer's answer, and what the reference says, as far as a 16-bit or tf32 kernel may err."""
+    """A peer, and verdicts on its results with the bounds of a 16-bit or tf32 kernel."""
     problem = Problem.of_sizes(**{**SIZES, **sizes})
     inputs = Case(operation, problem, seed=5, layout=layout).inputs()
     with engine.working_on(None):
@@ -168,7 +168,7 @@ def test_gradients_agree_on_the_gpu(cuda, name, mask):
         peer = peers.peer(name, cuda, problem, placed(cuda, arrays, {}), "backward")
         assert 0 < cuda.time(peer.call, cold=True) < 100
     expected = OPERATIONS["backward"].expected(arrays, problem)
-    for grad, x in peer.outputs.items():  # their delta comes from an O of their own
+    for grad, x in peer.outputs.items():  # they compute delta from their own O
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: what a line of values means, and which problems come of it."""
+"""Sweeps: texts of values, and the problems of all combinations."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Tuning: what is tried, what is refused, what is remembered, and what plans make of it."""
+"""Tuning: candidates, stored measurements, and the plans that use them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from cupyfa.runtime.select import backend_named
 
 FORWARD = LADDER["forward"]
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
-ON = tuned.on  # the tests' own is set aside: see conftest.py
+ON = tuned.on  # conftest.py replaces it in other tests
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 
 # Does its work `laps` times, and without the last key if laps is 2.
@@ -49,7 +49,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def engine(cache, monkeypatch):
-    """The simulator, with nothing tuned yet."""
+    """The simulator without tuned kernels."""
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(cache))
     monkeypatch.setattr(tuned, "on", ON)
     for kind in ("tuned", "tuning"):
@@ -64,7 +64,7 @@ def engine(cache, monkeypatch):
 
 @pytest.fixture
 def laps(tmp_path):
-    """The name of a user's kernel with a slow choice of its own, a right candidate and a wrong."""
+    """The name of a user's kernel with a slow own choice, a right candidate and a wrong one."""
     return f"{own_kernel.write(tmp_path, LAPS, RECORD)}:mine"
 
 
@@ -77,7 +77,7 @@ def states(rows):
 
 
 def count_checks(monkeypatch, *, interrupted=None):
-    """The constants of every check from now on; a KeyboardInterrupt at one of them."""
+    """Collects the constants of every check; check number `interrupted` is interrupted."""
     seen, check = [], tuning._check
 
     def counted(engine, plan):
@@ -205,7 +205,7 @@ def test_a_softmax_is_tuned_too(engine):
 
 
 def measured(monkeypatch, speeds):
-    """Tuning with a clock that drifts: each ``laps`` takes its milliseconds, give or take 2%."""
+    """Tuning with a drifting clock: each ``laps`` takes its milliseconds within 2 %."""
     noise, clock, bouts = Random(0), [1.0], []
 
     def measure(engine, timed, *, budget, cold, most):
@@ -357,7 +357,7 @@ def test_planning_touches_neither_files_nor_processes():
     global _audit
     limits = replace(H100, tuned=(entry(Br=32, Bc=8), entry("fa2_coalesced", tflops=9.0, Br=1)))
     problem = Problem.of_sizes(M=9, d=64)
-    planning.select("auto", "forward", problem, limits)  # whatever is done once
+    planning.select("auto", "forward", problem, limits)  # fills the caches
     _audit = []
     try:
         record = planning.select("auto", "forward", problem, limits)
@@ -430,7 +430,7 @@ def test_notes_name_a_kernel_without_tiles(tmp_path, engine):
 
 
 def of_states(*states):
-    """Candidates of a problem, of which all that are wrong are so in the same way."""
+    """Candidates of a problem; all wrong ones have the same error."""
     problem = Problem.of_sizes(M=20, d=8)
     for laps, state in enumerate(states):
         note = "off" if state == "wrong" else ""
@@ -459,7 +459,7 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_the_terminal(monkeypatch, columns):
-    """As it is on a GPU, for the kernel with the most constants."""
+    """A table as on a GPU, for the kernel with the most constants."""
     monkeypatch.setenv("COLUMNS", str(columns))
     problem = Problem.of_sizes(batch=4, heads=16, M=2048, d=64, dtype="float16")
     rows = []

@@ -42,9 +42,7 @@ from cupyfa.verify.tasks import Task, perform
 
 
 def shows_all_faults(seed):
-    """Whether the first samples of fuzz have the sizes on which broken_kernels show their faults,
-    and the simulator is soon done with them.
-    """
+    """Whether the first samples of fuzz are small and show the faults of broken_kernels."""
     cases = grids.cases("fuzz", "softmax", samples=12, seed=seed, dtypes=["float32"])
     problems = [case.problem for case in cases]
     return (
@@ -65,13 +63,13 @@ def check(kernel, **options):
 
 
 def the_failure(checked):
-    """The one failure, for shrinking leaves one of those that are alike."""
+    """The only failure: shrinking makes equal failures one."""
     (failure,) = checked.failures
     return failure
 
 
 def repeat(failure, **options):
-    """Runs the command that is to repeat a failure, in a process of its own."""
+    """Runs the command that repeats a failure in a process of its own."""
     program, *arguments = shlex.split(failure.command)
     assert program == "cupyfa"
     return subprocess.run(
@@ -347,7 +345,7 @@ def test_the_table_fits_the_terminal(monkeypatch, tmp_path, columns):
 
 
 def started(tmp_path, kernel):
-    """A check that hangs in several processes, which have its folder among their variables."""
+    """A check that hangs in several processes, whose environment has its folder as a mark."""
     running = subprocess.Popen(
         [*CLI, "check", kernel, *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", "3"],
         env={**os.environ, "CUPYFA_TEST_MARK": str(tmp_path)},
@@ -394,7 +392,7 @@ def test_an_interrupted_check_has_its_results():
 
 
 def test_large_gradients_are_judged_by_a_sample(monkeypatch):
-    """The last key is always in it; the reference is asked for nothing else."""
+    """The sample has the last key; the reference computes nothing else."""
     problem = Problem.of_sizes(heads=2, M=300, N=40, d=8)
     task = Task(Case("backward", problem), ("two_pass",))
     monkeypatch.setattr(sampling, "_WORK", 1e4)

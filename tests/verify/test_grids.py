@@ -1,4 +1,4 @@
-"""The grids: their cases, and the pairs of values in samples."""
+"""Grids: their cases, and the pairs of values in samples."""
 
 import random
 from itertools import combinations

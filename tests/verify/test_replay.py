@@ -1,4 +1,4 @@
-"""`cupyfa.replay`: a failure from its file, and files that are none."""
+"""`cupyfa.replay`: stored failures, and files that are damaged or something else."""
 
 import json
 import zipfile
@@ -111,7 +111,7 @@ def test_the_command_line(tmp_path):
 
 
 def damaged(file, what):
-    """The file, made another in one thing."""
+    """Damages a file in one way."""
     with np.load(file) as members:
         arrays = dict(members)
     about = json.loads(str(arrays["about"]))

@@ -1,4 +1,4 @@
-"""What fails is made small: as small as it can be, and failing still."""
+"""Shrinking: failing cases become small and still fail."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Workers: processes that run tasks, are replaced when they end, and end when they are to."""
+"""Workers: processes that run tasks, are replaced when they die, and can be stopped."""
 
 import signal
 import threading
@@ -36,7 +36,7 @@ def test_processes_take_several_devices_in_turn(monkeypatch):
     assert of_two == ["0", "1", "0", "1"] and workers._one_of(1, 3) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-3a")
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "GPU-3a"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # by now there are fewer
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # fewer are visible now
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -154,7 +154,7 @@ def test_a_process_that_cannot_start_says_why(monkeypatch, worker):
 
 
 class Slow:
-    """A worker that does nothing, for some time."""
+    """A worker that does nothing but can be stopped."""
 
     def __init__(self):
         self.stopped = threading.Event()
