@@ -12,7 +12,7 @@ from typing import Any
 from cupyfa.bench import timing
 from cupyfa.bench.results import Measurement, Results
 
-FLOOR = 0.01  # the difference between two runs of the same code that is always possible
+FLOOR = 0.01  # the least difference between two runs of the same code
 _CERTAIN = 2  # standard errors
 _UNKNOWN = 0.05  # the standard error of a single time
 _FEW = 5  # times: their spread underestimates the noise

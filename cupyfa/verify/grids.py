@@ -1,11 +1,11 @@
 """Grids: the lists of cases that a kernel is checked on, by name.
 
 ``fa2`` and ``fa3`` have the sizes of Dao-AILab/flash-attention's tests at commit 0251105a2fb1:
-tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py. Axes that no
-kernel here has are left out: dropout, softcap, ALiBi, sinks, packed sequences of several lengths,
-paged or appended caches, rotary embedding and fp8. Axes are crossed as in those tests, with two
-exceptions: where sequences are long or have a window, one random combination of dtype, shared keys
-and layout is taken, and long sequences have fewer batch elements.
+tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py, without
+dropout, softcap, ALiBi, sinks, packed sequences of several lengths, paged or appended caches,
+rotary embedding and fp8. Axes are crossed as in those tests, with two exceptions: for long
+sequences or a window one random combination of dtype, shared keys and layout is taken, and long
+sequences have fewer batch elements.
 """
 
 from __future__ import annotations
