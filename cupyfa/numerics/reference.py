@@ -233,12 +233,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array) -> Gradients:
     for x in (scores, P, dP_delta, dS):
         np.copyto(x, 0.0, where=left_out)
     return Gradients(
-        scores,
-        P,
-        dP_delta,
-        dS,
-        left_out,
-        derivative,
+        *(scores, P, dP_delta, dS, left_out, derivative),
         dq=_sum_unmasked(dS, tile.k, left_out) * tile.scale,
         dk=_sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
         dv=_sum_unmasked(P.mT, grad, left_out.mT),

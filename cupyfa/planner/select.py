@@ -149,9 +149,14 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
         or _fastest_measured(general, problem, limits)
         or _best_unmeasured(general, problem, limits)
     )
-    if chosen is None:
-        raise _no_measured_kernel(general, problem, limits)
-    return chosen
+    if chosen is not None:
+        return chosen
+    others = [k.name for k in general if can(k, problem, limits)]
+    remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
+    if not others and problem.arithmetic != problem.dtype.name:
+        another = ", or give another" if problem.dtype.name == "float32" else ""
+        remedy += f"; leave precision={problem.precision!r} out{another}"
+    raise Unsupported(f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}")
 
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
@@ -228,17 +233,6 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
     else:
         last_first.sort(key=lambda k: bool(k.unordered))
     return next((k for k in last_first if can(k, problem, limits)), None)
-
-
-def _no_measured_kernel(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Unsupported:
-    others = [k.name for k in general if can(k, problem, limits)]
-    remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
-    if not others and problem.arithmetic != problem.dtype.name:
-        another = ", or give another" if problem.dtype.name == "float32" else ""
-        remedy += f"; leave precision={problem.precision!r} out{another}"
-    return Unsupported(
-        f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}"
-    )
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:

@@ -1,10 +1,10 @@
-// What goes on beside the threads of a block: barriers in shared memory, boxes that are copied,
-// products of warpgroups. Part of runtime.cpp, which includes it at its end.
+// Asynchronous operations: barriers in shared memory, copies of boxes, products of warpgroups.
+// Part of runtime.cpp, which includes it at its end.
 //
-// All of it is done as late as a device may: a box is copied in the first wait for its barrier's
-// phase, a product is made in the first wait for its group. Until then the cells of shared memory
-// it will write or read are marked with a clock that nobody's past holds, so whoever meets them
-// without a wait is in a race, whatever the order of threads.
+// Each is executed as late as a device may: a box is copied in the first wait for its barrier's
+// phase, a product is computed in the first wait for its group. Until then the cells of shared
+// memory that it will write or read are marked with a clock that no thread's past contains, so any
+// access without a wait is a race, whatever the order of threads.
 
 namespace {
 
