@@ -197,13 +197,11 @@ def test_excerpts_equal_the_whole(mask):
 def test_sampled_gradients_are_judged_by_rows_and_keys(monkeypatch):
     p, inputs = case("float32", M=300, N=200, causal=True)
     monkeypatch.setattr(sampling, "_WORK", 1e5)
-    chosen = sampling.excerpts(p, 0)
-    expected = [BACKWARD.expected(inputs, p, None, x) for x in chosen]
-    sample = sampling.Sample(BACKWARD, p, chosen, expected)
+    judge = sampling.Judge(BACKWARD, p, inputs, sampling.excerpts(p, 0))
     good = kernel(p, inputs)
-    assert all(verdict.passed for verdict in sampling.judge(good, sample))
+    assert all(verdict.passed for verdict in judge.verdicts(good))
     good["dK"][0, 0, 199, 3] += 1
-    bad = {x.name: x for x in sampling.judge(good, sample)}
+    bad = {x.name: x for x in judge.verdicts(good)}
     assert bad["dK"].index == (0, 0, 199, 3) and not bad["dK"].passed and bad["dQ"].passed
 
 
