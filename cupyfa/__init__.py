@@ -29,10 +29,12 @@ from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.prepared import Prepared
-from cupyfa.runtime.transfer import Transfer
-from cupyfa.runtime.transfer import configure as configure_transfer
-from cupyfa.runtime.transfer import held as held_buffers
-from cupyfa.runtime.transfer import release as free_buffers
+from cupyfa.runtime.transfer import (
+    Transfer,
+    configure as configure_transfer,
+    held as held_buffers,
+    release as free_buffers,
+)
 
 if TYPE_CHECKING:
     from cupyfa.analysis.doctor import doctor

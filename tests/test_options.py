@@ -1,5 +1,6 @@
 """The options of attention on their way through the layers, and arguments of launches."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,17 +15,17 @@ from helpers import own_kernel
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, operations
 from cupyfa.bench import peers, sweeps
+from cupyfa.bench.results import Measurement
 from cupyfa.commands.options import attention_options, with_flag_values
 from cupyfa.operations import Input
 from cupyfa.options import OPTIONS
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.planner.source import ROOT
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.guard import run_guarded
-from cupyfa.verify import grids, workers
+from cupyfa.verify import failures, grids, workers
 from cupyfa.verify.case import Case
-from cupyfa.verify.failures import RIGHT, Outcome
+from cupyfa.verify.failures import RIGHT, WRONG_RESULT, Outcome
 
 VALUES = [
     *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
@@ -61,6 +62,17 @@ def test_problems_survive_records(given):
     assert {"M", "dtype", *OPTIONS} <= p.row().keys()
 
 
+@pytest.mark.parametrize("given", VALUES, ids=str)
+def test_files_of_failures_and_of_results_hold_the_options(tmp_path, given):
+    case = Case("forward", Problem.of_sizes(**SIZES, **given), seed=3)
+    outcome = Outcome("fa2", WRONG_RESULT, arrays=case.inputs())
+    path = failures.write(tmp_path, failures.Stored(case, outcome), "command")
+    assert failures.read(path).case == case
+    row = Measurement("fa2", "forward", case.problem)
+    again = Measurement.of_record(json.loads(json.dumps(row.record())))
+    assert again.problem == row.problem
+
+
 def test_a_record_without_an_option_has_its_default():
     record = Problem.of_sizes(**SIZES).record()
     assert record["scale"] == 0.25  # so do files hold the default, which depends on d
@@ -94,12 +106,6 @@ def test_option_numbers_are_not_compiled_in():
     assert text(causal=True) == text(window=(None, 5)) != text()
 
 
-def test_a_kernel_is_refused_options_that_it_lacks():
-    problem = Problem.of_sizes(**SIZES, window=(3, None))
-    with pytest.raises(Unsupported, match=r"v1 cannot do .*: it lacks window; kernels that can: "):
-        planning.plan(cupyfa.kernel("v1"), problem, Simulator().limits)
-
-
 def test_options_as_one_value_are_those_by_their_names():
     q, k, v = (np.random.default_rng(i).normal(size=(5, 8)).astype("f4") for i in range(3))
     options = AttentionOptions(causal=True, scale=0.5)
@@ -108,10 +114,11 @@ def test_options_as_one_value_are_those_by_their_names():
     np.testing.assert_array_equal(one, other)
 
 
-def test_peers_are_left_out_for_options_that_they_lack():
-    p = Problem.of_sizes(**SIZES, window=(3, 0), precision="tf32")
-    with pytest.raises(Unsupported, match="has no precision=tf32, window=3,0 here"):
-        peers.peer("math", Simulator(), p, {})
+@pytest.mark.parametrize("peer", peers.NAMES)
+def test_peers_without_an_option_are_refused(peer):
+    p = Problem.of_sizes(**SIZES, window=(3, None), precision="tf32")
+    with pytest.raises(Unsupported, match="cannot do .*has no precision=tf32, window=3,- here"):
+        peers.peer(peer, Simulator(), p, Case("forward", p).inputs())
 
 
 def test_grids_try_values_of_every_option(monkeypatch):

@@ -20,8 +20,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import Plan
-from cupyfa.planner.select import plan as plan_of
-from cupyfa.planner.select import select
+from cupyfa.planner.select import plan as plan_of, select
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress

@@ -23,8 +23,7 @@ from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
 from cupyfa.planner import source, tuned
 from cupyfa.planner.plan import Plan, Tuned
-from cupyfa.planner.select import candidates, folder_of
-from cupyfa.planner.select import plan as plan_of
+from cupyfa.planner.select import candidates, folder_of, plan as plan_of
 from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
 from cupyfa.runtime.arrays import readable_inputs

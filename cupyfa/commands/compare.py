@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from cupyfa.bench.compare import compare as compared
-from cupyfa.bench.compare import differences
+from cupyfa.bench.compare import compare as compared, differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
 from cupyfa.report.tables import comparisons, render

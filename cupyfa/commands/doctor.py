@@ -6,8 +6,7 @@ import sys
 
 import click
 
-from cupyfa.analysis.doctor import doctor as examined
-from cupyfa.analysis.doctor import runs_on
+from cupyfa.analysis.doctor import doctor as examined, runs_on
 from cupyfa.commands import UNSUPPORTED, options
 from cupyfa.report.tables import render
 

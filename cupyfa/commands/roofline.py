@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis.roofline import THIS
-from cupyfa.analysis.roofline import roofline as roofs_of
+from cupyfa.analysis.roofline import THIS, roofline as roofs_of
 from cupyfa.analysis.roofline_plot import draw_roofs
 from cupyfa.analysis.tables import roofs
 from cupyfa.bench.devices import DEVICES

@@ -15,10 +15,8 @@ from typing import Any
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.rules import Rules, check, is_size
-from cupyfa.ladder.tiles import RULES as TILE_RULES
-from cupyfa.ladder.tiles import Tile, TileChoice, Tiles, cdiv
-from cupyfa.options import FEATURES as OPTION_FEATURES
-from cupyfa.options import FLOAT8, PRECISIONS
+from cupyfa.ladder.tiles import RULES as TILE_RULES, Tile, TileChoice, Tiles, cdiv
+from cupyfa.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
 from cupyfa.problem import Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]

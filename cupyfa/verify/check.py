@@ -25,8 +25,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures as kinds
-from cupyfa.verify import grids
+from cupyfa.verify import failures as kinds, grids
 from cupyfa.verify.case import Case, arranged
 from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.verify.shrink import shrunk

@@ -6,8 +6,7 @@ import tempfile
 import time
 
 import pytest
-from helpers.cli import MODULE, process
-from helpers.cli import cli as in_this_process
+from helpers.cli import MODULE, cli as in_this_process, process
 
 import cupyfa
 from cupyfa import store

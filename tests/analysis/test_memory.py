@@ -9,8 +9,7 @@ from helpers.cli import cli, strict
 
 import cupyfa
 from cupyfa import Problem, Simulator
-from cupyfa.analysis import memory as footprint
-from cupyfa.analysis import profile as profiling
+from cupyfa.analysis import memory as footprint, profile as profiling
 from cupyfa.analysis.formulas import naive_bytes, naive_scratch, tiled_bytes
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS

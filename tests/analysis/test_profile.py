@@ -16,8 +16,7 @@ from helpers.cli import line_of
 
 import cupyfa
 from cupyfa import DeviceError, Problem, Unsupported
-from cupyfa.analysis import profile as profiling
-from cupyfa.analysis import resources as compiling
+from cupyfa.analysis import profile as profiling, resources as compiling
 from cupyfa.planner import source as sources
 from cupyfa.report import tables as report
 from cupyfa.verify.case import Case

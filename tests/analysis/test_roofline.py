@@ -8,8 +8,7 @@ from helpers.cli import cli, refused, strict
 
 import cupyfa
 from cupyfa import Problem
-from cupyfa.analysis import roofline as roofs
-from cupyfa.analysis import roofline_plot as plotting
+from cupyfa.analysis import roofline as roofs, roofline_plot as plotting
 from cupyfa.analysis.formulas import tiled_bytes
 from cupyfa.bench.devices import DEVICES, EXP2_PER_CLOCK, known_as, named
 from cupyfa.bench.results import Measurement

@@ -14,12 +14,10 @@ from helpers.problems import DTYPES, FORWARD, inputs_of, planned
 
 import cupyfa
 from cupyfa import DeviceError, Problem, Simulator, store
-from cupyfa.bench import bench as benchmark
-from cupyfa.bench import peaks, peers, timing
+from cupyfa.bench import bench as benchmark, peaks, peers, timing
 from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
-from cupyfa.ladder import LADDER
-from cupyfa.ladder import lookup as records
+from cupyfa.ladder import LADDER, lookup as records
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS, Excerpt
 from cupyfa.runtime.arrays import readable_inputs

@@ -13,16 +13,13 @@ from helpers.cli import cli
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, store
-from cupyfa.bench import timing
-from cupyfa.bench import tune as tuning
+from cupyfa.bench import timing, tune as tuning
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.bench.tune import Candidate
 from cupyfa.errors import DeviceLost
-from cupyfa.ladder import LADDER
-from cupyfa.ladder import lookup as records
-from cupyfa.planner import select as planning
-from cupyfa.planner import tuned
+from cupyfa.ladder import LADDER, lookup as records
+from cupyfa.planner import select as planning, tuned
 from cupyfa.planner.plan import Tuned
 from cupyfa.runtime.select import backend_named
 

@@ -742,8 +742,7 @@ class DriverError(RuntimeError):
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Prepares a launch with a stub for its loaded kernel, on a machine without a device."""
-    from cupyfa.runtime.cuda import compiler
-    from cupyfa.runtime.cuda import device as cuda
+    from cupyfa.runtime.cuda import compiler, device as cuda
 
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
 

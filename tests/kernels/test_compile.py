@@ -24,8 +24,7 @@ from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
 

@@ -12,8 +12,7 @@ from cupyfa import Problem, WrongResult
 from cupyfa.errors import SimulatorFault
 from cupyfa.ladder import LADDER
 from cupyfa.options import OPTIONS
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 

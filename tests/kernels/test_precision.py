@@ -12,14 +12,12 @@ from helpers.problems import FORWARD, RAGGED, name
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
-from cupyfa.bench import peers, sweeps
+from cupyfa.bench import sweeps
 from cupyfa.numerics import reference
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.planner.plan import Tuned
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures
 from cupyfa.verify.case import Case
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
@@ -156,12 +154,6 @@ def test_a_record_may_declare_its_rounding():
         replace(own, precisions="tf32")
 
 
-def test_peers_have_no_such_option():
-    for peer in peers.NAMES:
-        with pytest.raises(Unsupported, match="its attention has no precision=tf32 here"):
-            peers.peer(peer, Simulator(), problem("tf32"), {})
-
-
 @pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", RAGGED, ids=name)
 @pytest.mark.parametrize("kernel, precision", ROUNDING)
@@ -272,29 +264,6 @@ def test_bench_has_a_column_for_it():
     rows = strict(cli("bench", "mma_tf32", "--alone", *SIMULATOR, *sizes, *swept).stdout)
     assert [(x["precision"], x["ms"] is None) for x in rows] == [("float32", True), ("tf32", False)]
     assert rows[0]["note"] == "it computes float32 in tf32"
-
-
-def test_options_and_files_keep_the_precision(tmp_path):
-    case = Case("forward", problem("tf32", **SMALL), seed=3)
-    words = case.options()
-    assert "--precision=tf32" in words
-    outcome = failures.Outcome("mma_tf32", failures.WRONG_RESULT, arrays=case.inputs())
-    path = failures.write(
-        tmp_path,
-        failures.Stored(case, outcome, made_with={"device": "", "cupyfa": ""}),
-        failures.command(case, outcome, {}),
-    )
-    assert failures.read(path).case == case
-    done = cli("replay", path, *SIMULATOR)
-    assert "precision=tf32" in done.stdout and "PASS" in done.stdout
-
-
-def test_a_measurement_keeps_the_precision(tmp_path):
-    row = cupyfa.bench(
-        "mma_tf32", backend="simulator", alone=True, budget=0.01, batch=1, heads=1, M=8, d=8
-    )[0]
-    assert row.problem.precision == "tf32"
-    assert type(row).of_record(json.loads(json.dumps(row.record()))) == row
 
 
 def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):

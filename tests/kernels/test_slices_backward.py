@@ -9,9 +9,6 @@ from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
-from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.tasks import difference
 
 SLICES = LADDER["backward"]["mma_slices_backward"]
 TILE = {"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16, "stages": 2, "room": 3}
@@ -37,12 +34,6 @@ def test_rounds_of_heads_and_keys(backend, sizes):
     check_case(SLICES, backend, {**CAUSAL, **sizes}, "float16", **TILE)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "reversed", "unaligned"])
-def test_layouts(backend, layout):
-    plan = plan_of(backend, {**CAUSAL, "heads": 2, "kv_heads": 1, "M": 19, "N": 23})
-    guard.checked(backend, plan, readable_inputs(plan, inputs_of(plan, layout=layout)), {})
-
-
 def test_masked_values_do_not_matter(backend):
     """NaN and infinity of keys, values and gradients; rows that see no key, by mask or by lse."""
     plan = plan_of(backend, {**CAUSAL, "heads": 1, "M": 60, "N": 50})
@@ -64,13 +55,6 @@ def test_masked_values_do_not_matter(backend):
 def test_columns_of_several_tiles_and_widths(backend):
     sizes = {"heads": 2, "M": 37, "N": 50, "d": 130, "dv": 263, "window": (20, 3)}
     check_case(SLICES, backend, sizes, "float16", **TILE)
-
-
-def test_every_run_gives_the_same_bits():
-    plan = plan_of(Simulator(), {**CAUSAL, **SIZES[1]})
-    inputs = inputs_of(plan)
-    right = guard.checked(Simulator(), plan, inputs, {})
-    assert difference(Simulator(), plan, inputs, right, 2) is None
 
 
 def test_no_launch_spills():

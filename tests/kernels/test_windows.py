@@ -12,19 +12,15 @@ from helpers.problems import FORWARD, inputs_of, name
 import cupyfa
 from cupyfa import Case, Problem
 from cupyfa.analysis.resources import limits_of
-from cupyfa.bench import peers
-from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import SimulatorFault
 from cupyfa.numerics import reference
 from cupyfa.operations import visible_scores
 from cupyfa.options import FLOAT8
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.problem import MOST
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures
 from cupyfa.verify import shrink as shrinking
 
 ABLE = [kernel for kernel in FORWARD.values() if "window" in kernel.features]
@@ -329,17 +325,6 @@ def test_show_and_compile_know_windows():
     assert "9,0" in rows.stdout
 
 
-def test_failure_and_result_files_hold_windows(tmp_path):
-    case = Case("forward", problem(5, 9, "top-left", (3, None)))
-    outcome = failures.Outcome("fa2", failures.WRONG_RESULT, arrays=case.inputs())
-    file = failures.write(tmp_path, failures.Stored(case, outcome), "command")
-    assert failures.read(file).case == case
-    row = Measurement("fa2", "forward", case.problem)
-    again = Measurement.of_record(json.loads(json.dumps(row.record())))
-    assert again.problem == row.problem
-    assert again.row() == row.row()
-
-
 def test_windows_are_shrunk():
     case = Case("forward", problem(90, 70, "bottom-right", (33, None)))
     assert shrinking.shrunk(case, lambda x: True).problem.window == (None, None)
@@ -347,11 +332,3 @@ def test_windows_are_shrunk():
     assert left.window[0] in range(21, 34) and left.causal is None
     both = Case("forward", problem(90, 70, window=(33, 12)))
     assert shrinking.shrunk(both, lambda x: x.problem.right is not None).problem.window == (None, 0)
-
-
-@pytest.mark.parametrize("peer", peers.NAMES)
-def test_peers_without_windows_are_refused(peer):
-    p = problem(5, 9, window=(3, None))
-    arrays = Case("forward", p).inputs()
-    with pytest.raises(cupyfa.Unsupported, match=r"cannot do .*window=3,-.*: .*has no window=3,-"):
-        peers.peer(peer, Simulator(), p, arrays)

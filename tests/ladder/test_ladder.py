@@ -13,8 +13,7 @@ from cupyfa import Problem
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
-from cupyfa.report import plots as plotting
-from cupyfa.report import publish as pages
+from cupyfa.report import plots as plotting, publish as pages
 
 RUNGS = list(LADDER["forward"])
 OF_16_BITS = [x for x in RUNGS if x not in ("mma_tf32", "wgmma_fp8")]

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from cupyfa.analysis import profile as profiling
-from cupyfa.analysis import resources as compiling
+from cupyfa.analysis import profile as profiling, resources as compiling
 from cupyfa.bench import sweeps
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning

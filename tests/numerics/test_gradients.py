@@ -6,8 +6,7 @@ import pytest
 from cupyfa import Problem, Simulator
 from cupyfa.numerics import reference, tolerance
 from cupyfa.operations import OPERATIONS, Excerpt
-from cupyfa.verify import case as cases
-from cupyfa.verify import sampling
+from cupyfa.verify import case as cases, sampling
 from cupyfa.verify.case import Case
 
 BACKWARD = OPERATIONS["backward"]

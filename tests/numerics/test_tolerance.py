@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference, tolerance

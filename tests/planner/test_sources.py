@@ -7,9 +7,7 @@ import pytest
 
 from cupyfa import Limits, Problem
 from cupyfa.ladder import LADDER
-from cupyfa.planner import includes
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import includes, select as planning, source as sources
 
 LIMITS = Limits("a device", shared_bytes=65536)
 HOPPER = Limits("another", shared_bytes=227 * 1024, arch="90")

@@ -25,10 +25,8 @@ from cupyfa import Simulator, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Matmul
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
-from cupyfa.runtime import prepared as binding
-from cupyfa.runtime import select, workspace
+from cupyfa.planner import select as planning, source as sources
+from cupyfa.runtime import prepared as binding, select, workspace
 from cupyfa.runtime.arguments import arguments
 from cupyfa.runtime.launcher import Launcher
 

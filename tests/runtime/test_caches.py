@@ -15,11 +15,9 @@ import pytest
 
 import cupyfa
 from cupyfa import Kernel, Launch, Problem, store
-from cupyfa.analysis import caches
-from cupyfa.analysis import resources as compiling
+from cupyfa.analysis import caches, resources as compiling
 from cupyfa.options import AttentionOptions
-from cupyfa.planner import select as planning
-from cupyfa.planner import source as sources
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.planner.plan import Tuned
 from cupyfa.runtime.select import backend_named
 

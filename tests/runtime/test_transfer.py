@@ -9,11 +9,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from helpers.far_device import FarDevice
-from helpers.far_device import Mark as FarMark
+from helpers.far_device import FarDevice, Mark as FarMark
 from helpers.threads import in_threads
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import cupyfa
 from cupyfa.ladder import LADDER

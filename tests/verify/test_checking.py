@@ -21,8 +21,7 @@ import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.verify import check as checking
-from cupyfa.verify import grids, sampling, tasks
+from cupyfa.verify import check as checking, grids, sampling, tasks
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import (
     COMPILE_ERROR,

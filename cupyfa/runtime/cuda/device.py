@@ -16,8 +16,7 @@ import numpy as np
 from cupyfa import store
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
-from cupyfa.planner import source as sources
-from cupyfa.planner import tuned
+from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
 from cupyfa.runtime.arrays import extent

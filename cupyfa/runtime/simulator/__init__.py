@@ -16,8 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.errors import CompileError
-from cupyfa.planner import source as sources
-from cupyfa.planner import tuned
+from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
 from cupyfa.runtime.arguments import Mapped, blank_map
