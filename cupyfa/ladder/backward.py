@@ -221,7 +221,7 @@ MMA_TWO_PASS_TILES = TileChoice(
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """How many groups of warps share the rows of a product, as in mma_gradients.cuh."""
+    """How many groups of warps share the rows of a product, as in warp_part.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
@@ -392,7 +392,7 @@ WGMMA_RULES = {
 
 
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 64 keys need the registers of two warpgroups, as row_sums.cuh says."""
+    """Whether dK and dV of 64 keys need the registers of two warpgroups, as query_parts.cuh says."""
     return max(sizes.d, sizes.dv) > 128
 
 
@@ -402,12 +402,12 @@ def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
 
 
 def finishes(p: Problem) -> bool:
-    """Whether the last block of a key head computes dQ, as last_block.cuh says."""
+    """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
     return p.M * p.group <= 4096
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """How many blocks share dQ of a tile, as in row_sums.cuh."""
+    """How many blocks share dQ of a tile, as in query_parts.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1

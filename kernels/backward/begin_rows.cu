@@ -9,6 +9,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
 #include <backward/parts/query_parts.cuh>
+#include <backward/parts/register_tile.cuh>
 #include <backward/parts/sum_tile.cuh>
 
 using Parts = QueryParts<Br, d, dv>;

@@ -11,6 +11,7 @@
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
 //   shared_bytes
 #include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/query_part.cuh>
 #include <backward/parts/store_part.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>

@@ -5,7 +5,10 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, causal, windowed, threads,
 //   shared_bytes
-#include <backward/parts/store_part.cuh>
+#include <backward/parts/query_part.cuh>
+#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/stats_in_memory.cuh>
+#include <backward/parts/store_gradient.cuh>
 #include <ptx/red.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");

@@ -9,8 +9,10 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
 //   shared_bytes
+#include <backward/parts/call_rarely.cuh>
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/store_part.cuh>
+#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/store_gradient.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 
@@ -53,11 +55,9 @@ __device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc]
         a[i][j] = pack<operand>(s[j % 2 * 2], s[j % 2 * 2 + 1]);
       }
     }
-    multiply_step(
-        dQ, a, [&](int n) { return own.has(n); },
-        [&](unsigned (&b)[4], int n) {
-          ldmatrix_trans(b, at(K, k * step + lane % 16, 2 * n + lane / 16));
-        });
+    multiply_step(dQ, a, own, [&](unsigned (&b)[4], int n) {
+      ldmatrix_trans(b, at(K, k * step + lane % 16, 2 * n + lane / 16));
+    });
   }
 }
 

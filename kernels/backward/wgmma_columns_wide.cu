@@ -11,7 +11,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, causal, windowed,
 //   threads, shared_bytes
-#include <backward/parts/add_dQ.cuh>
+#include <backward/parts/own_parts.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
 
@@ -77,35 +77,6 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   });
 }
 
-// The first part of dQ that a warpgroup computes. The second one's other products take longer, so
-// of an odd number it has one part less.
-__device__ __forceinline__ constexpr int first_part(int warpgroup) {
-  return warpgroup < consumers ? warpgroup * cdiv(Parts::count, 2) : Parts::count;
-}
-
-// A warpgroup's parts of dQ = dS K.
-template <int warpgroup>
-struct OwnParts {
-  static constexpr int first = first_part(warpgroup);
-  static constexpr int count = first_part(warpgroup + 1) - first;
-  Sums<(count > 0 ? count : 1) * Parts::width> dQ;
-
-  // Begins their products.
-  __device__ __forceinline__ void begin(const Shared& shared) {
-    if constexpr (count > 0) begin_dQ<Bc>(shared.dS, shared.K, dQ, 0, 0, first);
-  }
-
-  // Waits for them, but not for so many groups that began since, and leaves them, one by one, to
-  // the warp that adds them.
-  template <int pending>
-  __device__ __forceinline__ void pass(Shared& shared) {
-    if constexpr (count > 0) wgmma_wait_group<pending>(dQ);
-#pragma unroll
-    for (int part = 0; part < count; ++part)
-      pass_dQ(dQ, shared.dQ[warpgroup], warpgroup, part * Parts::width / 2);
-  }
-};
-
 // The first warpgroup.
 struct ValueConsumer {
   Shared& shared;
@@ -123,7 +94,7 @@ struct ValueConsumer {
     const auto& dO = shared.dO[dO_rows.stage];
     Sums<Br> S, PS;
     Operands<Br> P;
-    OwnParts<of_dV> dQ;
+    OwnParts<Parts, of_dV> dQ;
     shared.Q_pipeline.wait(rows);
     begin_scores(shared.K, shared.Q[rows.stage], S);
     wgmma_wait_group<0>(S);
@@ -135,10 +106,10 @@ struct ValueConsumer {
     shared.dO_pipeline.wait(dO_rows);
     begin_output(dO, P, dV);
     barrier_sync(dS_full, consuming_threads);
-    dQ.begin(shared);
+    dQ.begin(shared.dS, shared.K);
     wgmma_wait_group<1>(dV);
     shared.dO_pipeline.release(dO_rows);  // dP was there before dS
-    dQ.pass<0>(shared);
+    dQ.pass<0>(shared.dQ[of_dV]);
     rows.advance();
     dO_rows.advance();
   }
@@ -159,7 +130,7 @@ struct KeyConsumer {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
-    OwnParts<of_dK> dQ;
+    OwnParts<Parts, of_dK> dQ;
     shared.dO_pipeline.wait(dO_rows);
     begin_scores(shared.V, shared.dO[dO_rows.stage], dP);
     wgmma_wait_group<0>(dP);
@@ -171,10 +142,10 @@ struct KeyConsumer {
     fence_proxy_async();
     barrier_arrive(dS_full, consuming_threads);
     barrier_sync(dS_kept, warpgroup_size);
-    dQ.begin(shared);
+    dQ.begin(shared.dS, shared.K);
     begin_output(Q, dS, dK);
     shared.Q_pipeline.arrive(rows);  // row sums were read
-    dQ.pass<1>(shared);
+    dQ.pass<1>(shared.dQ[of_dK]);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.release(rows);
     rows.advance();
@@ -199,7 +170,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
     if (warp == 0 && elect_one()) produce(shared, task, Q_map, K_map, V_map, dO_map, row_sums);
     if (warp == 0 || warp > consumers) return;
-    add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, first_part(of), first_part(of + 1));
+    add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, first_part<Parts>(of),
+                  first_part<Parts>(of + 1));
     if constexpr (finishes)
       leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
                  consumers * max(cdiv(sizes.N, Bc), 1));

@@ -8,7 +8,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, real, Br, Bc, stages, d, dv, causal, windowed, threads, shared_bytes
 #include <backward/parts/own_keys.cuh>
-#include <backward/parts/query_parts.cuh>
+#include <backward/parts/register_tile.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
 

@@ -38,6 +38,7 @@ HEADERS = {
     "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
     "add_dQ.cuh": "wgmma_columns",
+    "own_parts.cuh": "wgmma_columns",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
 # For files of their own above d = 128.
@@ -125,7 +126,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         text = optional(text_of(name), ORDERS) if name == file else text_of(name)
         written(folder, name, text if with_turns else text.replace(AWAITS_TURN, ";"))
     broken = replace(RUNGS[kernel], folder=folder)
-    sizes, tiles = (WIDE, {}) if str(file).endswith("_wide.cu") else (SIZES, tiles_of(kernel))
+    is_wide = file == "own_parts.cuh" or str(file).endswith("_wide.cu")
+    sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
     number = int(os.environ.get(VARIABLE, 0))
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}

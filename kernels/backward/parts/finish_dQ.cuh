@@ -6,6 +6,7 @@
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/query_parts.cuh>
+#include <backward/parts/register_tile.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
 

@@ -2,7 +2,7 @@
 // P and dS on tensor cores, in the fragments of mma.cuh, from lse and delta.
 
 #include <attention/score.cuh>
-#include <backward/parts/row_stats.cuh>
+#include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/tile_products.cuh>
 
 // S becomes P = 2^(S * scale2 - lse2), 0 where the mask hides a pair, and PS is P times the slope

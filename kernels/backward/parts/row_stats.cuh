@@ -3,7 +3,6 @@
 // infinity and 0, which make its P 0; an lse that is infinite otherwise comes with delta = NaN.
 
 #include <tile/math.cuh>
-#include <tile/tensor.cuh>
 
 struct RowStats {
   float lse2, delta;
@@ -15,13 +14,3 @@ __device__ __forceinline__ RowStats row_stats(float lse, float delta) {
   if (lse == -infinity) return {infinity, 0};
   return {lse * log2e, delta};
 }
-
-// The RowStats of any row of a batch element.
-struct StatsInMemory {
-  Tensor<const real> lse, delta;
-  int batch;
-
-  __device__ __forceinline__ RowStats operator()(int head, int row) const {
-    return row_stats(*lse.row(batch, head, row), *delta.row(batch, head, row));
-  }
-};

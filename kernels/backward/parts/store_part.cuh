@@ -1,15 +1,10 @@
 #pragma once
 // The end of a gradient on tensor cores: a warp's part of it is written, or computed again.
 
+#include <backward/parts/call_rarely.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/store_gradient.cuh>
 #include <backward/parts/warp_part.cuh>
-
-// Calls a body that is rarely needed, so that the kernel's loop keeps the registers it would take.
-template <class Body>
-__device__ __noinline__ void call_rarely(const Body& body) {
-  body();
-}
 
 // Stores a warp's part of dK or dV, or computes it again if it is not finite.
 template <bool of_V, int d, int dv, class T, class Stats, class Own>

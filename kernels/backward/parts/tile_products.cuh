@@ -15,12 +15,13 @@ __device__ __forceinline__ int own_lane() {
 }
 
 // D += A B for one step of the sum, of A's fragments and B's by columns of 16.
-template <int rows, int blocks, class Has, class Load>
+template <int rows, int blocks, class Own, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
-                                              const unsigned (&a)[rows][4], Has has, Load load) {
+                                              const unsigned (&a)[rows][4], const Own& own,
+                                              Load load) {
 #pragma unroll
   for (int n = 0; n < blocks / 2; ++n) {
-    if (!has(n)) continue;
+    if (!own.has(n)) continue;
     unsigned b[4];
     load(b, n);
 #pragma unroll
@@ -45,9 +46,7 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
     unsigned a[rows][4];
 #pragma unroll
     for (int i = 0; i < rows; ++i) ldmatrix(a[i], of_A(i * step, 2 * k));
-    multiply_step(
-        D, a, [&](int n) { return own.has(n); },
-        [&](unsigned (&b)[4], int n) { ldmatrix(b, of_B(n * step, 2 * k)); });
+    multiply_step(D, a, own, [&](unsigned (&b)[4], int n) { ldmatrix(b, of_B(n * step, 2 * k)); });
   }
 }
 
@@ -70,11 +69,9 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
         ldmatrix(a[i], ChunkAddresses(A, own.row + lane % 16, lane / 16)(i * step, 2 * k));
       }
     }
-    multiply_step(
-        D, a, [&](int n) { return own.has(n); },
-        [&](unsigned (&b)[4], int n) {
-          const int chunk = own.col / 8 + 2 * n + lane / 16;
-          ldmatrix_trans(b, at(B, lane % 16, chunk, k * step));
-        });
+    multiply_step(D, a, own, [&](unsigned (&b)[4], int n) {
+      const int chunk = own.col / 8 + 2 * n + lane / 16;
+      ldmatrix_trans(b, at(B, lane % 16, chunk, k * step));
+    });
   }
 }

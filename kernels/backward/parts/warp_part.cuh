@@ -41,19 +41,3 @@ struct WarpPart {
   }
   __device__ __forceinline__ bool has(int n) const { return whole || col + n * step < end; }
 };
-
-// A warp's part of dQ, which comes in slices of its columns: registers beside dK and dV are few.
-template <int height, int depth, int warps, int slices,
-          int columns = cdiv(depth, slices* step) * step>
-struct QueryPart : WarpPart<height, columns, warps> {
-  using Base = WarpPart<height, columns, warps>;
-  static constexpr bool whole = Base::whole && columns * slices == depth;
-
-  __device__ __forceinline__ explicit QueryPart(int slice) {
-    this->col += slice * columns;
-    this->end = min(this->end + slice * columns, depth);
-  }
-  __device__ __forceinline__ bool has(int n) const {
-    return whole || this->col + n * step < this->end;
-  }
-};

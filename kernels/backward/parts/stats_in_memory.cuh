@@ -1,0 +1,13 @@
+#pragma once
+#include <backward/parts/row_stats.cuh>
+#include <tile/tensor.cuh>
+
+// The RowStats of any row of a batch element.
+struct StatsInMemory {
+  Tensor<const real> lse, delta;
+  int batch;
+
+  __device__ __forceinline__ RowStats operator()(int head, int row) const {
+    return row_stats(*lse.row(batch, head, row), *delta.row(batch, head, row));
+  }
+};
