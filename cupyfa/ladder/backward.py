@@ -392,7 +392,7 @@ WGMMA_RULES = {
 
 
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 64 keys need the registers of two warpgroups, as query_parts.cuh says."""
+    """Whether dK and dV of 64 keys take the registers of two warpgroups (query_parts.cuh)."""
     return max(sizes.d, sizes.dv) > 128
 
 
