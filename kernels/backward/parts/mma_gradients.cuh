@@ -5,8 +5,7 @@
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/tile_products.cuh>
 
-// S becomes P = 2^(S * scale2 - lse2), 0 where the mask hides a pair, and PS is P times the slope
-// of the modification.
+// S becomes P = 2^(S * scale2 - lse2), or 0 where masked; PS is P times the modification's slope.
 template <bool masked, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
                                           const RowStats (&stats)[rows], const Own& own,

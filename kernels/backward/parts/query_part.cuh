@@ -1,4 +1,6 @@
 #pragma once
+// How the warps of a block divide dQ of a tile of rows.
+
 #include <backward/parts/warp_part.cuh>
 
 // A warp's part of dQ, which comes in slices of its columns: registers beside dK and dV are few.

@@ -1,8 +1,9 @@
 #pragma once
+// The RowStats of any row of a batch element.
+
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>
 
-// The RowStats of any row of a batch element.
 struct StatsInMemory {
   Tensor<const real> lse, delta;
   int batch;
