@@ -19,8 +19,8 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
-from cupyfa.runtime.transfer import buffers, call, layout, pieces, results
-from cupyfa.runtime.transfer.host import Host, hosts
+from cupyfa.runtime.transfer import call, pieces, results
+from cupyfa.runtime.transfer.host import Buffers, Host, hosts
 
 LIMITS = Limits("a device", shared_bytes=232448)
 
@@ -67,7 +67,7 @@ def same(far, q, k, v, tolerance=0.0, **options):
 @settings(deadline=None, max_examples=200)
 def test_slabs_are_contiguous_small_and_complete(shape, most):
     whole, seen = np.arange(math.prod(shape)).reshape(shape), []
-    for index in layout.slabs(shape, most):
+    for index in pieces.slabs(shape, most):
         part = whole[index]
         assert 0 < part.size <= most
         assert (np.diff(part.ravel()) == 1).all()
@@ -402,7 +402,7 @@ def test_threads_end_with_their_buffers(far, failing):
 
 
 def test_buffers_are_reused_before_new_ones_are_made(far):
-    taken = buffers.Buffers(far, transfer.configure())
+    taken = Buffers(far, transfer.configure())
     with far.lanes() as (lane, _, _):
         first, second = taken.take(), taken.take()
         for buffer in (first, second):

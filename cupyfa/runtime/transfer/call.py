@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from cupyfa.runtime.backend import Backend, Lane, Mark
-from cupyfa.runtime.transfer.buffers import Move, bring, send
-from cupyfa.runtime.transfer.host import Copies, host_of
-from cupyfa.runtime.transfer.layout import Place, Slot
-from cupyfa.runtime.transfer.pieces import Pieces
+from cupyfa.runtime.transfer.host import Copies, Move, bring, host_of, send
+from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
