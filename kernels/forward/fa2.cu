@@ -1,9 +1,9 @@
 // fa2: FlashAttention's second algorithm, one block per tile of Q, one thread per row of it.
 //
-// The loops of `minimal` trade places: a block keeps its rows of Q and walks K and V once, so a
+// The loops of `minimal` are exchanged: a block keeps its rows of Q and reads K and V once, so a
 // row's output, maximum and sum never leave the block. Tiles of Q are independent, so the grid has
 // one block for each instead of one for each head; and the sum divides the output once, at the end.
-// A thread sums several keys, then several columns, side by side: what it reads serves all of them.
+// A thread sums several keys, then several columns, at a time: each element it reads serves all.
 // (Dao, 2023, arXiv:2307.08691, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -24,7 +24,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// Keys, or columns of O, that a thread sums at a time: an element of its own row is read once for
+// Keys, or columns of O, that a thread sums at a time: it reads an element of its own row once for
 // all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
@@ -103,7 +103,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M, Br);
   const Scorer<real> scorer = {scale, mods};
-  const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
+  const unsigned all = unsigned(tiles) * heads * batches;  // int could overflow
 
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);

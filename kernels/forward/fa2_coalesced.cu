@@ -1,9 +1,10 @@
-// fa2_coalesced: `fa2` with its memory traffic put in order.
+// fa2_coalesced: `fa2` with coalesced loads and stores.
 //
 // In `fa2` neighbouring threads load, and at the end store, addresses a whole row apart. Here the
-// block copies row by row, neighbouring threads taking neighbouring columns; the row's sum goes
-// through shared memory so that everyone can divide by it. Rows in shared memory are padded to fall
-// into different banks, and V is loaded over K once the scores are done, so that more blocks fit.
+// block copies row by row, and neighbouring threads copy neighbouring columns. The sums go through
+// shared memory, because the thread that stores an element is not the one that owns its row. Rows
+// in shared memory are padded to different banks. V overwrites K after the scores, so that more
+// blocks fit.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
@@ -27,7 +28,7 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// Keys, or columns of O, that a thread sums at a time: an element of its own row is read once for
+// Keys, or columns of O, that a thread sums at a time: it reads an element of its own row once for
 // all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
@@ -97,7 +98,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M, Br);
   const Scorer<real> scorer = {scale, mods};
-  const unsigned all = unsigned(tiles) * heads * batches;  // int would overflow one step on
+  const unsigned all = unsigned(tiles) * heads * batches;  // int could overflow
 
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);

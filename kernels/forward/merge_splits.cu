@@ -1,9 +1,9 @@
 // merge_splits: rows of O from the results of several blocks, one for each split of the keys.
 //
-// A split's sums are relative to its own maximum. Relative to the largest of all they are added up,
-// always in the same order, and divided once: the online softmax of splits instead of tiles. A
-// split without a visible key has sums 0 and the lowest maximum, and adds nothing. A row that comes
-// out wrong is computed again here, from Q, K and V.
+// A split's sums are relative to its own maximum. They are rescaled to the largest maximum of all
+// splits, added up, always in the same order, and divided once: the online softmax of splits
+// instead of tiles. A split without a visible key has sums 0 and the lowest maximum, and adds
+// nothing. A row that comes out wrong is computed again here, from Q, K and V.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   O_splits [batch, heads, M, num_splits, width]

@@ -1,12 +1,12 @@
 // minimal: FlashAttention's first algorithm, one thread per row.
 //
-// S and P never reach global memory: tiles of K and V are kept in shared memory while all tiles of
-// Q pass by. Every row's output, maximum and sum are read and written back at each step, because
-// the next tile of keys has to add to them. (Dao et al., 2022, arXiv:2205.14135, algorithm 1)
+// S and P never reach global memory: a tile of K and V stays in shared memory while the block goes
+// through all tiles of Q. Each step reads and writes every row's output, maximum and sum, because
+// the next tile of keys adds to them. (Dao et al., 2022, arXiv:2205.14135, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
-//   grid (heads * batch): one block per head, so most of the GPU stands idle    block (Bc)
+//   grid (heads * batch): one block per head, so most of the GPU is idle    block (Bc)
 //   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>

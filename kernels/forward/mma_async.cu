@@ -1,8 +1,8 @@
 // mma_async: `mma_swizzled`, with copies that overlap with the products.
 //
-// cp.async copies chunks from global to shared memory without a stop in registers, and the thread
-// goes on at once. K and V have two buffers: while the tensor cores work on one tile, the next one
-// is on its way into the other buffer. That also saves one of two barriers a tile.
+// cp.async copies chunks from global to shared memory without registers, and the thread goes on at
+// once. K and V have two buffers: while the tensor cores multiply one tile, the next one is copied
+// into the other buffer. That also saves one of the two barriers of each tile.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows

@@ -1,11 +1,11 @@
-// mma_pipelined: `mma_async` with everything that keeps its tensor cores busy.
+// mma_pipelined: `mma_async`, arranged to keep the tensor cores busy.
 //
 // Registers and shared memory decide how many warps a multiprocessor holds, so tiles may have one
 // buffer as well as two: then V is copied while S = Q K^T is computed, and the next K during
 // softmax and O += P V. Exponentials of some keys overlap with the products of others. Warps skip
 // tiles that their rows do not see. Query heads that share a head of K and V share tiles if one
-// head's rows would not fill them. O leaves through Q's tile, 16 bytes at a time. float32 inputs
-// come rounded to 16 bits, the type `operand`.
+// head's rows would not fill them. O is stored through Q's tile, 16 bytes at a time. float32 inputs
+// are rounded to the 16-bit type `operand` by an earlier launch.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -30,7 +30,7 @@ constexpr int width = cdiv(dv, step) * step;  // of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };

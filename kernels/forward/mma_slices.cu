@@ -1,12 +1,12 @@
-// mma_slices: `mma_pipelined` for head dimensions of any size, which pass by in slices.
+// mma_slices: `mma_pipelined` for head dimensions of any size, in slices.
 //
-// Q and K are multiplied slice by slice of d into a tile of S, V slice by slice of keys into a tile
-// of O, and all slices pass through one ring of stages: shared memory does not depend on d or dv.
-// P of `span` keys stays on chip between the two products. Where there are more keys, O waits in
-// memory while P of the next span is computed.
+// A tile of S is summed over slices of d, a tile of O over slices of keys. All slices go through
+// one ring of stages, so shared memory does not depend on d or dv. P of `span` keys stays in shared
+// memory between the two products. With more keys, O is kept in global memory while P of the next
+// span is computed.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
+//   O_sum: scratch for the tiles of O of each block, in float, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d, dv,
@@ -26,17 +26,17 @@
 constexpr int col_warps = Bc / Wc;  // that share a row
 using OwnRows = Rows<Wr>;
 constexpr int slices = cdiv(d, Bd);  // of Q and K
-// A warp owns Wr x Wv of a tile of O. As many such tiles as Bc columns would make are equally wide.
+// A warp owns Wr x Wv of a tile of O. O has as many tiles as with Bc columns each, equally wide.
 constexpr int Wv = cdiv(dv, cdiv(dv, Bc) * col_warps * step) * step;
 constexpr int Bo = Wv * col_warps;
 
-// The keys of a slice of V: as many as fit into a stage, 64 at most.
+// The number of keys in a slice of V: as many as fit into a stage, 64 at most.
 __host__ __device__ constexpr int keys_in_slice(int most) {
   return most > step && (most * Bo > (Br + Bc) * Bd || Bc % most != 0) ? keys_in_slice(most / 2)
                                                                        : most;
 }
 constexpr int Bv = keys_in_slice(64);
-constexpr int fragments = Wr / step * (Wv / 8);  // of O that a thread holds, 4 floats each
+constexpr int fragments = Wr / step * (Wv / 8);  // of O in a thread, 4 floats each
 
 union Slice {
   struct {
@@ -50,7 +50,7 @@ struct Shared {
   operand P[Br][span];
   Slice ring[stages];
   float factors[span / Bc][Br];  // for O, at each tile of keys
-  float shares[col_warps][Br];   // of the row's maximum or sum, by warp
+  float shares[col_warps][Br];   // of a row's maximum or sum, one for each warp
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
@@ -92,8 +92,8 @@ struct Stream {
     cp_async_commit_group();
   }
 
-  // The slice whose turn it is. While some warps multiply it others begin the copies, for they
-  // share the schedulers: `late` ones copy when they have multiplied, in `done`.
+  // The next slice. Some warps begin copies while others multiply, because they share the
+  // schedulers: `late` warps copy after their products, in `done`.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     cp_async_wait_group<stages - 2>();
     __syncthreads();  // the slice is there, and the one before it is no longer read
@@ -106,15 +106,15 @@ struct Stream {
   }
 };
 
-// The part of a tile that a warp owns: its first row, and its place among those that share rows.
+// The part of a tile that a warp owns: its first row, and its number among warps that share rows.
 struct Part {
   int row, col_warp, lane;
-  bool used;  // there are such rows
+  bool used;  // some of its rows exist
 
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return row + i * step + half * 8 + lane / 4;
   }
-  // The same, from which nothing was computed ahead.
+  // The same, from which the compiler computes nothing ahead of a loop.
   __device__ __forceinline__ Part again() const {
     return {opaque(row), opaque(col_warp), opaque(lane), used};
   }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>&
   }
 }
 
-// O += P V over a slice of keys, of which `key` is the first one's place in P.
+// O += P V over a slice of keys; `key` is the column of the first one in P.
 __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
                                                 int key, const Part& own) {
   const int first_chunk = own.col_warp * Wv / in_chunk, lane = own.lane;
@@ -171,8 +171,8 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// S becomes P = 2^(S * scale2 - maximum), in 16 bits and in shared memory from `key` on; the
-// sums are rescaled to the new maximum, and O will be by `factors`.
+// S becomes P = 2^(S * scale2 - maximum), in 16 bits, in columns `key` … of shared.P. Sums are
+// rescaled to the new maximum; O is rescaled later, by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
                                         int first_key, int key, const Part& part) {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
   }
 }
 
-// Every thread's part of a row's sum becomes all of it.
+// Adds up the warps' parts of each row's sum; every thread gets the whole sum.
 __device__ __forceinline__ void add_up_sums(Shared& shared, OwnRows& rows, const Part& own) {
   __syncthreads();  // before the sums overwrite the largest scores
 #pragma unroll
@@ -257,7 +257,7 @@ __device__ __forceinline__ void rescale(Fragments<Wr, Wv>& O, const float (&fact
   }
 }
 
-// The warp's part of a tile of O, as it lies in registers, to and from memory.
+// Stores and loads the warp's part of a tile of O, in the order of its registers.
 __device__ __forceinline__ void save_sums(const Fragments<Wr, Wv>& O, float4* to) {
 #pragma unroll
   for (int i = 0; i < fragments; ++i) {
@@ -275,7 +275,7 @@ __device__ __forceinline__ void load_sums(Fragments<Wr, Wv>& O, const float4* fr
   }
 }
 
-// Writes the warp's part of a tile of O / sum, of which `to` is the first of the thread's rows.
+// Writes the warp's part of a tile of O / sum; `to` is the thread's first row.
 __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const OwnRows& rows,
                                              scalar* to, long long stride, bool aligned,
                                              int first_col, int M, const Part& own) {

@@ -1,10 +1,9 @@
 // mma_split_kv: `mma_pipelined`, with the keys of a row tile split among several blocks.
 //
-// Few queries make few row tiles, and their blocks leave most of the device idle while K and V, all
-// that there is to read, come one tile after another. Here each of `num_splits` blocks takes a
-// split of the keys, and merge_splits adds up their results. K and V pass by in a ring of `stages`
-// tiles, so that enough bytes are in flight to keep memory busy. A single split writes O and lse by
-// itself.
+// Few queries make few row tiles: most multiprocessors would be idle while a few blocks read all
+// keys. Here each of `num_splits` blocks takes a split of the keys, and merge_splits adds up their
+// results. K and V go through a ring of `stages` tiles, so that enough loads are in flight to keep
+// memory busy. A single split writes O and lse itself.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_splits [batch, heads, M, num_splits, width]
@@ -31,7 +30,7 @@ constexpr int width = cdiv(dv, step) * step;  // of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
@@ -40,7 +39,7 @@ static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(stages >= 2, "the next tile is loaded while this one is multiplied");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// The tiles of a split of the keys from `start` to `end`: as many as of every other, or one more.
+// A split of the keys from `start` to `end`. The numbers of tiles of any two differ by one at most.
 struct Split {
   int first_key, end;
 
@@ -52,7 +51,7 @@ struct Split {
   }
 };
 
-// What a warp has to do with each tile of keys.
+// What a warp needs for each tile of keys.
 struct Task {
   Shared& shared;
   Scorer<real> scorer;
@@ -61,7 +60,7 @@ struct Task {
   int end;  // of the split's keys
 };
 
-// Begins to copy a tile of K and V, if the split has one there.
+// Begins to copy a tile of K and V, if it belongs to the split.
 __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int buffer) {
   if (first_key < task.end) {
     copy_rows<threads, d>(task.shared.K[buffer], task.keys, first_key);
@@ -90,8 +89,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   multiply_output(shared.V[buffer], S, O, rows, task.lane);
 }
 
-// Writes what merge_splits needs of the warp's rows: the sums of O, undivided, what weights are
-// relative to, and the sums of weights.
+// Writes what merge_splits needs of the warp's rows: the maxima, the sums of P relative to them,
+// and O before the division.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
                             int batch, int head, int heads, int lane) {

@@ -1,9 +1,9 @@
 // mma_split_q: the loops of `fa2` on tensor cores, with S, P and O in registers.
 //
 // A warp owns Wr rows of the tile from the first product to the last, so its softmax needs no other
-// warp: two shuffles reach the four lanes that hold a row. And since it is known which lane holds
-// what (mma.cuh), S becomes P and P an operand of the second product where they are. Shared memory
-// holds only what all warps read: Q, K and V. (Dao, 2023, arXiv:2307.08691, section 3.3)
+// warp: two shuffles reach the four lanes that hold a row. The layout of mma.sync's registers is
+// documented (mma.cuh): S becomes P, and P an operand of the second product, without moving. Shared
+// memory holds only Q, K and V, which all warps read. (Dao, 2023, arXiv:2307.08691, section 3.3)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows

@@ -1,9 +1,9 @@
 // mma_swizzled: `mma_split_q` without bank conflicts.
 //
-// ldmatrix reads 16 bytes from each of 8 rows. Rows of 128 bytes or more begin in the same bank, so
-// all eight came from the same four banks, one after the other. Here a row's chunks of 16 bytes
-// trade places by an exclusive or with the row's number: eight rows, eight groups of banks, and no
-// memory lost to padding.
+// ldmatrix reads 16 bytes from each of 8 rows. Rows of 128 bytes begin in the same bank, so all
+// eight reads need the same four banks, one after the other. Here chunks of 16 bytes are permuted
+// within their row, by an exclusive or with the row's number: eight rows then lie in eight groups
+// of banks, without padding.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows

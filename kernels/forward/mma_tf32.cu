@@ -1,9 +1,9 @@
-// mma_tf32: `mma_pipelined` on float32: its operands are rounded to tf32, 8 bits of exponent and 10
-// of mantissa, its sums are float.
+// mma_tf32: `mma_pipelined` for float32. Operands are rounded to tf32, 8 bits of exponent and 10 of
+// mantissa; sums are float.
 //
-// Q and K are read as 16-bit numbers are, for a float is a pair of them: the fragments come out
-// right. P's are not the accumulators of S as they lie, but the keys of a product may come in any
-// order: index c is key 2c and c + 4 is key 2c + 1, and rows of V are taken so.
+// ldmatrix loads Q and K as pairs of 16-bit numbers, which gives the fragments of tf32. The
+// fragments of S do not have the layout of the operand P, but a sum over keys may take them in any
+// order: index c of the product is key 2c, index c + 4 key 2c + 1, and V's rows are read likewise.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -25,10 +25,10 @@
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
-constexpr int rank = 8;  // of a product: its columns of A, its rows of B
+constexpr int rank = 8;  // columns of A and rows of B in a product
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end O takes its place
+  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
@@ -37,7 +37,7 @@ static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// Four matrices as `ldmatrix` brings them, rounded.
+// Loads four matrices by ldmatrix and rounds them.
 __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
   ldmatrix(r, row);
 #pragma unroll
@@ -67,9 +67,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
   }
 }
 
-// P of 8 keys, a product of S, is an operand of O += P V, its columns 2c and 2c + 1 in the places
-// of c and c + 4. It is computed right before, so that exponentials of some keys and products of
-// others go on together.
+// P = exp(S - maximum) and O += P V. P of 8 keys is an operand, with columns 2c and 2c + 1 in the
+// places of c and c + 4. It is computed right before its product, so that exponentials of some keys
+// overlap with products of others.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
                                                 Fragments<Wr, width>& O, OwnRows& rows, int lane) {
   float sum[Wr / step][2] = {};
@@ -136,7 +136,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   __syncthreads();  // the next K is there, and this tile is no longer read
 }
 
-// Writes the warp's rows of O, by way of shared memory, so that lanes store 16 bytes side by side.
+// Writes the warp's rows of O through shared memory, so that each lane stores 16 bytes.
 __device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tensor<scalar> out,
                              int batch, int head, int first_row, int M, int own_row, int lane) {
   constexpr int chunks = width / in_chunk;

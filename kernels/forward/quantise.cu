@@ -1,11 +1,11 @@
 // quantise: Q, K and V as e4m3, each tile divided by a power of two, and V transposed.
 //
-// The largest finite number of a tile comes to lie between 224 and 448, where e4m3 ends. A power of
-// two takes nothing from a number's three bits of mantissa: numbers that are 2^15 times smaller
-// than the largest of their tile begin to lose some. Infinity becomes NaN, for e4m3 has none.
+// The scale puts a tile's largest finite number between 224 and 448, the largest e4m3 number. A
+// power of two loses none of the three bits of mantissa; only numbers 2^15 times smaller than the
+// tile's largest become subnormal. Infinity becomes NaN, because e4m3 has no infinity.
 //
-// Products of e4m3 take both operands by rows, so V is transposed; and 32 keys stand in the order
-// in which a thread of wgmma_fp8 has their P.
+// wgmma takes both operands of e4m3 by rows, so V is transposed; each 32 keys have the order in
+// which a thread of wgmma_fp8 holds their P.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   Q8, K8 the same, d filled up to d16 with zeros    V8 [batch, kv_heads, dv, N32] likewise
@@ -29,20 +29,20 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 constexpr int resident = sizeof(scalar) == 2 ? 1024 / threads : 1;  // blocks of a multiprocessor
 static_assert(Bc % 32 == 0, "keys change their order within 32");
 
-// The power of two by which a tile is divided whose numbers are not larger than this one.
+// The scale of a tile with this largest magnitude.
 __device__ __forceinline__ float unit_for(float largest) {
   // The addition carries into the exponent where the mantissa is above that of 448.
   const int exponent = int((__float_as_uint(largest) + 0x1fffff) >> 23) - 8;
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
-// Neighbours in a row; zeros where there are none.
+// Neighbouring numbers of a row; zeros beyond its end.
 template <int count>
 struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   scalar x[count];
 };
 
-// A tile as it is in memory, of which a thread has `wide` neighbours in each of `tall` rows.
+// A tile in registers: each thread has groups of `wide` columns and `tall` rows.
 template <int rows, int cols, int tall, int wide>
 struct Tile {
   static_assert(rows % tall == 0, "threads have whole groups of rows");
@@ -71,9 +71,9 @@ struct Tile {
     });
   }
 
-  // Calls body(row, col, turn) for the first number of each share; beyond the last one, rows are
-  // past the end. With several rows to a thread two threads side by side share a column, and have
-  // 32 rows of it.
+  // Calls body(row, col, turn) for the first number of each group; surplus groups have rows past
+  // the end. With several rows in a group, two neighbouring threads have 32 rows of the same
+  // columns.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;
@@ -85,7 +85,7 @@ struct Tile {
   }
 };
 
-// The largest magnitude of a thread's numbers, infinity if one is NaN; or that of the finite ones.
+// The largest magnitude of a thread's numbers, infinity if one is NaN, or of its finite numbers.
 template <bool finite, class Tile>
 __device__ __forceinline__ float largest_of(const Tile& tile) {
   const unsigned end = __float_as_uint(infinity);  // as whole numbers, NaN is above it

@@ -1,8 +1,8 @@
 // round_operands: float32 inputs as the 16-bit numbers that a kernel's products take.
 //
-// Rounding once, in a launch of its own, costs a read and half a write of each input, and leaves
-// the kernel as it is: it reads half the bytes from then on. Rows are filled up with zeros to a
-// multiple of 8 numbers, so that each begins at 16 bytes. What is beyond 65504 becomes infinite.
+// A launch of its own reads each input once and writes half as many bytes; the kernel then reads
+// 16-bit numbers, as for other dtypes. Rows are padded with zeros to a multiple of 8 numbers, so
+// that each begins at a multiple of 16 bytes. In float16, numbers above 65504 become infinite.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    Q16, K16, V16 the same, padded
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Br) * kv_heads * batch for K and V)
@@ -13,7 +13,7 @@
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 
-static_assert(sizeof(operand) == 2, "two operands are pack_gqa into a word");
+static_assert(sizeof(operand) == 2, "two operands are packed into a word");
 static_assert(shared_bytes == 0, "nothing is shared");
 
 // Rounds Br rows of a head with `cols` columns.

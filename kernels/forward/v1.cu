@@ -1,6 +1,6 @@
 // v1: the whole block works on one row of Q at a time.
 //
-// In `minimal` a thread walks a row of d elements alone, and neighbouring threads read addresses d
+// In `minimal` a thread reads a row of d elements alone, and neighbouring threads read addresses d
 // elements apart. Here neighbouring threads take neighbouring columns, so every load is coalesced;
 // in exchange each dot product has to be summed over the block.
 //
@@ -36,7 +36,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer
     dot = warp_sum(dot);
     if (threadIdx.x % warp_size == 0) shared.partial[threadIdx.x / warp_size][key] = dot;
   }
-  __syncthreads();  // every warp's sums are there; nobody reads Q or the row's old maximum any more
+  __syncthreads();  // every warp's sums are there; Q and the row's old maximum are no longer read
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int warp = 0; warp < warps; ++warp) dot += shared.partial[warp][key];
@@ -66,7 +66,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       if (tile > last) continue;
 
       for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
-      __syncthreads();  // Q, K and V are there, and nobody reads the last row's partial sums
+      __syncthreads();  // Q, K and V are there, and the last row's partial sums are no longer read
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       const real old_sum = softmax.sum;

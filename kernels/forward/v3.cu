@@ -1,4 +1,4 @@
-// v3: tiles of Q pass by as in `minimal`, and both products run on tensor cores.
+// v3: the loops of `minimal`, with both products on tensor cores.
 //
 // A block computes a whole Br x Bc tile of S with 16x16x16 matrix instructions instead of dot
 // products. Q, K and V are cut along d as well and rounded to half while slices of Bd columns are
@@ -20,12 +20,12 @@
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
 constexpr int warps = threads / warp_size;
-constexpr int turns = cdiv(Br * Bd, threads);  // in which the block goes over a slice of O
+constexpr int turns = cdiv(Br * Bd, threads);  // of the block over a slice of O
 
 struct Shared {
   float S[Br][Bc];
   float O[Br][Bd];
-  OnlineSoftmax rows[Br];  // as the tile before left them
+  OnlineSoftmax rows[Br];  // up to the tile before
   float keep[Br];          // the factor of earlier sums of O
   float take[Br];          // the factor of this tile's sums
   __half Q[Br][Bd];
@@ -67,7 +67,7 @@ __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> ten
   });
 }
 
-// This thread's elements of the old sums: on their way while the tensor cores are busy.
+// This thread's elements of the old sums, loaded while the tensor cores are busy.
 __device__ void fetch_sums(float (&old)[turns], Tensor<real> O_sum, int batch, int head,
                            int first_row, int rows, int first_col) {
   share_out<threads, Br * Bd, turns>([&](int i, int turn) {

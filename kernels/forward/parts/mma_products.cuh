@@ -16,7 +16,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
     if constexpr (depth > 128) return ChunkAddresses(K, own_row, own_chunk)(row, chunk);
-    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // else registers are short
+    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // fewer registers
   };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
                                                 Rows<m * step, pack_gqa>& rows, int lane) {
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
-    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // else registers are short
+    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // fewer registers
   };
   float sum[m][2] = {};
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
 }
 
 // Writes the `cols` columns of the warp's rows of O, if O has the operands' type, through Q's tile:
-// lanes then store 16 bytes side by side.
+// neighbouring lanes then store neighbouring 16 bytes.
 template <int cols, int pack_gqa, int Br, int columns, int m, int n>
 __device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4],
                              Tensor<scalar> out, int batch, int head, int first_row, int M,

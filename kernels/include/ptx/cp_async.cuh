@@ -1,8 +1,8 @@
 #pragma once
-// Copies from global to shared memory that go on while the thread does other things.
+// Asynchronous copies from global to shared memory.
 
-// Copies `bytes` of 16, 0 to 16, and writes zeros for the rest; both addresses are multiples of 16.
-// sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
+// Copies the first `bytes` of 16 bytes and writes zeros for the rest; both addresses are multiples
+// of 16. sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -30,8 +30,8 @@ __device__ __forceinline__ void cp_async_commit_group() {
   }
 }
 
-// Waits until at most `pending` groups of this thread's copies are still under way; a barrier makes
-// what has landed known to other threads.  cp.async.wait_group
+// Waits until at most `pending` groups of this thread's copies are incomplete. A barrier makes the
+// data visible to other threads.  cp.async.wait_group
 template <int pending>
 __device__ __forceinline__ void cp_async_wait_group() {
   if constexpr (__CUDA_ARCH__ >= 800) {

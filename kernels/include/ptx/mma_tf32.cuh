@@ -1,12 +1,12 @@
 #pragma once
-// Tensor-core products of one warp on tf32: floats whose last 13 bits do not count. A product is
-// 16x8x8, its sum D is that of mma.cuh. Lane l holds, with r = l / 4 and c = l % 4:
+// Tensor-core products of one warp on tf32: floats whose last 13 bits are ignored. A product is
+// 16x8x8; D is laid out as in mma.cuh. With r = l / 4 and c = l % 4, lane l holds:
 //
 //   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
 //   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 
-// x rounded to tf32, to nearest, ties away from zero. Products would only cut off its last bits,
-// which errs twice as much and always towards zero.  cvt.rna.tf32.f32
+// x rounded to tf32, to nearest, ties away from zero. Products only truncate: twice the error, and
+// always towards zero.  cvt.rna.tf32.f32
 __device__ __forceinline__ unsigned round_to_tf32(float x) {
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

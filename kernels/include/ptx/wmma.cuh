@@ -1,8 +1,8 @@
 #pragma once
 // 16x16x16 tensor-core tiles of one warp: half in, float out. All 32 lanes call each function.
 //
-// mma.h cannot be compiled from the pip wheels, so these are its instructions themselves. Which
-// lane holds which element is the hardware's secret: tiles go in and out through memory only.
+// The instructions themselves, because the pip wheels lack parts of mma.h. Which lane holds which
+// element is not documented: tiles go in and out through memory only.
 // Tiles begin at multiples of 32 bytes; `stride` counts elements and is a multiple of 16 bytes.
 // Addresses are generic: loads qualified as .shared became ldmatrix and made v3 a tenth slower.
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@ struct MatrixA {
   unsigned r[8];
 };
 
-// The instruction that multiplies must know which way B was loaded.
+// The product depends on how B was loaded.
 struct MatrixBRows {
   unsigned r[8];
 };
