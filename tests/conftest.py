@@ -112,26 +112,6 @@ def backend(request):
     return backend_named(request.param)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """A table of what NVRTC told of each kernel, of the architecture that spills the most."""
-    worst = {}
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name == "resources":
-                entry, dtype, spilled, registers = value
-                row = worst.setdefault(entry, {})
-                row[dtype] = max(row.get(dtype, (0, 0)), (spilled, registers))
-    if not worst:
-        return
-    dtypes = sorted({dtype for row in worst.values() for dtype in row})
-    terminalreporter.section("registers of a thread, + bytes that it spills")
-    terminalreporter.write_line("".join(f"{cell:>15}" for cell in ("", *dtypes)))
-    for entry in sorted(worst):
-        row = {dtype: f"{r} + {s}" if s else f"{r}" for dtype, (s, r) in worst[entry].items()}
-        cells = "".join(f"{row.get(dtype, ''):>15}" for dtype in dtypes)
-        terminalreporter.write_line(f"{entry:15}{cells}")
-
-
 @pytest.fixture
 def no_device(monkeypatch):
     """A machine without a CUDA device, whatever this one has."""
