@@ -29,15 +29,10 @@ DEFAULTS = {  # not printed
     "launches": "one by one",
 }
 budget_option = click.option(
-    "--budget",
-    type=options.SECONDS,
-    default=1.0,
-    help="Seconds for each kernel and problem.",
+    "--budget", type=options.SECONDS, default=1.0, help="Seconds for each kernel and problem."
 )
 save_option = click.option(
-    "--save",
-    type=options.FILE,
-    help="Write all measurements to a JSON file, for `cupyfa compare`.",
+    "--save", type=options.FILE, help="Write all measurements to a JSON file, for `cupyfa compare`."
 )
 sweep_option = click.option(
     "-p",
@@ -61,9 +56,7 @@ sweep_option = click.option(
 @click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
 @budget_option
 @click.option(
-    "--against",
-    metavar="PEERS",
-    help=f"Other libraries, where installed: {','.join(peers.NAMES)}.",
+    "--against", metavar="PEERS", help=f"Other libraries, where installed: {','.join(peers.NAMES)}."
 )
 @click.option(
     "--patience",
