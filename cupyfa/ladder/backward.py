@@ -192,33 +192,6 @@ TWO_PASS = rung(
 
 # mma.sync: 16-bit numbers
 
-WARPS = "Br Bc warps stages"
-MMA_TILES = TileChoice(
-    named(WARPS, (64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1)),
-    up_to={
-        64: named(WARPS, (128, 128, 8, 2), (64, 64, 4, 2)),
-        128: named(WARPS, (64, 128, 8, 2), (64, 64, 8, 1)),
-        256: named(WARPS, (64, 64, 8, 2), (64, 64, 8, 1)),
-    },
-)
-# With the tiles of the launch on rows, Qr by Qc.
-TWO_PASS_WARPS = f"{WARPS} Qr Qc Qw Qs"
-MMA_TWO_PASS_TILES = TileChoice(
-    named(
-        TWO_PASS_WARPS,
-        (64, 64, 8, 1, 64, 32, 16, 1),
-        (32, 64, 8, 1, 64, 16, 16, 1),
-        (32, 32, 4, 1, 32, 32, 16, 1),
-        (32, 16, 2, 1, 32, 16, 16, 1),
-        (16, 16, 1, 1, 16, 16, 16, 1),
-    ),
-    up_to={
-        64: named(TWO_PASS_WARPS, (128, 128, 8, 2, 128, 64, 32, 2), (64, 64, 4, 2, 64, 64, 16, 2)),
-        128: named(TWO_PASS_WARPS, (64, 128, 8, 2, 128, 32, 32, 2), (64, 64, 8, 1, 64, 32, 16, 2)),
-        256: named(TWO_PASS_WARPS, (64, 64, 8, 2, 64, 32, 16, 2), (64, 64, 8, 1, 64, 32, 16, 1)),
-    },
-)
-
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
     """How many groups of warps share the rows of a product, as in warp_part.cuh."""
@@ -282,7 +255,15 @@ MMA_COLUMNS = Kernel(
         ),
     ),
     operation="backward",
-    tiles=MMA_TILES,
+    tiles=TileChoice.of(
+        "Br Bc warps stages",
+        [(64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1)],
+        up_to={
+            64: [(128, 128, 8, 2), (64, 64, 4, 2)],
+            128: [(64, 128, 8, 2), (64, 64, 8, 1)],
+            256: [(64, 64, 8, 2), (64, 64, 8, 1)],
+        },
+    ),
     candidates={"Br": (32, 64, 128), "Bc": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
@@ -327,7 +308,21 @@ MMA_TWO_PASS = rung(
             },
         ),
     ),
-    tiles=MMA_TWO_PASS_TILES,
+    tiles=TileChoice.of(
+        "Br Bc warps stages Qr Qc Qw Qs",  # the launch on rows has tiles of Qr by Qc
+        [
+            (64, 64, 8, 1, 64, 32, 16, 1),
+            (32, 64, 8, 1, 64, 16, 16, 1),
+            (32, 32, 4, 1, 32, 32, 16, 1),
+            (32, 16, 2, 1, 32, 16, 16, 1),
+            (16, 16, 1, 1, 16, 16, 16, 1),
+        ],
+        up_to={
+            64: [(128, 128, 8, 2, 128, 64, 32, 2), (64, 64, 4, 2, 64, 64, 16, 2)],
+            128: [(64, 128, 8, 2, 128, 32, 32, 2), (64, 64, 8, 1, 64, 32, 16, 2)],
+            256: [(64, 64, 8, 2, 64, 32, 16, 2), (64, 64, 8, 1, 64, 32, 16, 1)],
+        },
+    ),
     candidates={
         **MMA_COLUMNS.candidates,
         **{"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)},
@@ -366,25 +361,6 @@ MMA_SLICES_BACKWARD = rung(
 # Hopper: wgmma and TMA
 
 SHARED_OF_SM_90 = 232448  # bytes a block may have
-STAGES = "Br Bc stages dS_stages"
-WGMMA_TILES = TileChoice(
-    named(STAGES, (64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)),
-    up_to={
-        64: named(STAGES, (128, 128, 2, 2)),
-        128: named(STAGES, (64, 128, 2, 1)),
-        256: named(STAGES, (64, 64, 2, 1)),
-    },
-)
-BLOCKS = "Br Bc Bk stages"
-WGMMA_TWO_PASS_TILES = TileChoice(
-    named(BLOCKS, (64, 128, 128, 2)),
-    up_to={
-        64: named(BLOCKS, (128, 128, 128, 2)),
-        128: named(BLOCKS, (64, 128, 128, 2)),
-        192: named(BLOCKS, (64, 64, 80, 2)),
-        256: named(BLOCKS, (64, 64, 48, 2)),
-    },
-)
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -518,7 +494,11 @@ WGMMA_COLUMNS = Kernel(
         ),
     ),
     operation="backward",
-    tiles=WGMMA_TILES,
+    tiles=TileChoice.of(
+        "Br Bc stages dS_stages",
+        [(64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)],
+        up_to={64: [(128, 128, 2, 2)], 128: [(64, 128, 2, 1)], 256: [(64, 64, 2, 1)]},
+    ),
     candidates={"Br": (64, 128), "Bc": (64, 128), "stages": (1, 2, 3), "dS_stages": (1, 2)},
     rules={
         **WGMMA_RULES,
@@ -574,7 +554,16 @@ WGMMA_TWO_PASS = rung(
             shared=wgmma_two_pass_rows_shared,
         ),
     ),
-    tiles=WGMMA_TWO_PASS_TILES,
+    tiles=TileChoice.of(
+        "Br Bc Bk stages",
+        [(64, 128, 128, 2)],
+        up_to={
+            64: [(128, 128, 128, 2)],
+            128: [(64, 128, 128, 2)],
+            192: [(64, 64, 80, 2)],
+            256: [(64, 64, 48, 2)],
+        },
+    ),
     candidates={
         "Br": (64, 128),
         "Bc": (64, 128),

@@ -175,60 +175,39 @@ FA2_COALESCED = rung(
 # mma.sync: one block for Br rows, of which each warp owns Wr
 
 HALVES = [(Br, Bc, 16) for Br in (64, 32, 16) for Bc in (32, 16)]  # Br, Bc, Wr
-MMA_TILES = TileChoice(
-    named("Br Bc Wr", *HALVES),
+MMA_PIPELINED_TILES = TileChoice.of(
+    "Br Bc Wr stages",
+    [(*tile, 1) for tile in HALVES],
     up_to={
-        64: named("Br Bc Wr", (128, 64, 32)),
-        128: named("Br Bc Wr", (128, 64, 16), (128, 32, 16)),
-        256: named("Br Bc Wr", (64, 32, 16)),
-    },
-)
-STAGED = "Br Bc Wr stages"
-_WIDE = named(STAGED, (128, 96, 32, 2), (128, 64, 32, 2))
-_NARROW = named(STAGED, (64, 48, 16, 1))
-MMA_PIPELINED_TILES = TileChoice(
-    named(STAGED, *((*tile, 1) for tile in HALVES)),
-    up_to={
-        64: named(STAGED, (128, 80, 32, 2), (128, 64, 32, 1)),
-        128: named(STAGED, (128, 32, 32, 1)),
-        256: named(STAGED, (64, 64, 16, 1)),
+        64: [(128, 80, 32, 2), (128, 64, 32, 1)],
+        128: [(128, 32, 32, 1)],
+        256: [(64, 64, 16, 1)],
     },
     # Where ptxas finds registers for larger ones, or needs smaller ones.
     on={
-        **{arch: {64: _WIDE[1:]} for arch in ("80", "86", "89")},
-        "90": {64: _WIDE, 128: _WIDE[1:]},
-        **{arch: {64: _WIDE[1:], 256: _NARROW} for arch in ("100", "120")},
+        **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
+        "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
+        **{arch: {64: [(128, 64, 32, 2)], 256: [(64, 48, 16, 1)]} for arch in ("100", "120")},
     },
     # Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
-    short={
-        64: named(STAGED, (64, 128, 16, 2), (64, 64, 16, 2)),
-        128: named(STAGED, (64, 64, 16, 2), (64, 32, 16, 2)),
-    },
+    short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
-SPLIT_KV = "Br Bc Wr stages blocks_per_sm"
-SPLIT_KV_TILES = TileChoice(
-    named(SPLIT_KV, *((*tile, 2, 2) for tile in HALVES)),
-    up_to={64: named(SPLIT_KV, (128, 64, 32, 2, 2)), 128: named(SPLIT_KV, (64, 64, 16, 2, 2))},
+SPLIT_KV_TILES = TileChoice.of(
+    "Br Bc Wr stages blocks_per_sm",
+    [(*tile, 2, 2) for tile in HALVES],
+    up_to={64: [(128, 64, 32, 2, 2)], 128: [(64, 64, 16, 2, 2)]},
     # Where ptxas lacks registers for the others.
-    on={arch: {256: named(SPLIT_KV, (64, 16, 16, 2, 2))} for arch in ("100", "120")},
+    on={arch: {256: [(64, 16, 16, 2, 2)]} for arch in ("100", "120")},
     # The second ones are for 64 KB of shared memory.
     few_rows={
         Br: {
-            64: named(SPLIT_KV, (Br, 64, 16, 3, 3)),
-            128: named(SPLIT_KV, (Br, 64, 16, 2, 2), (Br, 32, 16, 2, 2)),
-            256: named(SPLIT_KV, (Br, 16, 16, 4, 2), (Br, 16, 16, 2, 2)),
+            64: [(Br, 64, 16, 3, 3)],
+            128: [(Br, 64, 16, 2, 2), (Br, 32, 16, 2, 2)],
+            256: [(Br, 16, 16, 4, 2), (Br, 16, 16, 2, 2)],
         }
         for Br in (16, 32, 64)
     },
-)
-TF32_TILES = TileChoice(
-    MMA_PIPELINED_TILES.usual,
-    up_to={
-        128: named(STAGED, (128, 32, 32, 1)),
-        256: named(STAGED, (128, 32, 16, 1), (128, 16, 16, 1)),
-    },
-    on={arch: {128: named(STAGED, (128, 32, 16, 1))} for arch in ("100", "120")},
 )
 MERGE_WARPS = 4
 
@@ -331,7 +310,11 @@ MMA_SPLIT_Q = Kernel(
             constants={"pack_gqa": lambda p, c: 1},
         ),
     ),
-    tiles=MMA_TILES,
+    tiles=TileChoice.of(
+        "Br Bc Wr",
+        HALVES,
+        up_to={64: [(128, 64, 32)], 128: [(128, 64, 16), (128, 32, 16)], 256: [(64, 32, 16)]},
+    ),
     candidates={
         "Br": (32, 64, 96, 128, 192, 256),
         "Bc": (32, 48, 64, 80, 96, 112, 128),
@@ -417,7 +400,12 @@ MMA_TF32 = rung(
     "mma_tf32",
     "float32 on tensor cores: operands rounded to tf32 as they are loaded",
     launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32 bits
-    tiles=TF32_TILES,
+    tiles=TileChoice.of(
+        "Br Bc Wr stages",
+        [(*tile, 1) for tile in HALVES],
+        up_to={128: [(128, 32, 32, 1)], 256: [(128, 32, 16, 1), (128, 16, 16, 1)]},
+        on={arch: {128: [(128, 32, 16, 1)]} for arch in ("100", "120")},
+    ),
     dtypes=("float32",),
     dtype_arch={},
     arch="80",
@@ -485,39 +473,7 @@ MMA_SLICES = Kernel(
 
 # Hopper: warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA
 
-RING = "Br Bc stages"
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
-WGMMA_TILES = TileChoice(
-    named(RING, *BLOCKS),
-    up_to={
-        64: named(RING, (192, 128, 2)),
-        128: named(RING, (128, 128, 2)),
-        192: named(RING, (128, 96, 2)),
-    },
-)
-TWO_RINGS = "Br Bc stages Q_stages"
-WGMMA_PERSISTENT_TILES = TileChoice(
-    named(TWO_RINGS, *((*block, 1) for block in BLOCKS)),
-    up_to={
-        64: named(TWO_RINGS, (192, 128, 3, 2), (128, 128, 3, 2)),
-        128: named(TWO_RINGS, (128, 128, 2, 2)),
-        192: named(TWO_RINGS, (128, 96, 2, 1)),
-        256: named(TWO_RINGS, (128, 64, 2, 1)),
-    },
-    short={
-        128: named(TWO_RINGS, (64, 64, 3, 2)),
-        192: named(TWO_RINGS, (64, 64, 2, 2)),
-        256: named(TWO_RINGS, (64, 64, 2, 1)),
-    },
-)
-FP8_TILES = TileChoice(
-    named(RING, *((Br, Bc, 2) for Br in (128, 64) for Bc in (128, 64, 32))),
-    up_to={
-        64: named(RING, (192, 128, 2)),
-        192: named(RING, (128, 128, 2)),
-        256: named(RING, (128, 96, 2)),
-    },
-)
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -543,7 +499,11 @@ WGMMA = Kernel(
     "wgmma",
     "Hopper (sm_90a): warpgroups multiply from shared memory, one warp loads with TMA",
     (WGMMA_LAUNCH,),
-    tiles=WGMMA_TILES,
+    tiles=TileChoice.of(
+        "Br Bc stages",
+        BLOCKS,
+        up_to={64: [(192, 128, 2)], 128: [(128, 128, 2)], 192: [(128, 96, 2)]},
+    ),
     candidates={
         "Br": (64, 128, 192),
         "Bc": (48, 64, 80, 96, 112, 128, 160, 176),
@@ -579,7 +539,17 @@ WGMMA_PERSISTENT = rung(
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
     },
-    tiles=WGMMA_PERSISTENT_TILES,
+    tiles=TileChoice.of(
+        "Br Bc stages Q_stages",
+        [(*block, 1) for block in BLOCKS],
+        up_to={
+            64: [(192, 128, 3, 2), (128, 128, 3, 2)],
+            128: [(128, 128, 2, 2)],
+            192: [(128, 96, 2, 1)],
+            256: [(128, 64, 2, 1)],
+        },
+        short={128: [(64, 64, 3, 2)], 192: [(64, 64, 2, 2)], 256: [(64, 64, 2, 1)]},
+    ),
     candidates={**WGMMA.candidates, "Q_stages": (1, 2)},
     tflops={
         "float16": {64: 437, 128: 631, 256: 738},
@@ -674,7 +644,11 @@ WGMMA_FP8 = Kernel(
             shared=fp8_shared,
         ),
     ),
-    tiles=FP8_TILES,
+    tiles=TileChoice.of(
+        "Br Bc stages",
+        [(Br, Bc, 2) for Br in (128, 64) for Bc in (128, 64, 32)],
+        up_to={64: [(192, 128, 2)], 192: [(128, 128, 2)], 256: [(128, 96, 2)]},
+    ),
     candidates={"Br": (64, 128, 192), "Bc": (64, 96, 128, 160, 192, 224), "stages": (2, 3, 4)},
     rules={
         "Br is a multiple of 64": lambda c: c.Br % 64 == 0,

@@ -70,6 +70,18 @@ class TileChoice:
     short: TilesByD = field(default_factory=dict)
     blocks_per_sm: int = 1
 
+    @classmethod
+    def of(cls, names: str, usual: Any, *, blocks_per_sm: int = 1, **others: Any) -> TileChoice:
+        """Tiles of these sizes: ``of("Br Bc", [(64, 32), (32, 32)], up_to={64: [(128, 64)]})``."""
+
+        def tiles(sizes: Any) -> Any:
+            if isinstance(sizes, Mapping):
+                return {key: tiles(each) for key, each in sizes.items()}
+            return named(names, *sizes)
+
+        choices = {name: tiles(sizes) for name, sizes in others.items()}
+        return cls(tiles(usual), blocks_per_sm=blocks_per_sm, **choices)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The constants that a tile gives."""
