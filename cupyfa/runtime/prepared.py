@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
-from operator import attrgetter
-from sys import getrefcount
+from operator import is_
 from typing import Any, NamedTuple
-from weakref import getweakrefcount, getweakrefs, ref
 
 import numpy as np
 
@@ -31,18 +28,14 @@ from cupyfa.runtime.arrays import (
 )
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
+from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.select import adopt, writable_view
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 
-_MOST_REPEATS = 32  # calls whose launches are kept, by their arrays
-_MOST_SPARES = 2  # results of a call that are kept for another: the caller usually holds one
-_MOST_MISSES = 8  # calls that found all of these in use, after which no more are kept
-_SMALL = 1 << 20  # bytes; results up to this size are kept
 Form = tuple[Any, ...]
 Progress = Callable[[int, int, str], None]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
-_shape_of = attrgetter("shape")
 
 
 class Result(NamedTuple):
@@ -51,69 +44,6 @@ class Result(NamedTuple):
     name: str  # the operation's
     shape: tuple[int, ...]  # the caller's
     given: str | None  # what messages call the caller's array; None if there can be none
-
-
-class _Ref(ref):
-    """A reference to an array of a call that may be repeated."""
-
-    __slots__ = ()
-
-
-class _Spare(NamedTuple):
-    """Results of a call before, and launches that write to them."""
-
-    results: list[Any]
-    shapes: tuple[Any, ...]
-    allocator: Any
-    launch: Callable[[], Any]
-    memory: Any  # of arguments and temporaries
-    holders: tuple[Any, ...]  # the objects that keep the results' memory alive
-    references: int  # to the holders while nobody else has one
-
-    def is_free(self) -> bool:
-        """Whether nobody else has a reference to the results, nor has changed their shapes."""
-        return (
-            sum(map(getrefcount, self.holders)) == self.references
-            and not (
-                any(map(getweakrefcount, self.results)) and any(map(_is_watched, self.results))
-            )
-            and tuple(map(_shape_of, self.results)) == self.shapes
-        )
-
-
-def _is_watched(array: Any) -> bool:
-    """Whether somebody else has a weak reference to an array, and may wait for its end."""
-    return any(type(x) is not _Ref for x in getweakrefs(array))
-
-
-class _Repeat:
-    """The launches of a call on certain arrays, for calls on the very same arrays."""
-
-    __slots__ = ("launch", "memory", "misses", "refs", "shapes", "spares")
-
-    def __init__(self, arrays: Sequence[Any], forget: Callable[[Any], Any]) -> None:
-        """``forget`` is called when one of the arrays is deleted: another may get its id."""
-        self.refs = [_Ref(x, forget) for x in arrays]
-        self.shapes = tuple(map(_shape_of, arrays))
-        self.launch: Callable[[], Any] | None = None  # where the results are the caller's
-        self.memory: Any = None  # of arguments and temporaries
-        self.spares: deque[_Spare] = deque()  # where they are new
-        self.misses = 0
-
-    def spare(self, allocator: Any) -> _Spare | None:
-        """Results that may be used again; nobody else gets them until they are put back."""
-        try:
-            spare = self.spares.popleft()
-        except IndexError:
-            return None
-        if spare.allocator is allocator and spare.is_free():
-            self.misses = 0
-            return spare
-        if self.spares:  # more are in use than are kept
-            self.misses += 1
-        else:
-            self.spares.append(spare)
-        return None
 
 
 def form(backend: Backend, array: Any) -> Form:
@@ -171,17 +101,15 @@ class Prepared:
         self._forms = tuple(form(backend, x) for x in inputs.values())
         self._results = tuple(results)
         self._given = sum(x.given is not None for x in results)
+        self._all_new: tuple[Any, ...] = (None,) * len(results)
+        self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         axes = operation.axes_of(plan.problem)
         self._views = {x: partial(viewed, plan.problem, layout, axes[x]) for x in axes}
         self._pieces: transfer.Pieces | None = None
         unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
-        # By device, stream and the ids of the inputs and of the caller's arrays for the results.
-        self._repeats: dict[tuple[int | None, ...], _Repeat] = {}
-        self._seen_before: dict[
-            int, tuple[_Ref, ...]
-        ] = {}  # arrays of calls, by the first one's id
+        self._repeats = Repeats(backend)
         p, seen = plan.problem, self._seen(inputs)
         self._without_columns = any(
             tuple(x.shape) != operation.inputs[name].shape(p) for name, x in seen.items()
@@ -201,10 +129,9 @@ class Prepared:
         if named or len(arrays) != len(self._names):
             arrays, out = self._by_name(arrays, out, named)
         targets = self.targets(out, grads)
-        if self._repeats:
-            repeated = self.again(arrays, targets, shapes=False)
-            if repeated is not None:
-                return repeated
+        repeated = self.again(arrays, targets)
+        if repeated is not None:
+            return repeated
         try:
             same = tuple(map(self._backend.form, arrays)) == self._forms
         except AttributeError:  # the host's, or another library's
@@ -216,7 +143,7 @@ class Prepared:
     def run(
         self,
         arrays: Sequence[Any],
-        targets: Sequence[Any] | None = None,
+        targets: Sequence[Any],
         *,
         check: bool = False,
         progress: Progress | None = None,
@@ -234,52 +161,58 @@ class Prepared:
                 return self.run(arrays, targets)
         try:
             given = tuple(map(backend.address, arrays))
-            if targets is None:
-                results = [backend.empty(*x) for x in self._new]
-            elif self._takes(targets, given):
-                results = [
-                    backend.empty(*new) if mine is None else mine
-                    for mine, new in zip((*targets, None), self._new)
-                ]
-            else:
+            if targets is not self._all_new and not self._takes(targets, given):
                 return self._closely(arrays, targets, check, progress)
+            results = [
+                backend.empty(*new) if mine is None else mine
+                for mine, new in zip(targets, self._new)
+            ]
             space = self._workspace.at(stream)  # which must live until the launch
             every = (*given, *map(backend.address, results), *space[1])
-            if self._mask and self._is_misaligned(every):
+            if self._mask and any(x & self._mask for x in every):
                 return self._in_general(arrays, targets, check, progress)
             try:
                 launcher(every, stream)
             except Misaligned:
                 return self._in_general(arrays, targets, check, progress)
             if stream is not None and stream != PER_THREAD:
-                self._remember(arrays, targets, results, every, where, space)
+                make = partial(self._fixed, every, stream, space)
+                self._repeats.remember(where, arrays, targets, results, make)
         except backend.failures:
             with backend.working_on(arrays[0]):
                 raise
         return results[0] if len(results) == 1 else tuple(results)
 
-    def again(
-        self, arrays: Sequence[Any], targets: Sequence[Any] | None, *, shapes: bool = True
-    ) -> Any:
+    def _fixed(self, addresses: tuple[int, ...], stream: int, space: Space) -> tuple[Any, Any]:
+        """Launches with fixed addresses, and the memory of their arguments and temporaries."""
+        assert self._launcher is not None
+        launch, memory = self._launcher.fixed(addresses, stream)
+        return launch, (memory, space)
+
+    def again(self, arrays: Sequence[Any], targets: Sequence[Any], *, shapes: bool = False) -> Any:
         """The call on the very arrays of a call before; None if there was none.
 
         With ``shapes`` these are compared, too: a shape may have been changed in place.
         """
-        backend = self._backend
-        given = arrays if targets is None else (*arrays, *targets)
-        where = backend.current()
-        repeat = self._repeats.get((*where, *map(id, given)))
-        if repeat is None or (shapes and tuple(map(_shape_of, given)) != repeat.shapes):
+        known, backend = self._repeats.known, self._backend
+        if not known:
             return None
+        where = backend.current()
+        repeat = known.get((*where, *map(id, arrays), *map(id, targets)))
+        if repeat is None:
+            return None
+        results, launch, spare = targets, repeat.launch, None
+        if shapes:
+            given = arrays if launch is None else (*arrays, *targets)
+            if list(map(shape_of, given)) != repeat.shapes:
+                return None
         if where[1] and backend.is_capturing:  # a graph has temporaries of its own
             return self.run(arrays, targets)
-        results, launch, spare = targets, repeat.launch, None
-        if results is None:
+        if launch is None:
             spare = repeat.spare(backend.allocator())
             if spare is None:
-                return self.run(arrays)
+                return self.run(arrays, self._all_new)
             results, launch = spare.results, spare.launch
-        assert launch is not None
         try:
             launch()
         except backend.failures:
@@ -292,25 +225,25 @@ class Prepared:
 
     def forget(self) -> None:
         """Drops the launches and results that are kept for calls on the same arrays."""
-        self._repeats.clear()
+        self._repeats.known.clear()
 
-    def targets(self, out: Any, grads: Any) -> Sequence[Any] | None:
-        """The caller's arrays for the results: ``out``, or three ``grads``."""
+    def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
+        """The caller's array for each result, ``out`` or three ``grads``; None for a new one."""
         if self._given == 1:
             if grads is not None:
                 raise TypeError("grads are of attention_backward; give out=")
-            return None if out is None else (out,)
+            return self._all_new if out is None else (out, *self._others)
         if out is not None:
             raise TypeError("out= is of attention; give grads=, three arrays")
         if grads is None:
-            return None
+            return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._given:
             many = isinstance(grads, tuple | list)
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
             raise TypeError(
                 f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
             )
-        return grads
+        return tuple(grads)
 
     # Which arrays were given
 
@@ -340,19 +273,6 @@ class Prepared:
                 )
         return adopted
 
-    def _is_known(self, array: Any) -> bool:
-        """Whether a caller's array for a result is of a kind that is written as it is."""
-        return array is None or isinstance(array, np.ndarray) or self._backend.owns(array)
-
-    def _views_of(self, targets: Sequence[Any]) -> list[Any]:
-        """The caller's arrays for the results, other libraries' as NumPy's or the backend's."""
-        found = list(targets)
-        for at, (result, array) in enumerate(zip(self._results, targets)):
-            if not self._is_known(array):
-                assert result.given is not None
-                found[at] = writable_view(self._backend, result.given, array)
-        return found
-
     def _takes(self, targets: Sequence[Any], given: tuple[int, ...]) -> bool:
         """Whether the caller's arrays can be written as they are; else they are checked closely."""
         backend, extents = self._backend, self._extents
@@ -368,7 +288,7 @@ class Prepared:
                 for other, (low, high) in zip(given, extents):
                     if start < other + high and other + low < start + size:
                         return False
-            return len(targets) == 1 or self._are_apart(targets)
+            return self._given == 1 or self._are_apart(targets)
         except AttributeError:  # the host's, or another library's
             return False
 
@@ -377,14 +297,6 @@ class Prepared:
         address, sizes = self._backend.address, self._result_bytes
         spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
-
-    def _is_misaligned(self, addresses: Sequence[int]) -> bool:
-        bits = 0
-        for address in addresses:
-            bits |= address
-        return bool(bits & self._mask)
-
-    # Launches
 
     def _made_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
         """The short way to launch the plan, if arrays like these need no copy for it."""
@@ -407,69 +319,6 @@ class Prepared:
         self._mask = max(x.dtype.itemsize for x in (*arrays.values(), *made)) - 1 if on_host else 0
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
-    def _remember(
-        self,
-        arrays: Sequence[Any],
-        targets: Sequence[Any] | None,
-        results: list[Any],
-        addresses: tuple[int, ...],
-        where: tuple[int, int | None],
-        space: Space,
-    ) -> None:
-        """Keeps the launches of a call on arrays that have come before."""
-        given = arrays if targets is None else (*arrays, *targets)
-        if targets is not None and (len(targets) < len(results) or any(x is None for x in targets)):
-            return
-        key = (*where, *map(id, given))
-        repeat = self._repeats.get(key)
-        if repeat is None and not self._came_before(given):
-            return
-        if where[1] and self._backend.is_capturing:
-            return
-        if repeat is None:
-            repeat = _Repeat(given, partial(self._repeats.pop, key))
-        if targets is None:
-            self._keep_results(repeat, results, addresses, where[1], space)
-        elif repeat.launch is None:
-            assert self._launcher is not None
-            launch, memory = self._launcher.fixed(addresses, where[1])
-            repeat.memory, repeat.launch = (memory, space), launch
-        if key not in self._repeats:
-            if len(self._repeats) >= _MOST_REPEATS:
-                self._repeats.clear()
-            self._repeats[key] = repeat
-
-    def _came_before(self, arrays: Sequence[Any]) -> bool:
-        """Whether there was a call on these arrays; remembers that there is one now."""
-        before = self._seen_before.get(id(arrays[0]), ())
-        if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
-            return True
-        if len(self._seen_before) >= _MOST_REPEATS:
-            self._seen_before.clear()
-        self._seen_before[id(arrays[0])] = tuple(map(_Ref, arrays))
-        return False
-
-    def _keep_results(
-        self,
-        repeat: _Repeat,
-        results: list[Any],
-        addresses: tuple[int, ...],
-        stream: int | None,
-        space: Space,
-    ) -> None:
-        """Keeps small results for later calls, which take them when the caller has dropped them."""
-        full = len(repeat.spares) >= _MOST_SPARES or repeat.misses > _MOST_MISSES
-        if full or sum(self._result_bytes) > _SMALL:
-            return
-        assert self._launcher is not None
-        launch, memory = self._launcher.fixed(addresses, stream)
-        holders = tuple(y for x in results for y in self._backend.holders(x))
-        shapes, allocator = tuple(map(_shape_of, results)), self._backend.allocator()
-        count = sum(map(getrefcount, holders))
-        memory = (memory, space)
-        spare = _Spare(results, shapes, allocator, launch, memory, holders, count)
-        repeat.spares.append(spare)
-
     # All that arrays may need: copies, another layout, a way to the device
 
     def _seen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -480,20 +329,28 @@ class Prepared:
     def _closely(
         self,
         arrays: Sequence[Any],
-        targets: Sequence[Any] | None,
+        targets: Sequence[Any],
         check: bool,
         progress: Progress | None,
     ) -> Any:
         """The call for results that cannot be written at once; views of other libraries' arrays."""
-        if targets is not None and not all(map(self._is_known, targets)):
-            results = self.run(arrays, self._views_of(targets), check=check, progress=progress)
-            return _as_given(results, targets)
-        return self._in_general(arrays, targets, check, progress)
+        views = [
+            mine
+            if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)
+            else writable_view(self._backend, str(result.given), mine)
+            for result, mine in zip(self._results, targets)
+        ]
+        if all(map(is_, views, targets)):
+            return self._in_general(arrays, targets, check, progress)
+        results = self.run(arrays, views, check=check, progress=progress)
+        if len(targets) == 1:
+            return targets[0]
+        return tuple(x if mine is None else mine for x, mine in zip(results, targets))
 
     def _in_general(
         self,
         arrays: Sequence[Any],
-        targets: Sequence[Any] | None,
+        targets: Sequence[Any],
         check: bool,
         progress: Progress | None,
     ) -> Any:
@@ -502,13 +359,12 @@ class Prepared:
             inputs = self._seen(dict(zip(self._names, arrays)))
             if self._without_columns:
                 inputs = with_planned_shapes(self.plan, inputs)
-            given = [*(targets or ()), *(None,) * len(self._results)][: len(self._results)]
-            given = self._checked_targets(given, inputs)
-            results = [
+            in_place = self._written_in_place(targets, inputs)
+            made = [
                 self._fresh(*new) if there is None else there
-                for new, (_, there) in zip(self._new, given)
+                for new, there in zip(self._new, in_place)
             ]
-            outputs = {x.name: self._views[x.name](y) for x, y in zip(self._results, results)}
+            outputs = {x.name: self._views[x.name](y) for x, y in zip(self._results, made)}
             if not self._owned and self._pieces is None:
                 self._pieces = pieces_of(backend, self.plan)
             if self._owned and self._kernels is None:
@@ -520,23 +376,26 @@ class Prepared:
                 pieces=self._pieces,
                 kernels=self._kernels,
             )
-            delivered = [_delivered(result, mine) for result, (mine, _) in zip(results, given)]
-        return delivered[0] if len(delivered) == 1 else tuple(delivered)
+            for mine, result in zip(targets, made):
+                if mine is not None and mine is not result:
+                    mine[...] = result
+        results = [x if mine is None else mine for mine, x in zip(targets, made)]
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _checked_targets(
-        self, given: Sequence[Any], inputs: Mapping[str, Any]
-    ) -> list[tuple[Any, Any]]:
-        """The caller's array for each result, and what of these the kernel writes in place."""
+    def _written_in_place(
+        self, targets: Sequence[Any], inputs: Mapping[str, Any]
+    ) -> list[Any | None]:
+        """The caller's arrays that the kernel can write; None for a new one and for others."""
+        named = [(str(x.given), mine) for x, mine in zip(self._results, targets)]
         found = []
-        for result, mine, (shape, dtype) in zip(self._results, given, self._new):
-            there = None
-            if mine is not None:
-                assert result.given is not None
-                view = self._views[result.name]
-                there = target(self._backend, result.given, mine, shape, dtype, inputs, view)
-            found.append((mine, there))
-        named = [(x.given, mine) for x, (mine, _) in zip(self._results, found) if mine is not None]
-        for (one, a), (other, b) in combinations(named, 2):
+        for (name, mine), result, (shape, dtype) in zip(named, self._results, self._new):
+            view = self._views[result.name]
+            found.append(
+                None
+                if mine is None
+                else target(self._backend, name, mine, shape, dtype, inputs, view)
+            )
+        for (one, a), (other, b) in combinations([x for x in named if x[1] is not None], 2):
             if overlap(a, b):
                 raise ValueError(f"{one} and {other} overlap; give each memory of its own")
         return found
@@ -594,22 +453,6 @@ def pieces_of(backend: Backend, plan: Plan) -> transfer.Pieces:
 
 def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:
     return planning.plan(plan.kernel, problem, limits, **plan.constants)
-
-
-def _delivered(result: Any, mine: Any) -> Any:
-    """A result as the caller gets it: in the caller's array, if there is one."""
-    if mine is None or result is mine:
-        return result
-    mine[...] = result
-    return mine
-
-
-def _as_given(results: Any, targets: Sequence[Any]) -> Any:
-    """The results, the caller's own objects where there are any."""
-    if not isinstance(results, tuple):
-        return targets[0]
-    given = (*targets, *(None,) * (len(results) - len(targets)))
-    return tuple(x if mine is None else mine for x, mine in zip(results, given))
 
 
 def _described(form: Form) -> str:
