@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.numerics import tolerance
-from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
+from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
 Arrays = Mapping[str, np.ndarray]
@@ -81,16 +81,6 @@ class Operation:
     outputs: Mapping[str, tuple[str, str]]
     reference: Callable[..., ExpectedOfEach]
     flops: Callable[[Problem], int]
-
-    def expected(
-        self,
-        inputs: Arrays,
-        p: Problem,
-        rounding: str | None = None,
-        excerpt: Excerpt | None = None,
-    ) -> dict[str, Expected]:
-        """The expected results, with bounds, of a kernel that rounds its operands in this way."""
-        return self.reference(inputs, p, (rounding,), excerpt)[rounding]
 
     def bytes(self, p: Problem) -> int:
         """The fewest bytes moved: every input is read once, every output is written once."""

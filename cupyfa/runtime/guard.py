@@ -85,7 +85,7 @@ def judge(
     """The distance of results from the reference, with their bounds."""
     operation = OPERATIONS[plan.kernel.operation]
     on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
-    expected = operation.expected(on_host, plan.problem, plan.rounding)
+    expected = operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
     return tolerance.compare(results, expected)
 
 
