@@ -29,7 +29,7 @@ def called(value):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked ``each_choice``, runs that bring no new value of a parameter are slow.
+    """Marks runs of an ``each_choice`` test as slow if all their parameters have been seen before.
 
     The mark may name the parameters that count.
     """
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
 
 
 def spread(items):
-    """The tests in an order in which each process of pytest-xdist gets as many of each kind.
+    """An order of the tests in which each process of pytest-xdist gets a similar mixture.
 
     It gives each process a contiguous part. Tests of pages, which take the longest, come first.
     """
@@ -60,7 +60,7 @@ def spread(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_tuned():
-    """Plans in tests do not go by what was tuned on this machine."""
+    """Plans in tests ignore what was tuned on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "on", lambda device: ())
         yield
@@ -76,7 +76,7 @@ def cuda():
 
 
 def free_device_memory():
-    """Gives CuPy's free memory back to the device, which other processes use too."""
+    """Returns CuPy's unused memory to the device for other processes."""
     import cupy
 
     gc.collect()
@@ -86,7 +86,7 @@ def free_device_memory():
 
 @pytest.fixture(autouse=True)
 def little_device_memory_is_kept(request):
-    """After a test on the GPU, CuPy's pool has little memory that others cannot use."""
+    """Limits the memory that CuPy's pool keeps after a test on the GPU."""
     yield
     if request.node.get_closest_marker("gpu"):
         import cupy

@@ -1,4 +1,4 @@
-"""What a call means: every sentence of docs/semantics.md, on every backend."""
+"""The meaning of a call: every statement of docs/semantics.md, on every backend."""
 
 import warnings
 
@@ -30,12 +30,12 @@ def arrays(*shape_q, N=None, dv=None, kv_heads=None, dtype=np.float32, seed=0):
 
 
 def arrays_for(kernel, *shape_q, **sizes):
-    """arrays of a dtype that the kernel can do: float32, or else its first."""
+    """Arrays of the kernel's usual dtype."""
     return arrays(*shape_q, dtype=DTYPES[usual_dtype(kernel)].numpy, **sizes)
 
 
 def precision_of(kernel):
-    """What its results may be off, more or less."""
+    """The approximate error of a kernel's results."""
     if kernel.rounding == "float8_e4m3":
         return 0.15
     exact = kernel.rounding is None and usual_dtype(kernel) == "float32"

@@ -1,4 +1,4 @@
-"""The house rules that a program can hold the code to."""
+"""Rules of the code that a test can check."""
 
 import ast
 import re

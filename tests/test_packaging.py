@@ -1,4 +1,4 @@
-"""What is shipped: sdist and wheel, and that every way to install them works."""
+"""The sdist and the wheel, and every way to install them."""
 
 import importlib.util
 import json
@@ -157,7 +157,7 @@ def environment(tmp_path):
 
 
 def works(command, folder):
-    """The command line does its work."""
+    """Checks that the command line works."""
     assert call(*command, "--version", cwd=folder) == f"cupyfa, version {VERSION}\n"
     rows = json.loads(call(*command, "list", "--format", "json", cwd=folder))
     assert {row["kernel"] for row in rows} == {k for kernels in LADDER.values() for k in kernels}
@@ -204,7 +204,7 @@ def test_the_unpacked_sdist(built, environment, tmp_path):
 
 
 def test_the_import_is_fast_and_imports_neither_cupy_nor_click(tmp_path):
-    """By NumPy's own import, in the same processes: both take longer on a slower machine.
+    """Compared with NumPy's import in the same process, as both depend on the machine.
 
     The first process writes the bytecode of both, as installing them would.
     """

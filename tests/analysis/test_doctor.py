@@ -1,4 +1,4 @@
-"""The doctor: every probe on its own, probes that hang or crash, and the command."""
+"""The doctor: each probe, probes that hang or crash, and the command."""
 
 import json
 import sys
@@ -87,7 +87,7 @@ def probes(monkeypatch, *made):
 
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
-    """Makes a question of a function's body, asked in another process."""
+    """A function that makes a probe's question from a function body, for another process."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -99,7 +99,7 @@ def asking(monkeypatch, tmp_path):
 
 
 def echo(answer, error):
-    """A look that reports what it was given."""
+    """A finding that shows the answer or the error."""
     return Finding("x", FAULT if error else OK, error or str(answer))
 
 
@@ -209,7 +209,7 @@ def test_missing_packages_do_not_prevent_running(monkeypatch):
 
 @pytest.fixture
 def wheels(monkeypatch):
-    """Says which wheels have CuPy in them."""
+    """A function that sets the installed wheels of CuPy."""
 
     def say(*names):
         monkeypatch.setattr(diagnosis, "packages_distributions", lambda: {"cupy": list(names)})

@@ -97,7 +97,7 @@ def test_a_users_kernel(tmp_path):
 
 
 class Measuring(Simulator):
-    """Says that it has a stream, as a GPU does, and how much a call held."""
+    """Pretends to have a stream and to measure peak memory, like a GPU."""
 
     stream = 0
 

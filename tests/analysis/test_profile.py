@@ -1,4 +1,4 @@
-"""Profiling: the commands, what is made of what the profilers print, and how they are refused."""
+"""Profiling: the commands, the parsed output of the profilers, and refusals."""
 
 import csv
 import io
@@ -49,7 +49,7 @@ BEFORE += ["Block Size", "Grid Size", "Device", "CC"]
 
 
 def ncu_prints(names=("fa2", "repair_rows(Tensor<float>, int)")):
-    """What ``ncu --csv --page raw`` writes, in the midst of what else it says."""
+    """The output of ``ncu --csv --page raw`` with its other messages."""
     out = io.StringIO()
     writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
     writer.writerow([*BEFORE, *COUNTED])
@@ -72,7 +72,7 @@ cli = partial(helpers.cli.cli, "profile")
 
 
 def refused(*args, code=3):
-    """The one line, besides notes, that is left on stderr."""
+    """The error message: one line on stderr, besides notes."""
     return line_of(cli(*args, code=code).stderr)
 
 
@@ -83,7 +83,7 @@ def without_tools(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tools(monkeypatch, tmp_path):
-    """A function that puts a profiler on the PATH which prints a text, and pretends to a GPU.
+    """A function that puts a profiler on the PATH that prints a text; pretends to have a GPU.
 
     What was called with which arguments stands in the file that it returns, a line for each.
     """

@@ -1,4 +1,4 @@
-"""The roofline: its formulas, its devices, what bounds what, the command and the picture."""
+"""The roofline: formulas, devices, bounds, the command and the picture."""
 
 import itertools
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_bounds_by_hand():
 
 
 def test_exponentials_bound_small_heads():
-    """16 a clock against 4096 FLOP: below d = 64 a score has too few FLOP, 4 d."""
+    """16 exponentials per clock and 4096 FLOP: below d = 64 the 4 d FLOP of a score are fewer."""
     assert row("tiled", device="h100", d=32).bound == "exponentials"
     assert row("tiled", device="h100", d=128).bound == "compute"
     small = row("tiled", device="h100", d=32)
@@ -146,7 +146,7 @@ def test_the_public_function():
 
 
 def test_the_device_of_this_machine_is_measured(monkeypatch):
-    """Whatever it is: here the simulator stands for a device."""
+    """The simulator replaces a device."""
     monkeypatch.setattr(roofs, "_gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
     small = {"batch": 1, "heads": 2, "kv_heads": 1, "M": 20, "N": 12, "d": 8, "budget": 0}

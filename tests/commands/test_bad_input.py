@@ -33,7 +33,7 @@ from cupyfa.verify.case import Case
 
 @pytest.fixture(scope="module", autouse=True)
 def own_folders(tmp_path_factory):
-    """A cache and a folder for temporary files that no other process writes to."""
+    """A private cache and temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
@@ -45,7 +45,7 @@ ALIVE = []
 
 
 def a(*shape, dtype=np.float32, of=np.zeros):
-    """An array that must be gone after the call."""
+    """An array that must be freed after the call."""
     array = of(shape, dtype)
     ALIVE.append(weakref.ref(array))
     return array
@@ -63,7 +63,7 @@ def alike(dtype, **options):
 
 
 def backward(**change):
-    """The call for gradients, of which some arguments are others."""
+    """A call for gradients with some arguments replaced."""
     arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
     given = {**arrays, "lse": a(4), "backend": "simulator", **change}
     return cupyfa.attention_backward(**given)
@@ -85,7 +85,7 @@ def read_only():
 
 
 class Foreign:
-    """Another library's array, with what a test gives it."""
+    """Another library's array with the attributes that a test gives."""
 
     shape, ndim, dtype = (4, 8), 2, np.dtype(np.float32)
 
@@ -109,7 +109,7 @@ def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale
 
 
 def own(**change):
-    """A record of a kernel that has no file."""
+    """A record of a kernel without a file."""
     return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
 
 
@@ -140,7 +140,7 @@ def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, ca
 
 
 def refusal(call, error):
-    """What a call says that raises an error; nothing of the error lives on."""
+    """The message of the error that a call raises; keeps no reference to the error."""
     try:
         call()
     except error as raised:
@@ -198,7 +198,7 @@ def test_errors_in_files_are_one_line(tmp_path, file, content, words, how):
 
 
 def refused(args, code, words):
-    """A command line that must end with a code and one line, and leave all as it was."""
+    """Checks that a command ends with an exit code and one line, and leaves no files."""
     before = files()
     done = cli(*args, code=code)
     assert done.stdout == ""
@@ -250,7 +250,7 @@ def test_a_script_cannot_change_the_module_path(tmp_path):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder with a file of ``bench --save``, and with others that are none."""
+    """A folder with a file of ``bench --save`` and with invalid ones."""
     folder = tmp_path_factory.mktemp("results")
     save = ("--budget", "0", "--alone", "--save", folder / "good.json")
     cli("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and which exit code it ends with."""
+"""The command line: output, streams and exit codes."""
 
 import csv
 import json

@@ -53,7 +53,7 @@ RUN = ("run", "fa2", *SIMULATOR, *SMALL)
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """A cache that has what RUN needs."""
+    """A cache with the kernels that RUN needs."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(folder))
@@ -63,7 +63,7 @@ def warm(tmp_path_factory):
 
 @pytest.fixture
 def own_folders(monkeypatch, tmp_path, warm):
-    """The warm cache, and a folder for temporary files that no other process writes to."""
+    """The warm cache and a private temporary directory."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(warm))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -75,7 +75,7 @@ def passed(done):
 
 
 def redirected(redirections):
-    """How a command begins whose streams a shell redirects."""
+    """The beginning of a command with redirected streams."""
     return ["bash", "-c", f'exec "$@" {redirections}', "bash", *CLI]
 
 
@@ -162,7 +162,7 @@ def test_a_narrow_terminal_shows_everything(own_folders, monkeypatch, columns, a
     ids=str,
 )
 def test_unwritable_folders(warm, env):
-    """At first with NVRTC, which needs CuPy, which wants a folder of its own."""
+    """First with NVRTC: CuPy needs a cache directory of its own."""
     compiled = process(["compile", "fa2", "--arch", "90", "--dtype", "float32"], env=env)
     assert (compiled.returncode, compiled.stderr) == (0, "")
     passed(process(RUN, env={"CUPYFA_CACHE_DIR": warm, **env}))
@@ -180,7 +180,7 @@ def test_a_deleted_working_directory(warm, tmp_path):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A process that has not loaded anything yet, as far as the simulator can see."""
+    """The simulator as in a process that has not loaded a kernel yet."""
     monkeypatch.setattr(machine, "_memo", {})
     monkeypatch.setattr(machine, "_key_locks", {})
 
@@ -438,7 +438,7 @@ def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, wo
 
 
 def test_temporary_files_of_a_compiler_are_removed(tmp_path):
-    """As what a linker leaves that is ended; the compiler and the cache are named from here."""
+    """Like files of a linker that was killed; compiler and cache have relative paths."""
     (tmp_path / "temporary").mkdir()
     makes = f'touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log'
     usual = shlex.join(machine.compiler())
@@ -485,7 +485,7 @@ BODY = "if (row >= M) return;"
 
 @pytest.fixture
 def place(tmp_path, warm):
-    """Variables for a process, with folders for what it leaves behind."""
+    """Environment variables of a process with private directories."""
     (tmp_path / "temporary").mkdir()
     shutil.copytree(warm, tmp_path / "cache", ignore=shutil.ignore_patterns("mine-*"))
     return {
@@ -497,7 +497,7 @@ def place(tmp_path, warm):
 
 
 def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False, again=None):
-    """Starts a command, sends it a signal some time after it has begun, and looks how it ends.
+    """Starts a command, sends it a signal once it has begun, and checks how it ends.
 
     If asked to, it sends the signal again so many seconds later. Returns what went to stderr.
     """
@@ -637,7 +637,7 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
 
 @pytest.mark.parametrize("again", [0, 0.002])
 def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
-    """As timeout sends its own: to the command, and to all processes of its group."""
+    """As ``timeout`` does: to the command and to all processes of its group."""
     at_work = tmp_path / "at work"
     program = [sys.executable, "-c", WHEN_CHECKING, CLI[-1], str(at_work)]
     said = interrupted(
@@ -653,7 +653,7 @@ ONCE = bytes([signal.SIGTERM])
 
 @pytest.mark.parametrize(("heard", "ends"), [([2 * ONCE, b""], False), ([ONCE, ONCE], True)])
 def test_simultaneous_signals_count_as_one(monkeypatch, heard, ends):
-    """However late that is: among many threads the one that listens may wait for seconds."""
+    """However late they are read: the listening thread may be delayed by seconds."""
     said, clock, ended = list(heard), itertools.count(step=2), []
 
     def read(_, most):
@@ -675,7 +675,7 @@ INPUTS = np.random.default_rng(0).standard_normal((3, 20, 8), np.float32)
 
 
 def failures(folder):
-    """Calls that fail late: in the compiler, in the kernel, and after it."""
+    """Calls that fail in the compiler, in the kernel, and in the check of the result."""
     texts = {
         "syntax": ("real score = 0;", "real score = ;"),
         "fault": ("row)[i] = scalar", "row)[i + 1] = scalar"),
@@ -732,7 +732,7 @@ def test_a_machine_without_a_device(warm):
 
 
 class DriverError(RuntimeError):
-    """What stands for CUDADriverError, which cannot be made without a driver."""
+    """Replaces CUDADriverError, which cannot be created without a driver."""
 
     def __init__(self, status):
         super().__init__(f"CUDA_ERROR number {status}")
@@ -918,7 +918,7 @@ def test_more_memory_than_the_device_has(cuda):
 
 
 class Foreign:
-    """Another library's array on the GPU, with what a test gives it."""
+    """Another library's array on the GPU with the interface that a test gives."""
 
     def __init__(self, **interface):
         good = {"shape": (4, 3), "typestr": "<f4", "version": 3, "data": (4096, False)}
@@ -973,7 +973,7 @@ def test_an_endless_kernel_on_the_gpu_is_interrupted(cuda, tmp_path, place):
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_ctrl_c_at_the_start_of_a_launch_waits_for_it(monkeypatch, begins):
-    """It would write to arrays that are somebody else's by then."""
+    """A launch that goes on would write to arrays that have been freed."""
     ended = []
 
     def call():

@@ -1,4 +1,4 @@
-"""A kernel that takes its arrays as tensor maps, for tests of what the host does for such a one."""
+"""A kernel that takes its arrays as tensor maps, for tests of the host's side."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""softmax_safe with faults that some sizes show: pairs of a piece of its text and another."""
+"""softmax_safe with faults that appear at some sizes: pairs of a text and its replacement."""
 
 from cupyfa.planner import source as sources
 

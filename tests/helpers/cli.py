@@ -1,4 +1,4 @@
-"""The command line in this process and in one of its own, and what an error leaves behind."""
+"""Runs commands in this process or in a new one, and checks their errors and leftovers."""
 
 import json
 import os
@@ -29,7 +29,7 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
 def cli(*args, code=0):
-    """One command in this process; returns what it printed."""
+    """Runs a command in this process; returns its exit code and output."""
     done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     assert done.exit_code == code, done.output
@@ -37,12 +37,12 @@ def cli(*args, code=0):
 
 
 def strict(text):
-    """JSON without the words that Python alone understands: NaN, Infinity."""
+    """Parses strict JSON; fails for NaN and Infinity."""
     return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 def process(args, *, begin=CLI, env=None, **options):
-    """One command in a process of its own; variables that are None in env are not set."""
+    """Runs a command in a new process; variables that are None in ``env`` are unset."""
     changed = {**os.environ, "PYTHONPATH": PACKAGE, **(env or {})}
     return subprocess.run(
         [*begin, *map(str, args)],
@@ -54,27 +54,27 @@ def process(args, *, begin=CLI, env=None, **options):
 
 
 def refused(*args, code):
-    """The one line, besides notes, that a command leaves on stderr; stdout stays empty."""
+    """The error message of a command: one line on stderr, besides notes, and an empty stdout."""
     done = cli(*args, code=code)
     assert done.stdout == ""
     return line_of(done.stderr)
 
 
 def still_works():
-    """A good call, checked: what was refused before it must not have left anything behind."""
+    """Makes a correct call: an error before it must have no effect."""
     out = cupyfa.attention(X, X, X, kernel="fa2", backend="simulator", check=True)
     assert out.shape == X.shape
 
 
 def files():
-    """All files of the cache, but what was compiled, and of the folder for temporary ones."""
+    """All files in the cache and in the temporary directory, except compiled kernels."""
     folders = (store.folder(), tempfile.gettempdir())
     found = {os.path.join(at, x) for folder in folders for at, _, xs in os.walk(folder) for x in xs}
     return {path for path in found if not COMPILED.fullmatch(os.path.basename(path))}
 
 
 def line_of(stderr):
-    """The one line, besides notes, that a command leaves on stderr."""
+    """The error message on stderr: one line, besides notes."""
     lines = [line for line in stderr.splitlines() if line and not line.startswith("note: ")]
     assert len(lines) == 1, stderr
     assert lines[0].startswith("cupyfa: "), stderr
@@ -87,7 +87,7 @@ def says(message, *words):
 
 
 def table(file, columns=2):
-    """The rows of a table: cells between bars, of which those behind the columns are one."""
+    """The rows of a table file: cells between bars; those after the columns are one list."""
     rows = (sources.ROOT / "tests" / file).read_text(encoding="utf-8").splitlines()
     cells = [row.split(" | ") for row in rows if not row.startswith("#")]
     return [(*row[:columns], row[columns:]) for row in cells]

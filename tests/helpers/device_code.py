@@ -32,7 +32,7 @@ def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
 
 
 def run(text, entry, *arguments, names=NAMES, folders=INCLUDE, **options):
-    """Runs a kernel's text on arrays, tensor maps and values, which it takes by value."""
+    """Runs a kernel's source on arrays, tensor maps and scalar values."""
     owned = [getattr(x, "array", x) for x in arguments]
     values = [
         np.array([y.ctypes.data]) if x is y and np.ndim(y) else np.array(getattr(x, "value", x))

@@ -79,7 +79,7 @@ class Lane:
 
 
 class FarDevice(Simulator):
-    """Runs in the simulator what it is sent, and as late as a stream may."""
+    """Runs launches in the simulator, as late as a stream may."""
 
     def __init__(self, free=1 << 40):
         super().__init__(workers=1)

@@ -24,7 +24,7 @@ MAP = np.dtype(
 
 
 class Map:
-    """The tensor map of an array [batch, heads, rows, columns] in boxes of so many rows."""
+    """The tensor map of an array [batch, heads, rows, columns] with boxes of ``box_rows`` rows."""
 
     def __init__(self, array, box_rows):
         self.array = array

@@ -1,4 +1,4 @@
-"""Kernels of which any one statement is left out, and which are compiled only once for that."""
+"""Kernels with one statement left out, chosen at run time so that they are compiled once."""
 
 from itertools import count
 

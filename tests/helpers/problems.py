@@ -1,4 +1,4 @@
-"""Problems that tests share: sizes that divide nothing, and inputs for them."""
+"""Problems shared by tests: sizes that no tile divides, and inputs for them."""
 
 from cupyfa import Problem
 from cupyfa.bench.sweeps import usual_dtype
@@ -23,7 +23,7 @@ WINDOWED = ({"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "win
 
 
 def claimed(kernels=FORWARD, dtypes=DTYPES):
-    """(kernel, dtype) for every dtype that every kernel claims, float32 also where it rounds it."""
+    """(kernel, dtype) for every dtype of every kernel, including float32 that it rounds."""
     return [(k, dtype) for k in kernels.values() for dtype in dtypes if k.takes(dtype)]
 
 

@@ -1,4 +1,4 @@
-"""Other processes of this machine, found by a word that they were started with."""
+"""Finds other processes by a word in their command line or environment."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def running_with(word):
-    """The command lines of other processes that have a word there or in their variables."""
+    """The command lines of other processes with a word in their command line or environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
@@ -20,7 +20,7 @@ def running_with(word):
 
 
 def left_running(word, seconds=5.0):
-    """Those that do not end in time: a process that was killed needs some to end."""
+    """The processes of ``running_with`` that do not end within some seconds."""
     ended = time.monotonic() + seconds
     while (left := running_with(word)) and time.monotonic() < ended:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The programs of tools/ that are run by hand, each in a process of its own."""
+"""Runs the programs of tools/ in new processes."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from cupyfa.planner.source import ROOT
 
 
 def printed(script, *args):
-    """What a script prints; fails with all of that unless its exit code is 0."""
+    """The output of a script; fails with it if the exit code is not 0."""
     path = {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tools" / script), *map(str, args)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Calls that several threads make at once."""
+"""Concurrent calls from several threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 

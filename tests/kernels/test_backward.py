@@ -37,7 +37,7 @@ SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
 def tiles_of(kernel, *sizes):
-    """So many rows, keys and so on, or small ones; what a rung on tensor cores has more of."""
+    """The given tile sizes of a kernel, by name; small ones for rungs on tensor cores."""
     if kernel in MMA:
         tile = MMA_TILE[kernel.name]
         return dict(zip(tile, sizes or tile.values()))
@@ -133,7 +133,7 @@ def test_any_size_may_be_zero(backend, kernel, empty):
 
 @KERNELS
 def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
-    """Row 2's gradient, key 9, value 11 and query 15 are bad: others see what they see."""
+    """A NaN gradient, a NaN key and an infinite value reach only rows that see them."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 8, "causal": True}
     usual = {"Br": 8, "Bc": 16} if kernel.choice.names and not kernel.rules else {}
     plan = planned(kernel, backend, sizes, **(tiles_of(kernel) or usual))
@@ -204,7 +204,7 @@ def test_runs_with_atomics_differ_but_are_right(kernel):
 
 
 def forward(p, seed=0):
-    """q, k, v, what attention makes of them, and a gradient of that."""
+    """q, k, v, the forward results, and a gradient of the output."""
     case = cupyfa.Case("backward", p, seed)
     return tuple(case.inputs()[name] for name in ("Q", "K", "V", "O", "lse", "dO"))
 
@@ -309,7 +309,7 @@ def test_deterministic_kernels():
 
 
 def joined_to(library):
-    """The function that the page defines for a library; skips without that."""
+    """The function that the page defines for a library; skips if it is not installed."""
     pytest.importorskip(library)
     page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
     names = {}

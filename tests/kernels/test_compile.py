@@ -41,7 +41,7 @@ def plans(arch, d):
 
 
 def cases():
-    """(architecture, launch) by a name: of a file's texts that differ, a part for each turn."""
+    """(architecture, launch) with an id; each architecture has some of a file's distinct texts."""
     files = defaultdict(lambda: defaultdict(dict))
     for turn, (arch, d) in enumerate([*((arch, 64) for arch in ARCHES), ("80", 40)]):
         for plan in plans(arch, d):
@@ -154,7 +154,7 @@ def test_every_launch_of_every_record_is_compiled():
 
 
 def made_of(registers, threads, shared_bytes, arch):
-    """A launch that the compiler is said to have made so."""
+    """A compiled launch with these resources."""
     launch = planning.plan(LADDER["forward"]["v1"], Problem.of_sizes(M=1, d=8), limits_of(arch))
     launch = replace(launch.launches[0], threads=threads, shared_bytes=shared_bytes)
     return Compiled(launch, arch, b"", f"Used {registers} registers, 0 bytes spill stores")

@@ -1,4 +1,4 @@
-"""Faults planted in a kernel that is right: each must be caught, and by what should catch it."""
+"""Faults inserted into a correct kernel: each must be found by the right check."""
 
 import re
 from dataclasses import replace
@@ -52,7 +52,7 @@ WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
 
 
 def barriers():
-    """Every barrier of every forward kernel: its number in the file, and what it guards."""
+    """Every barrier of every forward kernel: its number in the file and its comment."""
     files = sorted((sources.KERNELS / "forward").glob("*.cu"))
     return [
         pytest.param(file.stem, number, id=f"{file.stem}-{found[1]}")

@@ -1,4 +1,4 @@
-"""float8_e4m3: its conversions and products in the simulator, who gets it, how far it is off."""
+"""float8_e4m3: conversions and products in the simulator, kernels that use it, accuracy."""
 
 import ml_dtypes
 import numpy as np
@@ -102,7 +102,7 @@ def test_float8_through_attention():
 
 
 def test_masked_keys_do_not_change_the_scale_of_others():
-    """A power of two more for a tile changes no bit of what is not 2^15 times smaller."""
+    """Doubling a tile's scale changes no element that is not 2^15 times smaller."""
     plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
     inputs = inputs_of(plan)
     before = guard.checked(Simulator(), plan, inputs, {})

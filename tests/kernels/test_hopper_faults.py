@@ -82,18 +82,18 @@ def files_of(kernel):
 
 
 def before(file, number):
-    """The text of a file up to a statement that orders something."""
+    """The text of a file before one of its synchronizing statements."""
     text = text_of(file)
     return text[: list(ORDERS.finditer(text))[number - 1].start()]
 
 
 def is_of_mods(before):
-    """Whether what comes after a text is compiled for modified scores only."""
+    """Whether the code after a text is compiled only for modified scores."""
     return before.rfind("if constexpr (has_score_mod) {") > before.rfind("} else {")
 
 
 def places():
-    """Each statement that orders something: its kernel, its file, and its number there."""
+    """Each synchronizing statement: its kernel, its file, and its number there."""
     files = [(kernel, file) for file, kernel in HEADERS.items()]
     files += [
         (name, file)
@@ -115,7 +115,7 @@ def places():
 
 
 def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
-    """Runs a kernel without a statement of a file: two warpgroups, stages that come again, Q < 0.
+    """Runs a kernel without one statement of a file, with two warpgroups and reused stages.
 
     Unless that is about turns, nobody waits for them, so that they make up for nothing.
     """

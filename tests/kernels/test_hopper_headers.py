@@ -105,7 +105,7 @@ RING = code("ring") + WRITE.format(n=32)
 
 
 def ring(body=RING, **options):
-    """The kernel's result, and what it should be, for 5 tiles; the last is partly outside."""
+    """The kernel's result and the expected one, for 5 tiles; the last is partly outside."""
     A, B = numbers((1, 3, 64, 304), np.float16), numbers((1, 3, 27, 304), np.float16, 1)
     got = np.zeros((3, 64, 32), np.float32)
     launch(

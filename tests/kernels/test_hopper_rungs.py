@@ -1,4 +1,4 @@
-"""The rungs for Hopper: what the tests of all rungs do not reach, in the simulator and on a GPU."""
+"""The rungs for Hopper: scales, nonfinite inputs, short lengths, alignment, persistent blocks."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ MASKS = (
 
 
 def planned(kernel, backend, dtype="float16", multiprocessors=None, tiles=SMALL, **sizes):
-    """A plan with tiles so small that there are many of them."""
+    """A plan with many small tiles."""
     problem = Problem.of_sizes(**{"heads": 1, "d": 16, **sizes}, dtype=dtype)
     limits = backend.limits
     if not planning.can(kernel, problem, limits):
@@ -53,7 +53,7 @@ def test_any_scale(backend, kernel, scale):
 @EACH
 @pytest.mark.parametrize("step", [0.5, 7.9, 8.1, 40.0, -20.0])
 def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
-    """By less and by more than the slack of a maximum, which is 2^8; a row goes by its own."""
+    """By less and by more than 2^8, the slack of a row's maximum."""
     plan = planned(kernel, backend, M=70, N=200, scale=np.log(2))
     inputs = inputs_of(plan)
     inputs["Q"][...] = 0
@@ -175,7 +175,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, mask, Q_stages):
 )
 @pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
 def test_warpgroups_skip_masked_tiles_without_deadlock(backend, mask, sizes, Q_stages):
-    """Of a task before another one, whose Q comes only when the V of all tiles has."""
+    """The next task's Q is loaded only after V of all tiles of this one."""
     plan = planned(
         PERSISTENT,
         backend,

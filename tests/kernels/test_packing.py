@@ -1,4 +1,4 @@
-"""Query heads that share rows of a tile, where one head has few queries."""
+"""Packed query heads: heads with few queries share the rows of a tile."""
 
 from itertools import product
 
@@ -53,7 +53,7 @@ def test_heads_are_packed_if_one_fills_less_than_half_a_tile(kernel):
 
 
 def test_packing_changes_no_result():
-    """Each row is computed as it would be alone, so that the results are the same bits."""
+    """Each row is computed as without packing, so the bits are the same."""
     engine = Simulator()
     kernel, sizes = FORWARD["mma_pipelined"], {"M": 5, "N": 90, "causal": "bottom-right"}
     plan = planned(kernel, engine.limits, **sizes)

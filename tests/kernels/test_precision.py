@@ -1,4 +1,4 @@
-"""precision=: what float32 inputs may be rounded to, who does it, and how that is said."""
+"""The option ``precision``: rounding of float32 inputs, by kernel, command and call."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""A thousand launches of a kernel give the same bits, which takes a GPU.
+"""A thousand launches of a kernel give the same bits, on a GPU.
 
 Results are compared on the device: `check --reruns` copies each to the host.
 """

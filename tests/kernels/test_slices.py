@@ -79,7 +79,7 @@ def test_masked_values_do_not_matter(backend, kernel, sizes, dtype):
 
 
 def test_rows_need_no_alignment(backend):
-    """Odd strides, and an output that begins anywhere."""
+    """Odd strides and an unaligned output."""
     plan = planned(MMA, backend, {"M": 40, "N": 50, "d": 264, "dv": 280}, "float16")
     inputs = {x: np.pad(array, [(0, 0)] * 3 + [(1, 2)]) for x, array in inputs_of(plan).items()}
     inputs = {x: array[..., 1:-2] for x, array in inputs.items()}
@@ -88,7 +88,7 @@ def test_rows_need_no_alignment(backend):
 
 
 def test_rows_of_any_length(backend):
-    """Rows that are no multiples of 16 bytes are copied to longer ones first."""
+    """Rows that are no multiples of 16 bytes are copied to padded rows first."""
     rng, shapes = np.random.default_rng(0), ((1, 21, 301), (1, 35, 301), (1, 35, 263))
     q, k, v = (rng.standard_normal(shape).astype("float16") for shape in shapes)
     if planning.can(WGMMA, Problem.of(q, k, v), backend.limits):

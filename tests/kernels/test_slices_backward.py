@@ -1,4 +1,4 @@
-"""The rung mma_slices_backward: many cases of few texts, which take seconds to compile."""
+"""The rung mma_slices_backward: many cases with few compiled texts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The whole ladder on samples of the grids, which takes a GPU."""
+"""The whole ladder on samples of the grids, on a GPU."""
 
 import pytest
 from helpers.problems import DTYPES

@@ -32,7 +32,7 @@ SIZES = (
 
 
 def splits(plan):
-    """num_splits, which all launches of a plan take."""
+    """The num_splits of all launches of a plan."""
     (found,) = {launch.numbers["num_splits"] for launch in plan.launches if launch.numbers}
     return found
 
@@ -63,7 +63,7 @@ def test_float32_inputs_are_rounded_first(backend):
 
 
 def test_nonfinite_inputs_stay_in_their_rows(backend):
-    """In splits before others and after them, some hidden from some of the rows."""
+    """In early and late splits, some masked for some rows."""
     sizes = {"heads": 2, "M": 20, "N": 300, "d": 24, "causal": True}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=5)
     assert splits(plan) > 3
@@ -81,7 +81,7 @@ def test_nonfinite_inputs_stay_in_their_rows(backend):
 
 
 def test_maxima_of_splits_may_lie_far_apart(backend):
-    """Of all splits but one nothing is left, wherever that one is; sums must not overflow."""
+    """One split has all the weight, wherever it is; sums must not overflow."""
     sizes = {"heads": 1, "M": 2, "N": 200, "d": 16, "scale": 1.0}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=3)
     for key in (0, 100, 199):

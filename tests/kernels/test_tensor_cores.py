@@ -1,4 +1,4 @@
-"""The headers mma.cuh and cp_async.cuh: which lane holds what, and when copies land."""
+"""The headers mma.cuh and cp_async.cuh: layouts of fragments, completion of copies."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import ml_dtypes
@@ -161,7 +161,7 @@ def test_matrix_loads_need_a_whole_warp():
 
 
 def cut(x):
-    """What a product takes of a float: the bits that it does not look at are 0."""
+    """The part of a float that a tf32 product uses."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
 
 
@@ -197,7 +197,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run):
 
 @pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
-    """Eight rows' chunks of a column, which ldmatrix reads, and of every second row two chunks."""
+    """A column's chunks of eight rows, which ldmatrix reads, and two chunks of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     head = "using operand = float;\n#include <tile/async_copy.cuh>"
@@ -228,7 +228,7 @@ def test_partial_copies_are_filled_with_zeros(run):
 
 
 def test_many_copies_in_many_groups(run):
-    """More than a warp's threads can keep in one piece of storage, and stages that are reused."""
+    """More copies than the simulator stores in one block, and reused stages."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
     body = code("many_copies_in_many_groups")
     run(body, A, B, head=COPIES)
@@ -236,7 +236,7 @@ def test_many_copies_in_many_groups(run):
 
 
 def test_copies_complete_at_the_wait():
-    """Here as late as a device may let them: what is read too early is the old data."""
+    """As late as a device may complete them: an early read gives the old data."""
     A, B = numbers(64), np.zeros((5, 32), np.uint16)
     body = TILE + code("copies_land_in_the_wait_that_requires_it")
     launch(body, A, B, head=COPIES)

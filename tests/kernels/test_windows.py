@@ -1,4 +1,4 @@
-"""Windows: what they mean, who can do them, and that keys nobody sees cost nothing."""
+"""Windows: their meaning, the kernels that support them, and skipping of fully masked tiles."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ H100 = limits_of("90")
 
 
 def dense_mask(p):
-    """Which query sees which key, as one would say it."""
+    """Which query sees which key, by the definition."""
     left, right = p.window
     right = 0 if p.causal else right
     at = np.arange(p.M)[:, None] + (0 if p.causal == "top-left" else p.N - p.M)
@@ -107,7 +107,7 @@ def test_causal_is_a_window_with_right_0():
 @EACH
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
-    """Among canaries, on shapes with rows that see no key; GQA; several blocks and tiles."""
+    """Between guard zones; with fully masked rows, GQA, several blocks and tiles."""
     every = list(product(SHAPES, WINDOWS))
     for (M, N), window in every[MASKS.index(causal) :: len(MASKS)]:
         p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
@@ -132,7 +132,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_and_values_never_matter(backend, kernel, poison):
-    """A window of 16 keys at N = 512: what no row sees is poisoned."""
+    """A window of 16 keys at N = 512: keys that no row sees are NaN or infinite."""
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
     inputs = Case("forward", p).inputs()

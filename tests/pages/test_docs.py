@@ -1,4 +1,4 @@
-"""What a page shows is so: its commands run, in order, and print what stands below them.
+"""The pages: their commands run in order and print the text shown below them.
 
 A page is README.md (README.zh-CN.md has the same code) or one in docs/. A comment before a block,
 on a line of its own, says more:
@@ -63,12 +63,12 @@ class Block:
 
     @property
     def file(self):
-        """The name of the file that it is, if it is one."""
+        """The name of the file that the block is, if any."""
         return next((mark for mark in self.marks if re.fullmatch(r"[\w-]+\.\w+", mark)), None)
 
     @property
     def exit_code(self):
-        """What its commands end with."""
+        """The exit code of its commands."""
         return next((int(mark[5:]) for mark in self.marks if mark.startswith("exit ")), 0)
 
     @property
@@ -111,7 +111,7 @@ def read(page):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Variables under which `cupyfa` and `python` are the programs of these tests."""
+    """Environment variables that make `cupyfa` and `python` the programs of these tests."""
     programs = tmp_path_factory.mktemp("programs")
     for name, module in (("cupyfa", "-m cupyfa"), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
@@ -136,7 +136,7 @@ SHORT = {
 
 
 def shortened(line):
-    """A command with less time to measure, in place of what the page gives it."""
+    """A command of a page with less time to measure."""
     program, _, rest = line.partition(" ")
     command, _, words = rest.partition(" ")
     if program != "cupyfa" or command not in SHORT:
@@ -147,7 +147,7 @@ def shortened(line):
 
 
 def follow(text, folder, environment, *, gpu):
-    """Does what a page says, from top to bottom; without a GPU, what can be done without one."""
+    """Runs the blocks of a page in order; without a GPU, those that need none."""
     printed = None
     for block in blocks(text):
         if block.file is not None:
@@ -170,7 +170,7 @@ def follow(text, folder, environment, *, gpu):
 
 
 def shell(line, code, folder, environment):
-    """What a command prints, stderr too, in a folder; it must end with this code."""
+    """The output of a command in a folder, stderr included; it must end with this exit code."""
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""The README says what is so: its table comes from the records, its translation says the same."""
+"""The README: its table comes from the records, and the translation matches it."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ LINK = re.compile(r"\]\((?!http)([^)#]+)")
 
 
 def marked(text, name):
-    """What stands between the markers of a name."""
+    """The text between the markers of a name."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->\n", text, re.S)
     assert found, f"there are no markers {name}"
     return found[1]

@@ -370,7 +370,7 @@ def test_the_old_name_gets_an_error_with_the_new_one():
 
 
 class Foreign:
-    """An array of another library, which has DLPack alone."""
+    """An array of another library with nothing but DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -576,7 +576,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
 
 
 def test_kernel_names_may_be_string_subclasses(near):
-    """None of them is kept, so one may lie where another was."""
+    """No temporary is kept, so one may have the address of another."""
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
@@ -684,7 +684,7 @@ def test_temporaries_do_not_overlap(near):
 
 
 def test_temporaries_between_launches_are_not_shared_with_other_calls(near, monkeypatch):
-    """Of calls of one launch in the same stream, which other threads may make in between."""
+    """Calls of one launch in the same stream may come from other threads in between."""
     places = []
 
     def launcher(_, plan, arrays):
@@ -720,7 +720,7 @@ def test_threads_share_a_prepared_call(near):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """CuPy's arrays over host memory, and launches that are only written down."""
+    """CuPy's arrays over host memory; launches are only recorded."""
     from cupyfa.runtime.cuda import device as cuda
 
     launched = []
@@ -846,7 +846,7 @@ def test_each_thread_has_its_own_arguments(driver):
 
 
 def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monkeypatch):
-    """Of two threads in one stream, which share the temporaries that the second launch reads."""
+    """Two threads in one stream share the temporaries that the second launch reads."""
     from cupyfa.runtime.cuda import device as cuda
 
     engine = Driven()
@@ -880,7 +880,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
 
 
 class Tensor:
-    """What is used of torch's tensors."""
+    """The used part of torch's tensors."""
 
     is_cuda, layout, requires_grad = True, "strided", False
 

@@ -1,4 +1,4 @@
-"""What the host does for kernels that copy by boxes: tensor maps, rows that are aligned, sm_90a."""
+"""The host's side of kernels with TMA: tensor maps, aligned rows, sm_90a."""
 
 import ctypes
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_sm_90a_kernels_are_compiled_for_sm_90a(kernel):
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
-    """NVRTC and the driver's modules, which a kernel is loaded with, replaced by lists."""
+    """Replaces NVRTC and the driver's modules; records what is compiled and loaded."""
     module = pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="CuPy is not installed")
     from cupyfa.runtime.cuda import device
 
@@ -337,7 +337,7 @@ def test_a_kernel_without_boxes_needs_no_aligned_rows(simulator):
 
 
 def views(q, k, v):
-    """The same arrays, in memory that cannot be boxed: backwards, at odd places, broadcast."""
+    """The same arrays with strides that tensor maps cannot have: reversed, unaligned, broadcast."""
     room = np.empty((*k.shape[:-1], k.shape[-1] + 3), k.dtype)
     room[..., 1:-2] = k
     return {
@@ -405,7 +405,7 @@ def test_a_call_takes_arrays_of_any_alignment(kernel, backend, sizes, check):
 
 
 def on_device(arrays):
-    """The same on a GPU, with the strides that they have."""
+    """The same arrays on a GPU, with the same strides."""
     return {name: timing._placed(backend_named("cuda"), array) for name, array in arrays.items()}
 
 

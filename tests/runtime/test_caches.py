@@ -1,4 +1,4 @@
-"""What is kept on disk: counted, removed, and made beforehand, whatever state it is in."""
+"""The cache directories: listing, clearing and warming them, also when damaged."""
 
 import json
 import os
@@ -29,7 +29,7 @@ OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A cache folder with one file of each kind, and things that are none of ours."""
+    """A cache folder with one file of each kind and some foreign files."""
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "ours"))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
     for name, text in {
@@ -223,7 +223,7 @@ def test_files_removed_concurrently_are_ignored(home, monkeypatch):
 
 
 def process(*args, folder, cupy=None, **options):
-    """One command with caches of its own."""
+    """Runs a command with private caches."""
     env = {"CUPYFA_CACHE_DIR": folder, "CUPY_CACHE_DIR": cupy or folder / "cupy"}
     return helpers.cli.process(args, env=env, **options)
 

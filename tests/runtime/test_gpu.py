@@ -1,4 +1,4 @@
-"""What only a GPU can show: size, memory, streams, several processes."""
+"""Properties that need a GPU: large sizes, memory, several processes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The host's side on a GPU: buffers, overlap, graphs, threads, streams of others."""
+"""The host's side on a GPU: buffers, overlap, graphs, threads, foreign streams."""
 
 import numpy as np
 import pytest
@@ -169,7 +169,7 @@ def test_eight_threads_with_numpy_arrays():
 
 
 def test_a_producers_stream_is_waited_for():
-    """Of an array that says what stream it is written in, which is still at it."""
+    """An array whose interface names the stream that still writes it."""
     import cupy
 
     class Foreign:

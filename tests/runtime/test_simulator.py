@@ -1,4 +1,4 @@
-"""The simulator itself: what CUDA C++ means, what it forbids, and how objects are built."""
+"""The simulator: semantics of CUDA C++, detected faults, and the build of kernels."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import shutil

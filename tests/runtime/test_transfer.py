@@ -1,4 +1,4 @@
-"""NumPy arrays on the way to a device and back: on one that the simulator stands for."""
+"""Transfers of NumPy arrays to a device and back, on a simulated device."""
 
 import gc
 import math
@@ -32,7 +32,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Chunks and pieces that small arrays have several of."""
+    """Chunks and pieces so small that small arrays have several."""
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def arrays(*shape_q, kv_heads=None, N=None, dv=None, dtype=np.float32, seed=0):
 
 
 def same(far, q, k, v, tolerance=0.0, **options):
-    """Checks that a far device gives what the simulator does; returns what it gave."""
+    """Checks that a far device gives the simulator's results; returns them."""
     options = {"kernel": "fa2", "return_lse": True} | options
     there = cupyfa.attention(q, k, v, backend=far, **options)
     here = cupyfa.attention(q, k, v, backend="simulator", **options)
@@ -81,7 +81,7 @@ def planned(kernel, **sizes):
 
 
 def planner(plan):
-    """Plans parts of a plan's problem as calls do."""
+    """A function that plans parts of a plan's problem as calls do."""
     return lambda problem: planning.plan(plan.kernel, problem, LIMITS, **plan.constants)
 
 
@@ -315,7 +315,7 @@ def test_an_error_in_a_thread_ends_the_call(far):
 
 @pytest.mark.parametrize("what", ["no memory", "a lost device"])
 def test_an_error_with_few_buffers_ends_the_call(far, what):
-    """Threads that wait for a buffer are told, and a buffer whose copy failed is not lost."""
+    """Threads that wait for a buffer are woken, and a buffer whose copy failed is returned."""
     transfer.configure(buffers=2, threads=4)
     ended, wait = threading.Event(), FarMark.wait
 
@@ -341,7 +341,7 @@ def test_an_error_with_few_buffers_ends_the_call(far, what):
 
 
 def test_pinned_results_stay_within_the_limit(far):
-    """By threads at once, while others are dropped, and by what CuPy's pool takes for them."""
+    """With concurrent threads, dropped results and a failing allocation."""
     size, held = 3 << 10, []
     transfer.configure(pinned_results=2 * 4096)
     transfer.fresh(far, (size,), np.dtype("u1"))
@@ -436,7 +436,7 @@ def test_a_part_has_the_mask_of_the_whole(options):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
-    """They are given to threads all or not at all, and the call waits for those that are."""
+    """Copies are submitted all or not at all, and the call waits for submitted ones."""
     q, k, v = arrays(2, 4, 50, 16)
     submit, left = Host.submit, [4]
 

@@ -89,7 +89,7 @@ def test_compile_time_does_not_count(tmp_path, worker):
 
 
 def test_a_lost_device_ends_its_process(monkeypatch, worker):
-    """As after a kernel that traps on a GPU: no step follows the loss."""
+    """As after a kernel that traps on a GPU: no task runs after the loss."""
     started = []
     begun = worker._begun
 
