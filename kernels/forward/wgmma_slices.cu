@@ -350,7 +350,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     }
     if (repair) {
       __syncwarp();  // before rows that other lanes wrote are written again
-      repair_rows<d, dv>(Q, K, V, O, lse, rows, task.batch, task.head, task.head / group, scorer);
+      const RowTile same = task_at(opaque(index), sizes, heads);
+      repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head / group, scorer);
     }
   }
 }
