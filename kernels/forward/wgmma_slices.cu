@@ -310,13 +310,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
   }
   increase_registers<Registers::consumer>();
   const int lane = threadIdx.x % warp_size;
-  const int own_row = threadIdx.x / warp_size * step - warpgroup_rows;
+  const int own_row = threadIdx.x / warp_size * step - warpgroup_rows + lane / 4;
   const Scorer<real> scorer = {scale, mods};
   Consumer consumer = {{shared}, scorer, warpgroup, lane};
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
     const RowTile task = task_at(index, sizes, heads);
-    Rows<step> rows(task.row + own_row + lane / 4, extent_of(sizes, task.batch), scorer.scale2());
+    Rows<step> rows(task.row + own_row, extent_of(sizes, task.batch), scorer.scale2());
     bool repair = false;
 #pragma unroll 1
     for (int first_key = task.kv_begin; first_key == task.kv_begin || first_key < task.kv_end;
@@ -325,7 +325,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
       const float before[2] = {rows.maximum[0][0], rows.maximum[0][1]};
       PackedP P;
       consumer.softmax(keys, task, rows, P);
-      const bool last = first_key + span >= task.kv_end;
       const float factor[2] = {exp2f(before[0] - rows.maximum[0][0]),
                                exp2f(before[1] - rows.maximum[0][1])};
 #pragma unroll 1
@@ -339,7 +338,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
                             (Wv / 8 * consumer_threads) +
                         (threadIdx.x - warpgroup_size);
         if (first_key > task.kv_begin) add_sums(sums, saved, factor);
-        if (last) {
+        if (first_key + span >= task.kv_end) {
           repair |= needs_repair(sums, rows);
           finish_rows(sums, rows, lse, same.batch, same.head, lane);
           store_output<dv>(sums, rows, O, same.batch, same.head, lane, tile * Wv);
