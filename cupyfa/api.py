@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class _Common(OptionKeywords, total=False):
-        """What ``attention`` and ``attention_backward`` both take, besides the kernel."""
+        """What ``attention`` and ``attention_backward`` both take, without the kernel."""
 
         options: AttentionOptions | None
         backend: BackendName | Backend
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         check: bool
 
     class _Keywords(_Common, total=False):
-        """What ``attention`` takes, besides return_lse, which decides what it returns."""
+        """What ``attention`` takes, without return_lse, which decides what it returns."""
 
         kernel: str | Kernel
         out: Any
@@ -343,9 +343,9 @@ def empty_pinned(
     """
     sizes = _shape("shape", (shape,) if isinstance(shape, int | np.integer) else shape)
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)
-    engine = backend_named(backend)
-    with engine.working_on(None):
-        memory = engine.pinned(max(prod(sizes) * of.itemsize, 1))
+    backend = backend_named(backend)
+    with backend.working_on(None):
+        memory = backend.pinned(max(prod(sizes) * of.itemsize, 1))
         return memory[: prod(sizes) * of.itemsize].view(of).reshape(sizes)
 
 
@@ -356,7 +356,7 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
     return sizes
 
 
-# A call, besides its arrays: the operation, kernel, backend, options, layout and tiles;
+# A call without its arrays: the operation, kernel, backend, options, layout and tiles;
 # ``return_lse`` or ``deterministic``; and the values of OPTIONS, of which softmax has none.
 How = tuple[Any, ...]
 _NOT_GIVEN = (None,) * len(OPTIONS)

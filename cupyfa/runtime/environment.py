@@ -25,14 +25,16 @@ def no_progress(done: int, total: int, what: str) -> None:
     """Reports nothing."""
 
 
-def describe(engine: Backend) -> dict[str, str]:
+def describe(backend: Backend) -> dict[str, str]:
     """The device, all versions, the time and the command."""
+    from cupyfa import __version__  # the package imports this module
+
     return {
-        "device": engine.limits.device,
-        "backend": engine.name,
-        **({"driver": driver} if engine.name == "cuda" and (driver := kernel_driver()) else {}),
-        **engine.versions(),
-        "cupyfa": _version(),
+        "device": backend.limits.device,
+        "backend": backend.name,
+        **({"driver": driver} if backend.name == "cuda" and (driver := kernel_driver()) else {}),
+        **backend.versions(),
+        "cupyfa": __version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -46,12 +48,6 @@ def command() -> str:
     program = Path(sys.argv[0] or "python").name
     name = "cupyfa" if program in ("cli.py", "__main__.py", "cupyfa") else program
     return shlex.join([name, *sys.argv[1:]])
-
-
-def _version() -> str:
-    from cupyfa import __version__  # the package imports this module
-
-    return __version__
 
 
 def version_of(package: str) -> str | None:

@@ -64,34 +64,32 @@ def run_guarded(
         for name, (_, dtype) in plan.outputs.items()
     }
     for name, g in guarded.items():
-        if name not in original:
-            g = replace(g, bits=_with_padding(backend, plan, name, g))
+        if name not in original:  # the padding of rows may be written
+            whole = plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides
+            g = replace(g, bits=backend.view(g.memory, *whole))
         _check_memory(plan, name, g, original.get(name))
     return results
 
 
 def checked(
-    engine: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """The results of a guarded run if they are right; else raises WrongResult."""
-    results = run_guarded(engine, plan, inputs, outputs)
-    tolerance.require(judge(engine, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}")
+    results = run_guarded(backend, plan, inputs, outputs)
+    tolerance.require(
+        judge(backend, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}"
+    )
     return results
 
 
 def judge(
-    engine: Backend, plan: Plan, inputs: Mapping[str, Any], results: Mapping[str, np.ndarray]
+    backend: Backend, plan: Plan, inputs: Mapping[str, Any], results: Mapping[str, np.ndarray]
 ) -> list[tolerance.Verdict]:
     """The distance of results from the reference, with their bounds."""
     operation = OPERATIONS[plan.kernel.operation]
-    on_host = {name: engine.download(x) if engine.owns(x) else x for name, x in inputs.items()}
+    on_host = {name: backend.download(x) if backend.owns(x) else x for name, x in inputs.items()}
     expected = operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
     return tolerance.compare(results, expected)
-
-
-def _with_padding(backend: Backend, plan: Plan, name: str, g: _Guarded) -> Any:
-    """The elements of an output or scratch, with the padding of its rows, which may be written."""
-    return backend.view(g.memory, plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides)
 
 
 def _like(backend: Backend, array: Any) -> _Guarded:

@@ -89,14 +89,6 @@ class Misaligned(Exception):
     """An array begins at an address that a tensor map cannot have."""
 
 
-class _Form(NamedTuple):
-    """An array without its address."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    strides: tuple[int, ...]
-
-
 class _Launch(NamedTuple):
     """A launch without the addresses of its arrays."""
 
@@ -109,7 +101,8 @@ class _Launch(NamedTuple):
 class _Product(NamedTuple):
     """A matrix product without the addresses of its arrays."""
 
-    operands: tuple[tuple[int, _Form], ...]  # a, b and the result: which array, and its form
+    # Of a, b and the result: which array, and its shape, dtype and strides.
+    operands: tuple[tuple[int, tuple[Any, ...]], ...]
     scale: float
 
 
@@ -218,7 +211,7 @@ def _product(
     for name in (step.a, step.b, step.out):
         array = arrays[name.removesuffix(".T")]
         seen = array.swapaxes(-1, -2) if name.endswith(".T") else array
-        form = _Form(seen.shape, seen.dtype, seen.strides)
+        form = seen.shape, seen.dtype, seen.strides
         operands.append((place[name.removesuffix(".T")], form))
     return _Product(tuple(operands), plan.problem.scale if step.scaled else 1.0)
 

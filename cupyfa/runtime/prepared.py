@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from operator import is_
@@ -27,13 +27,13 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.select import adopt, writable_view
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 
 Form = tuple[Any, ...]
-Progress = Callable[[int, int, str], None]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
 
@@ -72,7 +72,7 @@ class Prepared:
     be launched as long as the Prepared lives, and not at the same time as another graph that was
     captured in that stream, or in a later one at its address, for these share temporaries. Any
     number of threads may call. It is fastest with arrays for the results, and with the very arrays
-    of the call before, which it recognises by their identity.
+    of an earlier call, which it recognises by their identity.
     """
 
     def __init__(

@@ -68,13 +68,16 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
         raise TypeError(f"the arrays are of different kinds ({where}); move them to one side")
     if all(host.values()):
-        return backend_named(backend), [_numpy(name, array) for name, array in arrays.items()]
+        return backend_named(backend), [
+            np.asarray(x) if isinstance(x, np.ndarray) else _foreign(name, x, np.from_dlpack)
+            for name, x in arrays.items()
+        ]
     if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
         raise TypeError(
             "the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy"
         )
-    engine = backend_named("cuda" if backend == "auto" else backend)
-    return engine, [_foreign(name, array, engine.adopt) for name, array in arrays.items()]
+    cuda = backend_named("cuda" if backend == "auto" else backend)
+    return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
 
 
 def writable_view(backend: Backend, name: str, array: Any) -> Any:
@@ -93,9 +96,9 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
         return None
     if getattr(backend, "name", backend) not in ("auto", "cuda"):
         return None
-    engine = backend_named("cuda" if backend == "auto" else backend)
-    views = engine.adopt_tensors(values)
-    return None if views is None else (engine, views)
+    cuda = backend_named("cuda" if backend == "auto" else backend)
+    views = cuda.adopt_tensors(values)
+    return None if views is None else (cuda, views)
 
 
 def _on_host(name: str, array: Any) -> bool:
@@ -114,14 +117,6 @@ def _on_host(name: str, array: Any) -> bool:
     raise TypeError(
         f"{name} is {described(array)}; pass a NumPy or CuPy array, or one that has "
         "__dlpack__ or __cuda_array_interface__"
-    )
-
-
-def _numpy(name: str, array: Any) -> np.ndarray:
-    return (
-        np.asarray(array)
-        if isinstance(array, np.ndarray)
-        else _foreign(name, array, np.from_dlpack)
     )
 
 
@@ -154,9 +149,8 @@ def _cuda() -> Backend:
         raise DeviceError(f"{reason}; use backend 'simulator', or 'auto'")
     from cupyfa.runtime.cuda.device import ARRAY, Cuda
 
-    engine = Cuda()
-    _owners[ARRAY] = engine
-    return engine
+    _owners[ARRAY] = cuda = Cuda()
+    return cuda
 
 
 def _no_cuda() -> str | None:
@@ -164,7 +158,7 @@ def _no_cuda() -> str | None:
     try:
         from cupyfa.runtime.cuda import device as cuda
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}); `cupyfa doctor` tells more"
+        return f"CuPy cannot be imported ({error}); run `cupyfa doctor`"
     return cuda.unavailable()
 
 

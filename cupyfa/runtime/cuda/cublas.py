@@ -51,34 +51,20 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     sums = np.float64 if out.dtype == np.float64 else np.float32
     alpha, none, once = np.array([scale, 0, 1], sums).reshape(3, 1)
     size = a.dtype.itemsize
+    operations = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
+    transposed = operations[b_transposed], operations[a_transposed]
     gemm, handle = _gemm(), device.get_cublas_handle()
     batches = _batches(a, b, out)
     with _sums_in_full(handle):
         for start_a, start_b, start_out, step_a, step_b, step_out, count, adds in batches:
+            beta = once if adds else none
+            step = step_out // out.dtype.itemsize
             gemm(
-                handle,
-                cublas.CUBLAS_OP_T if b_transposed else cublas.CUBLAS_OP_N,
-                cublas.CUBLAS_OP_T if a_transposed else cublas.CUBLAS_OP_N,
-                N,
-                M,
-                K,
-                alpha.ctypes.data,
-                b.data.ptr + start_b,
-                element,
-                lda,
-                step_b // size,
-                a.data.ptr + start_a,
-                element,
-                ldb,
-                step_a // size,
-                (once if adds else none).ctypes.data,
-                out.data.ptr + start_out,
-                out_element,
-                _row_length(out),
-                step_out // out.dtype.itemsize,
-                count,
-                compute,
-                _DEFAULT_ALGORITHM,
+                *(handle, *transposed, N, M, K),
+                *(alpha.ctypes.data, b.data.ptr + start_b, element, lda, step_b // size),
+                *(a.data.ptr + start_a, element, ldb, step_a // size),
+                *(beta.ctypes.data, out.data.ptr + start_out, out_element, _row_length(out), step),
+                *(count, compute, _DEFAULT_ALGORITHM),
             )
 
 
