@@ -14,6 +14,7 @@
 #include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/multiply_fragments.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -128,20 +129,12 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>&
   for (int k = 0; k < Bd / step; ++k) {
     unsigned a[Wr / step][4];
 #pragma unroll
-    for (int i = 0; i < Wr / step; ++i) {
+    for (int i = 0; i < Wr / step; ++i)
       ldmatrix(a[i], at(slice.scores.Q, own.row + i * step + lane % 16, 2 * k + lane / 16));
-    }
-#pragma unroll
-    for (int n = 0; n < Wc / step; ++n) {
+    multiply_fragments<operand>(S, a, [&](unsigned (&b)[4], int n) {
       const int key = first_key + n * step + lane / 16 * 8 + lane % 8;
-      unsigned b[4];
       ldmatrix(b, at(slice.scores.K, key, 2 * k + lane / 8 % 2));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<operand>(S[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(S[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    });
   }
 }
 
@@ -157,17 +150,9 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
       const int chunk = (key + k * step) / in_chunk + lane / 16;
       ldmatrix(a[i], at(shared.P, own.row + i * step + lane % 16, chunk));
     }
-#pragma unroll
-    for (int n = 0; n < Wv / step; ++n) {
-      const int chunk = first_chunk + 2 * n + lane / 16;
-      unsigned b[4];
-      ldmatrix_trans(b, at(slice.V, k * step + lane % 16, chunk));
-#pragma unroll
-      for (int i = 0; i < Wr / step; ++i) {
-        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    multiply_fragments<operand>(O, a, [&](unsigned (&b)[4], int n) {
+      ldmatrix_trans(b, at(slice.V, k * step + lane % 16, first_chunk + 2 * n + lane / 16));
+    });
   }
 }
 
@@ -179,24 +164,19 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
   const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
-  for (int i = 0; i < Wr / step; ++i) {
+  for (int r = 0; r < 2 * (Wr / step); ++r) {
+    const int i = r / 2, half = r % 2;
+    float largest = -infinity;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest = -infinity;
-#pragma unroll
-      for (int n = 0; n < Wc / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = S[i][n][2 * half + e];
-          const int column = first_key + own_key + n * 8 + 2 * (own.lane % 4) + e;
-          if (masked && !rows.sees(i, half, column)) score = -infinity;
-          largest = fmax(largest, score);
-        }
-      }
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
-      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
-      if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i, half)] = largest;
+    for (int n = 0; n < Wc / 4; ++n) {
+      float& score = S[i][n / 2][2 * half + n % 2];
+      const int column = first_key + own_key + n / 2 * 8 + 2 * (own.lane % 4) + n % 2;
+      if (masked && !rows.sees(i, half, column)) score = -infinity;
+      largest = fmax(largest, score);
     }
+    largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
+    largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
+    if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i, half)] = largest;
   }
   __syncthreads();  // each warp's largest scores are there
 #pragma unroll

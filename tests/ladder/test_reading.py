@@ -40,7 +40,7 @@ STEPS = tuple(steps())
 LONGER_STEPS = {
     ("forward/mma_async", "forward/mma_pipelined"): (
         113,
-        231,
+        229,
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
     ("backward/columns", "backward/mma_columns"): (158, 823, "from scalar loops to tensor cores"),
@@ -62,9 +62,9 @@ LONGER = {
     "backward/wgmma_columns": (1329, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_columns_wide": (1391, f"{HOPPER}; {GRADIENTS}"),
     "forward/mma_async": (706, COPIES),
-    "forward/mma_pipelined": (918, COPIES),
-    "forward/mma_slices": (939, SLICES),
-    "forward/mma_split_kv": (961, COPIES + "; results of splits"),
+    "forward/mma_pipelined": (916, COPIES),
+    "forward/mma_slices": (937, SLICES),
+    "forward/mma_split_kv": (959, COPIES + "; results of splits"),
     "forward/mma_split_q": (642, REPAIR),
     "forward/mma_swizzled": (658, REPAIR),
     "forward/mma_tf32": (860, COPIES + "; products of tf32"),

@@ -3,6 +3,7 @@
 // those of the arguments: m and n count fragments of 16 rows and 8 columns.
 
 #include <attention/row_softmax.cuh>
+#include <forward/parts/multiply_fragments.cuh>
 #include <ptx/mma.cuh>
 #include <tile/chunk_addresses.cuh>
 
@@ -22,19 +23,9 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   for (int k = 0; k < depth / step; ++k) {
     unsigned a[m][4];
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-      ldmatrix(a[i], queries(i * step, 2 * k));
-    }
-#pragma unroll
-    for (int j = 0; j < n / 2; ++j) {
-      unsigned b[4];
-      ldmatrix(b, keys(j * step, 2 * k));
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        multiply_add<operand>(S[i][2 * j], a[i], b[0], b[1]);
-        multiply_add<operand>(S[i][2 * j + 1], a[i], b[2], b[3]);
-      }
-    }
+    for (int i = 0; i < m; ++i) ldmatrix(a[i], queries(i * step, 2 * k));
+    multiply_fragments<operand>(
+        S, a, [&](unsigned (&b)[4], int j) { ldmatrix(b, keys(j * step, 2 * k)); });
   }
 }
 
@@ -56,23 +47,12 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
     exponentiate(S, 2 * k + 1, rows, sum);
     unsigned a[m][4];
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&p)[4] = S[i][2 * k + j / 2];
-        a[i][j] = pack<operand>(p[j % 2 * 2], p[j % 2 * 2 + 1]);
-      }
+    for (int i = 0; i < m * 4; ++i) {
+      const float (&p)[4] = S[i / 4][2 * k + i % 4 / 2];
+      a[i / 4][i % 4] = pack<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
     }
-#pragma unroll
-    for (int n = 0; n < width / step; ++n) {
-      unsigned b[4];
-      ldmatrix_trans(b, values(k * step, 2 * n));
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        multiply_add<operand>(O[i][2 * n], a[i], b[0], b[1]);
-        multiply_add<operand>(O[i][2 * n + 1], a[i], b[2], b[3]);
-      }
-    }
+    multiply_fragments<operand>(
+        O, a, [&](unsigned (&b)[4], int n) { ldmatrix_trans(b, values(k * step, 2 * n)); });
   }
   rows.add(sum);
 }

@@ -1,0 +1,18 @@
+#pragma once
+// One step of a product of a warp's rows.
+
+#include <ptx/mma.cuh>
+
+// D += A B for 16 columns of A. `load` brings the fragments of 16 columns of B.
+template <class T, int m, int n, class Load>
+__device__ __forceinline__ void multiply_fragments(float (&D)[m][n][4], const unsigned (&a)[m][4],
+                                                   Load load) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    unsigned b[4];
+    load(b, j);
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i)
+      multiply_add<T>(D[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+  }
+}
