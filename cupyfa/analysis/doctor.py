@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from typing import Any
 from cupyfa import store
 from cupyfa.analysis import caches
 from cupyfa.bench.peers import PACKAGES
-from cupyfa.planner.source import KERNELS
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import gist
 from cupyfa.runtime.environment import Progress, no_progress, version_of
@@ -33,13 +31,6 @@ from cupyfa.runtime.environment import Progress, no_progress, version_of
 OK, MISSING, FAULT = "ok", "missing", "fault"
 _CUDA = "cupyfa.runtime.cuda.device"
 _LEAST_CAPABILITY = 75
-_TOOLS = {
-    "nvdisasm": "cupyfa show --sass",
-    "ncu": "cupyfa profile",
-    "nsys": "cupyfa profile --tool nsys",
-    "compute-sanitizer": "the tests",
-    "addr2line": "source lines in the simulator's faults",
-}
 _CHILD = """
 import importlib, json, sys
 module, function = sys.argv[1].split(":")
@@ -167,33 +158,11 @@ def _package(name: str, use: str = "") -> Finding:
     return Finding(name, OK if version else MISSING, version or f"not installed{use}")
 
 
-def _environment() -> Finding:
-    relevant = r"CUDA_.*|CUPY_.*|CUPYFA_.*|LD_LIBRARY_PATH|LD_PRELOAD|XDG_CACHE_HOME"
-    found = [f"{name}={os.environ[name]}" for name in os.environ if re.fullmatch(relevant, name)]
-    return Finding("environment", OK, " ".join(sorted(found)) or "nothing set")
-
-
-def _folder(thing: str, path: Path | None, otherwise: str) -> Finding:
-    """A cache folder, which is a fault if it cannot be written."""
+def _folder(thing: str, path: Path | None, variable: str) -> Finding:
+    """A cache directory, which is a fault if it cannot be written."""
     if path is None or not store.can_write(path):
-        return Finding(thing, FAULT, f"{path} cannot be written; {otherwise}")
+        return Finding(thing, FAULT, f"{path} cannot be written; set {variable}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
-
-
-def _cache() -> Finding:
-    otherwise = "every process compiles all kernels again; set CUPYFA_CACHE_DIR"
-    return _folder("cache", store.chosen_folder(), otherwise)
-
-
-def _cupy_cache() -> Finding:
-    otherwise = f"{store.folder() / 'cupy'} is used; set CUPY_CACHE_DIR"
-    return _folder("CuPy's cache", caches.folder_of("cupy"), otherwise)
-
-
-def _tool(name: str) -> Finding:
-    path = shutil.which(name)
-    found = path or f"not on the PATH; used by {_TOOLS[name]}"
-    return Finding(name, OK if path else MISSING, found)
 
 
 def _cupy() -> Finding:
@@ -271,17 +240,17 @@ PROBES = (
     Probe("Python", _python),
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
-    Probe("kernels", lambda: Finding("kernels", OK, str(KERNELS))),
-    Probe("environment", _environment),
-    Probe("CuPy's cache", _cupy_cache),  # before CuPy is given another
+    Probe(  # before CuPy is given another
+        "CuPy's cache",
+        lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR"),
+    ),
     Probe("CuPy", _cupy, ("cuda",)),
     Probe("driver", _driver, ("cuda",), f"{_CUDA}:cuda_versions"),
     Probe("GPU", _gpus, ("cuda",), f"{_CUDA}:try_devices"),
     Probe("NVRTC", _nvrtc, ("cuda",), f"{_CUDA}:try_nvrtc"),
     Probe("cuBLAS", _cublas, (), f"{_CUDA}:cublas_version"),
     Probe("simulator", _simulator, ("simulator",), "cupyfa.runtime.simulator:try_out", 180.0),
-    Probe("cache", _cache),
-    *(Probe(name, partial(_tool, name)) for name in _TOOLS),
+    Probe("cache", lambda: _folder("cache", store.chosen_folder(), "CUPYFA_CACHE_DIR")),
     *(
         Probe(package, partial(_package, package, "; used by cupyfa bench --against"))
         for package in dict.fromkeys(PACKAGES.values())
