@@ -241,8 +241,7 @@ PROBES = (
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
     Probe(  # before CuPy is given another
-        "CuPy's cache",
-        lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR"),
+        "CuPy's cache", lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR")
     ),
     Probe("CuPy", _cupy, ("cuda",)),
     Probe("driver", _driver, ("cuda",), f"{_CUDA}:cuda_versions"),

@@ -120,8 +120,7 @@ def memory(
     engine, limits = _place(backend)
     if named and not any(can(x, problem, limits) for x in named.values()):
         plan(next(iter(named.values())), problem, limits)  # raises the reason
-    ladder = {name: x for name, x in LADDER[operation].items() if can(x, problem, limits)}
-    chosen = named or ladder
+    chosen = named or {x: k for x, k in LADDER[operation].items() if can(k, problem, limits)}
     rows = _by_formula(operation, problem, limits)
     counting = ncu and _can_count(engine)
     for done, (name, kernel) in enumerate(chosen.items()):
@@ -148,17 +147,9 @@ def _place(backend: str | Backend) -> tuple[Backend | None, Limits]:
 
 def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
     """Naive and tiled attention; a softmax has no tiled form."""
-    naive = Footprint(
-        NAIVE,
-        operation,
-        p,
-        limits.device,
-        {},
-        inputs=sum(input_sizes(operation, p).values()),
-        outputs=output_bytes(operation, p),
-        scratch=naive_scratch(operation, p),
-        moved=naive_bytes(operation, p),
-    )
+    inputs = sum(input_sizes(operation, p).values())
+    held = (inputs, output_bytes(operation, p), naive_scratch(operation, p))
+    naive = Footprint(NAIVE, operation, p, limits.device, {}, *held, naive_bytes(operation, p))
     tiled = replace(naive, computation=TILED, scratch=0, moved=tiled_bytes(operation, p))
     rows = [naive, tiled]
     return rows[:1] if operation == "softmax" else rows

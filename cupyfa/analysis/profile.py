@@ -84,8 +84,7 @@ def profile(
     Raises ValueError for the arguments, Unsupported if the kernel cannot do the problem, if ncu is
     missing or may not read the counters, DeviceError if there is no GPU.
     """
-    tiles = tiles or {}
-    record, case = _checked("ncu", kernel, case, tiles)
+    record, case, tiles = _checked("ncu", kernel, case, tiles)
     progress(0, 1, f"ncu {record.name}")
     metrics = METRICS
     while True:
@@ -95,11 +94,8 @@ def profile(
         if known == metrics or not known:
             break
         metrics = known  # ncu stops at the first name that it does not know
-    launches = read_ncu(output)
-    if not launches:
-        raise Unsupported(_refusal(output, record))
     progress(1, 1, f"ncu {record.name}")
-    return counters(launches)
+    return counters(_unless_refused(read_ncu(output), output, record))
 
 
 def timeline(
@@ -114,16 +110,12 @@ def timeline(
     For large gradients the forward kernel that computes O and lse is among them.
     Arguments and errors are those of ``profile``.
     """
-    tiles = tiles or {}
-    record, case = _checked("nsys", kernel, case, tiles)
+    record, case, tiles = _checked("nsys", kernel, case, tiles)
     progress(0, 1, f"nsys {record.name}")
     with tempfile.TemporaryDirectory() as folder:
         output = _run(nsys_command(kernel, case, tiles, Path(folder) / "report"))
-    kernels = read_nsys(output)
-    if not kernels:
-        raise Unsupported(_refusal(output, record))
     progress(1, 1, f"nsys {record.name}")
-    return kernels
+    return _unless_refused(read_nsys(output), output, record)
 
 
 def standard(record: Kernel) -> Case:
@@ -184,9 +176,9 @@ def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]
 
 
 def _checked(
-    tool: str, kernel: str, case: Case | None, constants: Mapping[str, int]
-) -> tuple[Kernel, Case]:
-    """The record and the case; raises here for what the profiler would report unclearly."""
+    tool: str, kernel: str, case: Case | None, tiles: Mapping[str, int] | None
+) -> tuple[Kernel, Case, Mapping[str, int]]:
+    """The record, the case and the tiles; raises here what the profiler would report unclearly."""
     record = record_named(kernel)
     case = case or standard(record)
     if shutil.which(tool) is None:
@@ -194,14 +186,12 @@ def _checked(
     try:
         engine = backend_named("cuda")
     except DeviceError as error:
-        reason = str(error).partition(";")[0]
-        raise DeviceError(
-            f"{reason}; profile on another machine: --print prints the commands"
-        ) from None
-    plan = plan_of(record, case.problem, engine.limits, **constants)
+        remedy = "profile on another machine: --print prints the commands"
+        raise DeviceError(f"{str(error).partition(';')[0]}; {remedy}") from None
+    plan = plan_of(record, case.problem, engine.limits, **(tiles or {}))
     if not all(all(launch.grid) for launch in plan.launches):
         raise ValueError(f"{case.problem} has no rows and launches nothing; give sizes from 1")
-    return record, case
+    return record, case, tiles or {}
 
 
 def _run(command: Sequence[str]) -> str:
@@ -225,16 +215,16 @@ _REMEDIES = {
 }
 
 
-def _refusal(output: str, record: Kernel) -> str:
-    """The reason that there is no result, in one line."""
+def _unless_refused(found: list[Any], output: str, record: Kernel) -> list[Any]:
+    """What was found. Raises Unsupported, with the reason in one line, if that is nothing."""
+    if found:
+        return found
     for sign, remedy in _REMEDIES.items():
         if sign in output:
-            return remedy
-    lines = [
-        x.strip() for x in output.splitlines() if re.match(r"cupyfa: |==ERROR==|\S*Error\b", x)
-    ]
-    reason = re.sub(r"^(cupyfa:|==ERROR==)\s*", "", lines[0]) if lines else "it gave no reason"
-    return f"the profiler saw no launch of {record.name}: {reason}"
+            raise Unsupported(remedy)
+    said = re.search(r"^\s*(?:cupyfa: *|==ERROR== *|(?=\S*Error\b))(.*)", output, re.MULTILINE)
+    reason = said[1].strip() if said else "it gave no reason"
+    raise Unsupported(f"the profiler saw no launch of {record.name}: {reason}")
 
 
 def read_ncu(output: str) -> list[tuple[str, dict[str, float]]]:

@@ -184,15 +184,15 @@ def roofline(
     arguments, and Unsupported if there is no GPU for "this", or if no named kernel can do any
     problem.
     """
-    names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
-    chosen = [x if isinstance(x, Kernel) or x in (NAIVE, TILED) else record_named(x) for x in names]
+    listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
+    chosen = [
+        x if isinstance(x, Kernel) or x in (NAIVE, TILED) else record_named(x) for x in listed
+    ]
     records = [x for x in chosen if isinstance(x, Kernel)]
     operation = common_operation(records, backward)
     if operation == "softmax":
-        softmaxes = ", ".join(x.name for x in records)
-        raise ValueError(
-            f"{softmaxes} computes softmax; name kernels of attention or its gradients"
-        )
+        names = ", ".join(x.name for x in records)
+        raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign(operation, sizes)
     if not sizes.get("dtype"):
         sizes["dtype"] = "float32" if sizes.get("precision") else _usual_dtype(chosen)

@@ -280,10 +280,7 @@ MMA_COLUMNS = Kernel(
         "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
     },
     largest_d=256,
-    tflops={
-        "float16": {64: 261, 128: 276, 256: 230},
-        "bfloat16": {64: 261, 128: 276, 256: 230},
-    },
+    tflops={"float16": {64: 261, 128: 276, 256: 230}, "bfloat16": {64: 261, 128: 276, 256: 230}},
     unordered=("dQ",),
     after=("columns",),
 )

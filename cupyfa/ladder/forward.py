@@ -353,10 +353,7 @@ MMA_PIPELINED = rung(
     },
     tiles=MMA_PIPELINED_TILES,
     candidates={**MMA_ASYNC.candidates, "stages": (1, 2)},
-    tflops={
-        "float16": {64: 301, 128: 355, 256: 315},
-        "bfloat16": {64: 304, 128: 352, 256: 316},
-    },
+    tflops={"float16": {64: 301, 128: 355, 256: 315}, "bfloat16": {64: 304, 128: 352, 256: 316}},
 )
 SPLITS = "O_splits.data max_splits.data sum_splits.data"
 MMA_SPLIT_KV = rung(
@@ -517,19 +514,13 @@ WGMMA = Kernel(
     features=EVERYTHING,
     arch="90a",
     largest_d=256,
-    tflops={
-        "float16": {64: 365, 128: 500, 256: 593},
-        "bfloat16": {64: 367, 128: 510, 256: 594},
-    },
+    tflops={"float16": {64: 365, 128: 500, 256: 593}, "bfloat16": {64: 367, 128: 510, 256: 594}},
 )
 WGMMA_OVERLAP = rung(
     WGMMA,
     "wgmma_overlap",
     "softmax of a tile overlaps with products; ping-pong of warpgroups",
-    tflops={
-        "float16": {64: 397, 128: 616, 256: 723},
-        "bfloat16": {64: 400, 128: 631, 256: 737},
-    },
+    tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
 WGMMA_PERSISTENT = rung(
     WGMMA_OVERLAP,
@@ -551,10 +542,7 @@ WGMMA_PERSISTENT = rung(
         short={128: [(64, 64, 3, 2)], 192: [(64, 64, 2, 2)], 256: [(64, 64, 2, 1)]},
     ),
     candidates={**WGMMA.candidates, "Q_stages": (1, 2)},
-    tflops={
-        "float16": {64: 437, 128: 631, 256: 738},
-        "bfloat16": {64: 440, 128: 646, 256: 734},
-    },
+    tflops={"float16": {64: 437, 128: 631, 256: 738}, "bfloat16": {64: 440, 128: 646, 256: 734}},
 )
 
 
