@@ -20,7 +20,7 @@
 #include <tile/warp.cuh>
 
 constexpr int width = cdiv(dv, 16) * 16;
-constexpr int turns = cdiv(width, 4 * warp_size);
+constexpr int rounds = cdiv(width, 4 * warp_size);
 constexpr int warps = threads / warp_size;
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
@@ -47,14 +47,14 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   maximum = warp_max(maximum);
 
   float sum = 0;
-  float4 o[turns] = {};
+  float4 o[rounds] = {};
 #pragma unroll 4
   for (int split = warp; split < num_splits; split += warps) {
     const float factor = exp2f(max_splits[first + split] - maximum);
     sum += factor * sum_splits[first + split];
     const float* from = O_splits + (first + split) * width;
 #pragma unroll
-    for (int i = 0; i < turns; ++i) {
+    for (int i = 0; i < rounds; ++i) {
       const int col = 4 * (lane + i * warp_size);
       if (col >= width) continue;
       const float4 x = *reinterpret_cast<const float4*>(from + col);
@@ -64,7 +64,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   }
   if (lane == 0) shared.sum[warp] = sum;
 #pragma unroll
-  for (int i = 0; i < turns; ++i) {
+  for (int i = 0; i < rounds; ++i) {
     const int col = 4 * (lane + i * warp_size);
     if (col < width) *reinterpret_cast<float4*>(&shared.O[warp][col]) = o[i];
   }

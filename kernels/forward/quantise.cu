@@ -47,40 +47,40 @@ template <int rows, int cols, int tall, int wide>
 struct Tile {
   static_assert(rows % tall == 0, "threads have whole groups of rows");
   static constexpr int in_row = cdiv(cols, 16) * 16 / wide, groups = rows / tall * in_row;
-  static constexpr int turns = cdiv(groups, threads);
+  static constexpr int rounds = cdiv(groups, threads);
   int first_row, end;
-  Piece<wide> pieces[turns][tall];
+  Piece<wide> pieces[rounds][tall];
 
   __device__ __forceinline__ Tile(Tensor<const scalar> from, int batch, int head, int first_row,
                                   int end)
       : first_row(first_row), end(min(first_row + rows, end)) {
     const bool aligned = cols % 8 == 0 && is_aligned(from);
-    each([&](int row, int col, int turn) {
+    each([&](int row, int col, int round) {
 #pragma unroll
       for (int i = 0; i < tall; ++i) {
         const bool inside = row + i < this->end;
         const scalar* x = from.row(batch, head, inside ? row + i : 0) + col;
         if (inside && aligned && col < cols) {
-          pieces[turn][i] = *reinterpret_cast<const Piece<wide>*>(x);
+          pieces[round][i] = *reinterpret_cast<const Piece<wide>*>(x);
         } else {
 #pragma unroll
           for (int j = 0; j < wide; ++j)
-            pieces[turn][i].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
+            pieces[round][i].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
         }
       }
     });
   }
 
-  // Calls body(row, col, turn) for the first number of each group; surplus groups have rows past
+  // Calls body(row, col, round) for the first number of each group; surplus groups have rows past
   // the end. With several rows in a group, two neighbouring threads have 32 rows of the same
   // columns.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      const int i = turn * threads + threadIdx.x, group = i / pair / in_row * pair + i % pair;
-      body(first_row + group * tall, i / pair % in_row * wide, turn);
+    for (int round = 0; round < rounds; ++round) {
+      const int i = round * threads + threadIdx.x, group = i / pair / in_row * pair + i % pair;
+      body(first_row + group * tall, i / pair % in_row * wide, round);
     }
   }
 };
@@ -121,9 +121,9 @@ __device__ __forceinline__ float scaled(scalar x, float factor) {
 template <class Tile>
 __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned char> to, int batch,
                                            int head, float factor) {
-  tile.each([&](int row, int col, int turn) {
+  tile.each([&](int row, int col, int round) {
     if (row >= tile.end) return;
-    const auto at = [&](int j) { return scaled(tile.pieces[turn][0].x[j], factor); };
+    const auto at = [&](int j) { return scaled(tile.pieces[round][0].x[j], factor); };
     const auto four = [&](int j) { return pack_e4m3(at(j), at(j + 1), at(j + 2), at(j + 3)); };
     *reinterpret_cast<uint2*>(to.row(batch, head, row) + col) = {four(0), four(4)};
   });
@@ -133,12 +133,12 @@ __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned cha
 __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
                                                  Tensor<unsigned char> to, int batch, int head,
                                                  float factor) {
-  tile.each([&](int key, int col, int turn) {
+  tile.each([&](int key, int col, int round) {
     if (key / 32 * 32 >= tile.end) return;  // rows of V8 end where 32 keys do
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (col + j >= dv) break;
-      const auto at = [&](int i) { return scaled(tile.pieces[turn][i].x[j], factor); };
+      const auto at = [&](int i) { return scaled(tile.pieces[round][i].x[j], factor); };
       const auto four = [&](int i) { return pack_e4m3(at(i), at(i + 1), at(i + 8), at(i + 9)); };
       *reinterpret_cast<uint4*>(to.row(batch, head, col + j) + key) = {four(0), four(2), four(4),
                                                                        four(6)};

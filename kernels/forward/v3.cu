@@ -20,7 +20,7 @@
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
 constexpr int warps = threads / warp_size;
-constexpr int turns = cdiv(Br * Bd, threads);  // of the block over a slice of O
+constexpr int rounds = cdiv(Br * Bd, threads);  // of the block over a slice of O
 
 struct Shared {
   float S[Br][Bc];
@@ -68,11 +68,11 @@ __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> ten
 }
 
 // This thread's elements of the old sums, loaded while the tensor cores are busy.
-__device__ void fetch_sums(float (&old)[turns], Tensor<real> O_sum, int batch, int head,
+__device__ void fetch_sums(float (&old)[rounds], Tensor<real> O_sum, int batch, int head,
                            int first_row, int rows, int first_col) {
-  share_out<threads, Br * Bd, turns>([&](int i, int turn) {
+  share_out<threads, Br * Bd, rounds>([&](int i, int round) {
     const int row = first_row + i / Bd, col = first_col + i % Bd;
-    if (row < rows && col < dv) old[turn] = O_sum.row(batch, head, row)[col];
+    if (row < rows && col < dv) old[round] = O_sum.row(batch, head, row)[col];
   });
 }
 
@@ -121,7 +121,7 @@ __device__ float tile_output(const Shared& shared, int row, int col, int keys) {
   return sum;
 }
 
-// One warp's softmax of a row of S, of which `keys` columns are visible: writes the row of P and
+// One warp's softmax of a row of S with `keys` visible columns: writes the row of P and
 // updates `softmax`. Returns the factor that rescales earlier sums.
 __device__ float softmax_row(Shared& shared, int row, int keys, int lane,
                              const Scorer<float>& scorer, OnlineSoftmax& softmax) {
@@ -191,7 +191,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
       }
 
       for (int slice = 0; slice < dv; slice += Bd) {
-        float old[turns] = {};
+        float old[rounds] = {};
         if (tile > 0) fetch_sums(old, O_sum, batch, head, first_row, M, slice);
         load_slice(shared.V, V, batch, kv_head, first_key, N, slice, dv);
         __syncthreads();  // P, the rows' factors and the slice of V are there
@@ -200,12 +200,12 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         product.store_to(shared.O);
         __syncthreads();  // the slice of O is there
 
-        share_out<threads, Br * Bd, turns>([&](int i, int turn) {
+        share_out<threads, Br * Bd, rounds>([&](int i, int round) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
           if (query >= M || slice + col >= dv) return;
           const int keys = min(Bc, extent.kv_end(query) - first_key);
           const float product = tile_output(shared, row, col, keys);
-          const float sum = old[turn] * shared.keep[row] + product * shared.take[row];
+          const float sum = old[round] * shared.keep[row] + product * shared.take[row];
           if (tile < last)
             O_sum.row(batch, head, query)[slice + col] = sum;
           else

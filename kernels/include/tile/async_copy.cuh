@@ -10,7 +10,7 @@
 
 constexpr int in_chunk = 16 / sizeof(operand);  // elements
 
-// The position of a row of float32, of which every second one is read too, two chunks of four rows
+// The position of a row of float32. Products also read every second row, two chunks of four rows
 // together. Where the width is an odd multiple of 4 chunks, such rows would all lie in the same
 // half of the banks: there the third and the fourth of four rows are swapped.
 template <int chunks>
@@ -48,31 +48,31 @@ struct Head {
         rows(rows),
         aligned(is_aligned(tensor)) {}
 
-  // Of rows that so many heads share, in turn.
+  // A row of a tile in which the rows of `heads` heads alternate.
   template <int heads>
   __device__ __forceinline__ const operand* row(int row) const {
     return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
   }
 };
 
-// Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros where its rows, or
-// `cols` columns, end. Where rows do not lie so, elements are copied at once.
+// Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros beyond its rows and
+// its `cols` columns. Rows that are not aligned are copied at once, element by element.
 template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row, int first_col, int cols) {
   constexpr int chunks = width / in_chunk;
   if (head.aligned) {
     const operand* from = nullptr;
-    int left = 0;  // rows of the head, from the thread's first one on
-    share_out_rows<threads, height, chunks>([&](int row, int chunk, int turn) {
+    int left = 0;  // rows of the head from the thread's first row on
+    share_out_rows<threads, height, chunks>([&](int row, int chunk, int round) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      const int down = turn * rows_in_turn<threads, chunks>;
-      if (turn == 0) left = head.rows - first_row - row;
-      if (turn == 0 || heads > 1)
+      const int below = round * rows_in_round<threads, chunks>;
+      if (round == 0) left = head.rows - first_row - row;
+      if (round == 0 || heads > 1)
         from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
       else
-        from += rows_in_turn<threads, chunks> * head.stride;
-      cp_async(at(tile, row, chunk), from, down < left ? count * int(sizeof(operand)) : 0);
+        from += rows_in_round<threads, chunks> * head.stride;
+      cp_async(at(tile, row, chunk), from, below < left ? count * int(sizeof(operand)) : 0);
     });
   } else {
 #pragma unroll 1
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
   }
 }
 
-// Begins to copy all `cols` columns of rows of a head, filled up with zeros to whole products.
+// Begins to copy all `cols` columns of rows of a head, padded with zeros to whole products.
 template <int threads, int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {

@@ -4,15 +4,15 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// Calls body(i, turn) for i = 0 … count - 1, each in one thread; neighbouring threads get
-// neighbouring i. Up to `together` turns are unrolled, so that their loads are all in flight before
-// the first value is needed.
+// Calls body(i, round) for i = 0 … count - 1, each in one thread; neighbouring threads get
+// neighbouring i. Up to `together` rounds are unrolled, so that their loads are all in flight
+// before the first value is needed.
 template <int threads, int count, int together, class Body>
 __device__ __forceinline__ void share_out(Body body) {
 #pragma unroll together
-  for (int turn = 0; turn < cdiv(count, threads); ++turn) {
-    const int i = turn * threads + threadIdx.x;
-    if (count % threads == 0 || i < count) body(i, turn);
+  for (int round = 0; round < cdiv(count, threads); ++round) {
+    const int i = round * threads + threadIdx.x;
+    if (count % threads == 0 || i < count) body(i, round);
   }
 }
 

@@ -10,20 +10,20 @@ __host__ __device__ constexpr int power_of_two(int least) {
 
 // The distance between two rows of a thread.
 template <int threads, int width>
-constexpr int rows_in_turn = threads / power_of_two(width);
+constexpr int rows_in_round = threads / power_of_two(width);
 
-// Calls body(row, col, turn) for rows 0 … height - 1 and columns 0 … width - 1, each in one thread.
-// A thread keeps its column, so that its addresses advance by a constant.
+// Calls body(row, col, round) for rows 0 … height - 1 and columns 0 … width - 1, each in one
+// thread. A thread keeps its column, so that its addresses advance by a constant.
 template <int threads, int height, int width, class Body>
 __device__ __forceinline__ void share_out_rows(Body body) {
-  constexpr int columns = power_of_two(width), rows = rows_in_turn<threads, width>;
+  constexpr int columns = power_of_two(width), rows = rows_in_round<threads, width>;
   static_assert(rows > 0, "a block has a thread for each column");
-  constexpr bool whole_turns = threads % columns == 0 && height % rows == 0;
+  constexpr bool whole_rounds = threads % columns == 0 && height % rows == 0;
   const int first = threadIdx.x / columns, col = threadIdx.x % columns;
 #pragma unroll
-  for (int turn = 0; turn < cdiv(height, rows); ++turn) {
-    const int row = first + turn * rows;
-    if ((whole_turns || (first < rows && row < height)) && (columns == width || col < width))
-      body(row, col, turn);
+  for (int round = 0; round < cdiv(height, rows); ++round) {
+    const int row = first + round * rows;
+    if ((whole_rounds || (first < rows && row < height)) && (columns == width || col < width))
+      body(row, col, round);
   }
 }
