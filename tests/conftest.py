@@ -48,6 +48,12 @@ def pytest_collection_modifyitems(items):
     items[:] = [*others, *spread(of_gpu)]
 
 
+def pytest_collection_finish():
+    """Excludes the collected tests from garbage collections, which they would slow down."""
+    gc.collect()
+    gc.freeze()
+
+
 def spread(items):
     """An order of the tests in which each process of pytest-xdist gets a similar mixture.
 
