@@ -100,8 +100,10 @@ def clear(kind: str, *, dry_run: bool = False) -> Removed:
     for item in _items(kind):
         before = _files(item)
         try:
-            if not dry_run:
-                _remove(item)
+            if item.is_dir() and not dry_run:
+                shutil.rmtree(item)
+            elif not dry_run:
+                item.unlink(missing_ok=True)
         except OSError as error:
             refused = error
         after = {} if dry_run else _files(item)
@@ -222,10 +224,3 @@ def _files(item: Path) -> dict[Path, os.stat_result]:
         with suppress(FileNotFoundError):  # removed by another process
             found[path] = path.lstat()
     return found
-
-
-def _remove(item: Path) -> None:
-    if item.is_dir():
-        shutil.rmtree(item)
-    else:
-        item.unlink(missing_ok=True)
