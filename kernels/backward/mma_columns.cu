@@ -61,10 +61,8 @@ struct Walk {
     copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
     copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
   }
-  __device__ __forceinline__ Loads load_stats() const {
-    Loads loads;
+  __device__ __forceinline__ void load_stats(Loads& loads) const {
     loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
-    return loads;
   }
 };
 
@@ -104,13 +102,14 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   {
     const Scores own;
     const int lane = own_lane();
+    const int lane_of_P = windowed && depth > 64 ? own_lane() : lane;  // registers are few there
     Scores::Sums S = {}, PS, dP = {};
     multiply_transposed<S_steps>(S, shared.Q[stage], shared.K, own, lane);
     // The addresses of the next tile are computed while these products go on.
-    if (more) next = walk.load_stats();
+    if (more) walk.load_stats(next);
     if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
     cp_async_commit_group();
-    compute_P<masked>(S, PS, shared.stats[turn], own, pair, scorer, lane);
+    compute_P<masked>(S, PS, shared.stats[turn], own, pair, scorer, lane_of_P);
     store_tile(shared.P, S, own, lane);
     multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
     compute_dS(dP, PS, shared.stats[turn], own, lane);
@@ -146,7 +145,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   KeyPart::Sums sums_K = {};
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {
-    const Loads first = walk.load_stats();
+    Loads first;
+    walk.load_stats(first);
     copy_rows<threads, d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
     copy_rows<threads, dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
     walk.begin_copies(shared, 0);
