@@ -144,9 +144,9 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", unknown)
-    asked = precision, causal, window, scale, softcap
-    how = ("forward", kernel, backend, options, layout, tiles, return_lse, *asked)
-    return _call(how, (q, k, v), out=out, check=check, progress=progress)
+    how: How = ("forward", kernel, backend, options, layout, tiles, return_lse)
+    how += (precision, causal, window, scale, softcap)
+    return _call(how, (q, k, v), out, None, check, progress)
 
 
 def compile(
@@ -239,7 +239,7 @@ def attention_backward(
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic)
     how += _values("attention_backward", keywords)
-    return _call(how, (dout, q, k, v, out, lse), grads=grads, check=check)
+    return _call(how, (dout, q, k, v, out, lse), None, grads, check)
 
 
 def attention_vjp(
@@ -300,7 +300,7 @@ def softmax(
     if unknown:
         raise _unknown("softmax", unknown)
     how = ("softmax", kernel, backend, None, None, tiles, return_lse)
-    return _call(how, (x,), out=out, check=check)
+    return _call(how, (x,), out, None, check)
 
 
 def plan(
@@ -370,9 +370,8 @@ _ARRAYS = {
 def _call(
     how: How,
     arrays: Sequence[Any],
-    *,
-    out: Any = None,
-    grads: Any = None,
+    out: Any,
+    grads: Any,
     check: bool,
     progress: Progress | None = None,
 ) -> Any:
@@ -394,20 +393,14 @@ def _call(
         prepared = None
     if prepared is None:
         prepared = _prepared(how, backend, arrays, keep=False)
-        _keep(backend, key, prepared)
+        if not prepared.plan.is_from_outside:  # its source may have changed by the next call
+            if len(backend.known) >= _MOST_KNOWN:
+                backend.known.clear()
+            backend.known[key] = prepared
     elif backend.stream is not None and all(map(_FIXED.__contains__, map(type, how))):
         recent[operation] = how, prepared
     targets = prepared.targets(out, grads)
     return prepared.run(arrays, targets, check=check, progress=progress)
-
-
-def _keep(backend: Backend, key: Any, prepared: Prepared) -> None:
-    """Remembers a call; not of a kernel from outside, whose source may have changed by the next."""
-    if prepared.plan.is_from_outside:
-        return
-    if len(backend.known) >= _MOST_KNOWN:
-        backend.known.clear()
-    backend.known[key] = prepared
 
 
 def _adopted(

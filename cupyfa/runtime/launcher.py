@@ -98,14 +98,6 @@ class _Launch(NamedTuple):
     maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
 
 
-class _Product(NamedTuple):
-    """A matrix product without the addresses of its arrays."""
-
-    # Of a, b and the result: which array, and its shape, dtype and strides.
-    operands: tuple[tuple[int, tuple[Any, ...]], ...]
-    scale: float
-
-
 class Launcher:
     """The steps of a plan for arrays of fixed forms; a call gives their addresses.
 
@@ -124,10 +116,12 @@ class Launcher:
         self._mine = threading.local()
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
-        self._steps = [
-            _product(plan, step, arrays, place)
+        self._steps: list[Callable[[], _Arguments | _Operands]] = [
+            partial(_Operands, backend, plan, step, _operands(step, arrays, place))
             if isinstance(step, Matmul)
-            else _launch(backend, step, kernels[id(step.launch)], arrays, place)
+            else partial(
+                _Arguments, backend, _launch(backend, step, kernels[id(step.launch)], arrays, place)
+            )
             for step in plan.steps
             if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
         ]
@@ -139,7 +133,7 @@ class Launcher:
             steps = mine.steps
         except AttributeError:
             self._backend.use(self._device)  # a new thread has no CUDA context yet
-            steps = mine.steps = self._with_arguments()
+            steps = mine.steps = [make() for make in self._steps]
             mine.addresses = None
         if mine.addresses != addresses:
             mine.addresses = None  # until all are written: a signal may interrupt this
@@ -159,18 +153,11 @@ class Launcher:
 
         Also returns the memory of the arguments, which must live as long as the function.
         """
-        steps = self._with_arguments()
+        steps = [make() for make in self._steps]
         for step in steps:
             step.write(addresses)
         calls = [partial(step.start, stream, step.pointers, 0) for step in steps]
         return calls[0] if len(calls) == 1 else partial(_call_all, calls), steps
-
-    def _with_arguments(self) -> list[_Arguments | _Operands]:
-        backend = self._backend
-        return [
-            _Arguments(backend, x) if isinstance(x, _Launch) else _Operands(backend, x)
-            for x in self._steps
-        ]
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> None:
@@ -204,16 +191,17 @@ def _launch(
     )
 
 
-def _product(
-    plan: Plan, step: Matmul, arrays: Mapping[str, Any], place: Mapping[str, int]
-) -> _Product:
+def _operands(
+    step: Matmul, arrays: Mapping[str, Any], place: Mapping[str, int]
+) -> list[tuple[int, tuple[Any, ...]]]:
+    """Of a, b and the result: which array, and its shape, dtype and strides."""
     operands = []
     for name in (step.a, step.b, step.out):
         array = arrays[name.removesuffix(".T")]
         seen = array.swapaxes(-1, -2) if name.endswith(".T") else array
         form = seen.shape, seen.dtype, seen.strides
         operands.append((place[name.removesuffix(".T")], form))
-    return _Product(tuple(operands), plan.problem.scale if step.scaled else 1.0)
+    return operands
 
 
 class _Arguments:
@@ -267,16 +255,19 @@ class _Operands:
 
     pointers = 0
 
-    def __init__(self, backend: Backend, product: _Product) -> None:
-        self._backend, self._product = backend, product
+    def __init__(
+        self, backend: Backend, plan: Plan, step: Matmul, operands: list[tuple[int, Any]]
+    ) -> None:
+        self._backend, self._operands = backend, operands
+        self._scale = plan.problem.scale if step.scaled else 1.0
         self._arrays: list[Any] = []
 
     def write(self, addresses: Sequence[int]) -> None:
         """Makes the arrays at these addresses."""
         at = self._backend.at
-        self._arrays = [at(addresses[array], *form) for array, form in self._product.operands]
+        self._arrays = [at(addresses[array], *form) for array, form in self._operands]
 
     def start(self, stream: int | None, pointers: int, extra: int) -> None:
         """Multiplies in the current stream, which is the one given."""
         a, b, out = self._arrays
-        self._backend.matmul(a, b, out, self._product.scale)
+        self._backend.matmul(a, b, out, self._scale)

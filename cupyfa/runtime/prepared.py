@@ -104,8 +104,10 @@ class Prepared:
         self._all_new: tuple[Any, ...] = (None,) * len(results)
         self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
-        axes = operation.axes_of(plan.problem)
-        self._views = {x: partial(viewed, plan.problem, layout, axes[x]) for x in axes}
+        self._views = {
+            name: partial(viewed, plan.problem, layout, axes)
+            for name, axes in operation.axes_of(plan.problem).items()
+        }
         self._pieces: transfer.Pieces | None = None
         unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
@@ -198,7 +200,7 @@ class Prepared:
         if not known:
             return None
         where = backend.current()
-        repeat = known.get((*where, *map(id, arrays), *map(id, targets)))
+        repeat = known.get((where, *map(id, (*arrays, *targets))))
         if repeat is None:
             return None
         results, launch, spare = targets, repeat.launch, None

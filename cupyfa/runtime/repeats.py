@@ -93,7 +93,7 @@ class Repeats:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         # By device, stream and the ids of the inputs and of the caller's arrays for the results.
-        self.known: dict[tuple[int | None, ...], Repeat] = {}
+        self.known: dict[tuple[Any, ...], Repeat] = {}
         self._before: dict[int, tuple[_Ref, ...]] = {}  # arrays of calls, by the first one's id
 
     def remember(
@@ -112,7 +112,7 @@ class Repeats:
         if not own and any(x is None for x in targets):
             return
         given = arrays if own else (*arrays, *targets)
-        key = (*where, *map(id, (*arrays, *targets)))
+        key = (where, *map(id, (*arrays, *targets)))
         repeat = self.known.get(key)
         if repeat is None and not self._came_before(given):
             return
