@@ -33,7 +33,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// Steps of S and of dP that are unrolled, as many as there are registers for: beside P there are
+// Steps of S and of dP that are unrolled, as many as there are registers for: with P there are
 // fewer, and tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;

@@ -3,7 +3,7 @@
 
 #include <backward/parts/warp_part.cuh>
 
-// A warp's part of dQ, which comes in slices of its columns: registers beside dK and dV are few.
+// A warp's part of dQ, which comes in slices of its columns: dK and dV leave few registers.
 template <int height, int depth, int warps, int slices,
           int columns = cdiv(depth, slices* step) * step>
 struct QueryPart : WarpPart<height, columns, warps> {
