@@ -397,7 +397,7 @@ def _call(
             if len(backend.known) >= _MOST_KNOWN:
                 backend.known.clear()
             backend.known[key] = prepared
-    elif backend.stream is not None and all(map(_FIXED.__contains__, map(type, how))):
+    elif backend.stream is not None and {type(x) for x in how if x is not backend} <= _FIXED:
         recent[operation] = how, prepared
     targets = prepared.targets(out, grads)
     return prepared.run(arrays, targets, check=check, progress=progress)

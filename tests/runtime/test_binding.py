@@ -436,6 +436,7 @@ def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
     o, lse = forward(near, q, k, v)
     for call in (
         partial(cupyfa.attention, q, k, v, kernel="fa2"),
+        partial(cupyfa.attention, q, k, v, kernel="fa2", backend=near),
         partial(compiled(near, q, k, v), q, k, v),
         partial(cupyfa.attention_backward, o, q, k, v, o, lse, kernel="rows"),
     ):
