@@ -82,10 +82,8 @@ class Backend(ABC):
     # What decides how kernels see an array of this backend, except for its address; the address.
     form: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("shape", "strides", "dtype"))
     address: Callable[[Any], int]  # of element 0
-    empty: Callable[
-        [tuple[int, ...], np.dtype], Any
-    ]  # a new contiguous array, unspecified elements
-
+    # A new contiguous array with unspecified elements.
+    empty: Callable[[tuple[int, ...], np.dtype], Any]
     allocator: Callable[[], Any] = staticmethod(lambda: None)  # where ``empty`` takes memory from
 
     def holders(self, array: Any) -> tuple[Any, ...]:
