@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from cupyfa.analysis.memory import memory
     from cupyfa.analysis.profile import profile
     from cupyfa.analysis.roofline import roofline
-    from cupyfa.bench.accuracy import accuracy
     from cupyfa.bench.bench import bench
     from cupyfa.bench.compare import compare
     from cupyfa.bench.results import Measurement
+    from cupyfa.bench.trial import accuracy
     from cupyfa.bench.tune import tune
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.verify.case import Case
@@ -106,7 +106,7 @@ _LATER = {
     "Case": "verify.case",
     "Measurement": "bench.results",
     "Simulator": "runtime.simulator",
-    "accuracy": "bench.accuracy",
+    "accuracy": "bench.trial",
     "bench": "bench.bench",
     "check": "verify.check",
     "compare": "bench.compare",

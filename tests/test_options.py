@@ -142,7 +142,7 @@ def test_grids_try_values_of_every_option(monkeypatch):
 
 def test_a_sweep_takes_options_as_one_value():
     sizes = {"M": [8, 16], "d": 4, "options": AttentionOptions(causal=True)}
-    assert not sweeps.foreign("forward", sizes)
+    sweeps.refuse_foreign(["forward"], sizes)
     assert [(x.M, x.causal) for x in sweeps.problems("forward", sizes)] == [
         *((8, "bottom-right"), (16, "bottom-right"))
     ]

@@ -110,7 +110,7 @@ def memory(
         for x in listed
     }
     operation = common_operation(named.values(), backward)
-    sweeps.refuse_foreign(operation, sizes)
+    sweeps.refuse_foreign([operation], sizes)
     usual = sweeps.usual_dtype(*named.values(), precision=sizes.get("precision"))
     given = {name: value for name, value in sizes.items() if value is not None}
     several = sweeps.problems(operation, {"dtype": usual, **given})

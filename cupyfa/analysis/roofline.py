@@ -193,7 +193,7 @@ def roofline(
     if operation == "softmax":
         names = ", ".join(x.name for x in records)
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
-    sweeps.refuse_foreign(operation, sizes)
+    sweeps.refuse_foreign([operation], sizes)
     if not sizes.get("dtype"):
         sizes["dtype"] = "float32" if sizes.get("precision") else _usual_dtype(chosen)
     problems = sweeps.problems(operation, sizes)

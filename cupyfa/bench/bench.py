@@ -134,9 +134,7 @@ def _check(
     if not kernels:
         raise ValueError("there is no kernel to measure; name kernels")
     peers.check_names(against)
-    foreign = (set(sweeps.foreign(operation, sizes)) for operation in operations)
-    if unused := ", ".join(sorted(set.intersection(*foreign))):
-        raise ValueError(f"{' and '.join(operations)} has no {unused}; leave it out")
+    sweeps.refuse_foreign(operations, sizes)
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
     for name in constants:
         if "auto" not in kernels and name not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import prod
 from typing import Any
@@ -78,16 +78,13 @@ def problems(
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 
-def foreign(operation: str, sizes: Mapping[str, Any]) -> list[str]:
-    """The given sizes that an operation does not have."""
-    known = _OF_SOFTMAX if operation == "softmax" else (*AXES, "options", "tokens", "width")
-    return [name for name, value in sizes.items() if value is not None and name not in known]
-
-
-def refuse_foreign(operation: str, sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for sizes that an operation does not have."""
-    if names := ", ".join(foreign(operation, sizes)):
-        raise ValueError(f"{operation} has no {names}; leave it out")
+def refuse_foreign(operations: Collection[str], sizes: Mapping[str, Any]) -> None:
+    """Raises ValueError for given sizes that none of the operations has."""
+    known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
+    unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
+    if names := ", ".join(unknown):
+        has = f"{' and '.join(operations)} has no {names}; leave it out"
+        raise ValueError(f"{has}. The sizes and options are {', '.join(known)}")
 
 
 def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:

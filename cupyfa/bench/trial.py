@@ -1,23 +1,32 @@
-"""Checks and times one kernel on one problem."""
+"""Single kernels: checked and timed on one problem, or compared with float64."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from cupyfa.bench import timing
+from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
 from cupyfa.errors import WrongResult
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics import reference
 from cupyfa.numerics.tolerance import Verdict
+from cupyfa.operations import score_arguments
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime import guard
+from cupyfa.planner.select import plan as plan_of
+from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
+from cupyfa.runtime.select import backend_named
+from cupyfa.verify.case import Case
+from cupyfa.verify.sampling import Judge
 from cupyfa.verify.tasks import difference
 
 _LONGEST = 0.5  # seconds of timing
@@ -29,7 +38,7 @@ class Trial:
     """The result of running a plan; resources are those of each launch, by its entry."""
 
     plan: Plan
-    verdicts: list[Verdict]
+    verdicts: Sequence[Verdict]
     measurement: Measurement
     resources: dict[str, dict[str, int]]
 
@@ -51,7 +60,7 @@ def trial(
     results = run_guarded(engine, plan, readable, {})
     if different := difference(engine, plan, readable, results, reruns):
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
-    verdicts = guard.judge(engine, plan, readable, results)
+    verdicts = Judge.of(plan, inputs).verdicts(results, plan.rounding)
     call = replay(engine, plan, timing.arrays_of(engine, plan, readable, {}))
     (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
     used = {launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs}
@@ -72,3 +81,55 @@ def random_sizes(seed: int) -> dict[str, int]:
         "N": pick.randint(1, 200),
         "d": pick.randint(1, 128),
     }
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The root mean square of the error of a kernel's O in one case, and of O itself."""
+
+    kernel: str
+    case: Case
+    rmse: float
+    rms: float
+
+    def row(self) -> dict[str, Any]:
+        """One row of a table."""
+        return {"kernel": self.kernel, "values": self.case.values, "rmse": self.rmse}
+
+
+def accuracy(
+    kernels: str | Kernel | Sequence[str | Kernel],
+    *,
+    values: Sequence[str] = ("normal", "outliers"),
+    seed: int = 0,
+    backend: str | Backend = "auto",
+    **sizes: Any,
+) -> list[Accuracy]:
+    """The accuracy of forward kernels on random inputs of several kinds.
+
+    values: kinds of ``case.VALUES``. sizes: those of a problem, for example ``M=256, d=128,
+    dtype="float16"``. All kernels get the same inputs. Raises ValueError for the arguments, and
+    Unsupported if a kernel cannot do the problem.
+    """
+    engine = backend_named(backend)
+    named = [kernels] if isinstance(kernels, str | Kernel) else kernels
+    chosen = [x if isinstance(x, Kernel) else record_named(x) for x in named]
+    for record in chosen:
+        if record.operation != "forward":
+            raise ValueError(
+                f"accuracy takes forward kernels; {record.name} computes {record.operation}"
+            )
+    sweeps.refuse_foreign(["forward"], sizes)
+    problem, found = Problem.of_sizes(**sizes), []
+    for kind in values:
+        case = Case("forward", problem, seed, kind)
+        inputs = case.inputs()
+        qkv = (inputs[name] for name in "QKV")
+        exact, _ = reference.attention(*qkv, **score_arguments(problem))
+        rms = float(np.sqrt(np.mean(exact**2)))
+        for record in chosen:
+            plan = plan_of(record, problem, engine.limits)
+            out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
+            rmse = float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2)))
+            found.append(Accuracy(record.name, case, rmse, rms))
+    return found

@@ -101,7 +101,7 @@ def tune(
     timing.checked_budget(budget)
     engine = backend_named(backend)
     record = record_named(kernel) if isinstance(kernel, str) else kernel
-    sweeps.refuse_foreign(record.operation, sizes)
+    sweeps.refuse_foreign([record.operation], sizes)
     small = engine.name == "simulator"
     problems = sweeps.problems(record.operation, sizes, record, small=small)
     for problem in problems:
@@ -201,10 +201,11 @@ class _Tuning:
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
         """Milliseconds of each plan in each round."""
-        engine, inputs = self.engine, self.inputs
-        arrays = [timing.arrays_of(engine, plan, inputs, self.memory) for plan in plans]
-        calls = [replay(engine, plan, its) for plan, its in zip(plans, arrays)]
-        return timing.measure(engine, calls, cold=True, **how)
+        calls = [
+            replay(self.engine, x, timing.arrays_of(self.engine, x, self.inputs, self.memory))
+            for x in plans
+        ]
+        return timing.measure(self.engine, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
         """The best of the finalists, and those that are not known to be slower."""
@@ -232,7 +233,7 @@ class _Tuning:
         return abs(median(ratios) - 1) > _SURE * error or error < _ALIKE
 
     def ratios(self, a: str, b: str) -> list[float]:
-        """How many times longer one takes than another, for each of their common rounds."""
+        """How many times longer a takes than b, for each of their common rounds."""
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
         return [x / y for x, y in rounds if x and y]
 
@@ -248,12 +249,11 @@ class _Tuning:
 
     def remember_best(self) -> None:
         best = self.candidate(self.ranked[0]).measurement
-        record, problem = self.plans[0].kernel, best.problem
+        record, p = self.plans[0].kernel, best.problem
         assert best.tflops is not None
-        constants = tuple(best.constants.items())
-        sizes = (problem.arithmetic, problem.d, problem.dv)
-        found = Tuned(record.name, folder_of(record), *sizes, constants, best.tflops)
-        about = {"milliseconds": best.time, "problem": str(problem), "source": self.ranked[0]}
+        about_tiles = (p.arithmetic, p.d, p.dv, tuple(best.constants.items()), best.tflops)
+        found = Tuned(record.name, folder_of(record), *about_tiles)
+        about = {"milliseconds": best.time, "problem": str(p), "source": self.ranked[0]}
         about |= environment.describe(self.engine)
         tuned.remember(self.engine.limits.device, found, about)
         self.engine.refresh()

@@ -235,7 +235,7 @@ def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str
     usual = sweeps.usual_dtype(*([record] if record else []), precision=given.get("precision"))
     given = {"dtype": usual, **given}
     if operation == "softmax":
-        _refuse(sweeps.foreign(operation, given))
+        sweeps.refuse_foreign([operation], given)
         sizes = {**drawn, **given}
         return Problem.of_row_sizes(sizes["M"], sizes["N"], sizes["dtype"])
     if "heads" in given:
@@ -249,13 +249,7 @@ def refuse_foreign(operations: Collection[str], *names: str) -> None:
     """Raises ValueError if all operations are softmax and an option that it lacks was given."""
     if set(operations) == {"softmax"}:
         given = given_options(*names)
-        _refuse([given[name].lstrip("-") for name in sweeps.foreign("softmax", given)])
-
-
-def _refuse(foreign: Sequence[str]) -> None:
-    if foreign:
-        names = ", ".join(sorted(foreign))
-        raise ValueError(f"a softmax is M rows of N scores and has no {names}; leave it out")
+        sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
 
 
 def given_options(*names: str) -> dict[str, str]:

@@ -76,20 +76,12 @@ def checked(
 ) -> dict[str, np.ndarray]:
     """The results of a guarded run if they are right; else raises WrongResult."""
     results = run_guarded(backend, plan, inputs, outputs)
-    tolerance.require(
-        judge(backend, plan, inputs, results), f"{plan.kernel.name} on {plan.problem}"
-    )
-    return results
-
-
-def judge(
-    backend: Backend, plan: Plan, inputs: Mapping[str, Any], results: Mapping[str, np.ndarray]
-) -> list[tolerance.Verdict]:
-    """The distance of results from the reference, with their bounds."""
-    operation = OPERATIONS[plan.kernel.operation]
     on_host = {name: backend.download(x) if backend.owns(x) else x for name, x in inputs.items()}
-    expected = operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
-    return tolerance.compare(results, expected)
+    reference = OPERATIONS[plan.kernel.operation].reference
+    expected = reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
+    verdicts = tolerance.compare(results, expected)
+    tolerance.require(verdicts, f"{plan.kernel.name} on {plan.problem}")
+    return results
 
 
 def _like(backend: Backend, array: Any) -> _Guarded:
