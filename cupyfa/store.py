@@ -113,6 +113,22 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
+def sealed(content: bytes) -> bytes:
+    """Content for a file with its digest: loading a binary that was cut ends the process."""
+    from hashlib import sha256
+
+    return content + sha256(content).digest()
+
+
+def unsealed(path: Path) -> bytes | None:
+    """The content of a sealed file; None if there is none, or a damaged one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content[:-32] if content[32:] and sealed(content[:-32]) == content else None
+
+
 def _is_stream(path: Path) -> bool:
     """Whether a path must not be replaced: it is no regular file, or it is open (/dev/stdout)."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))

@@ -217,7 +217,7 @@ def test_a_damaged_object_is_rebuilt(tmp_path, monkeypatch, warm, fresh, spoil):
     spoil(spoiled)
     still_works()
     assert objects(folder) == [spoiled]
-    assert machine._is_whole(spoiled)
+    assert store.unsealed(spoiled)
     assert not list(folder.glob("build-*"))
 
 

@@ -20,7 +20,7 @@ from cupyfa.planner import source as sources
 from cupyfa.planner.plan import PlannedLaunch
 
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
-_DIGEST_BYTES = 32
+_ATTRIBUTE = "CU_FUNC_ATTRIBUTE_"
 
 
 class Kernel:
@@ -33,15 +33,10 @@ class Kernel:
 
     def attribute(self, name: str) -> int:
         """A CU_FUNC_ATTRIBUTE, such as NUM_REGS."""
-        return driver.funcGetAttribute(_number(name), self.kernel.ptr)
+        return driver.funcGetAttribute(getattr(driver, _ATTRIBUTE + name), self.kernel.ptr)
 
     def set_attribute(self, name: str, value: int) -> None:
-        """Sets a CU_FUNC_ATTRIBUTE."""
-        driver.funcSetAttribute(self.kernel.ptr, _number(name), value)
-
-
-def _number(name: str) -> int:
-    return getattr(driver, f"CU_FUNC_ATTRIBUTE_{name}")
+        driver.funcSetAttribute(self.kernel.ptr, getattr(driver, _ATTRIBUTE + name), value)
 
 
 def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
@@ -54,29 +49,17 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
     key = "\0".join((text, arch, version, cupy.__version__))
     path = store.folder() / f"{launch.entry}-{sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
-        binary = _recall(path)
+        binary = store.unsealed(path)
         if binary is None:
-            folders = sources.include_folders(launch)
-            binary, _ = compile_text(
-                text, f"{launch.entry}.cu", arch, folders, to_ptx=to_ptx, log=False
-            )
+            name, folders = f"{launch.entry}.cu", sources.include_folders(launch)
+            binary, _ = compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)
             with suppress(OSError):  # a full disk
-                store.write_whole(path, binary + sha256(binary).digest())
+                store.write_whole(path, store.sealed(binary))
         return Kernel(binary, launch.entry)
     except driver.CUDADriverError as error:
         if error.status != _NOT_FOUND:
             raise
         raise sources.without_entry(launch) from None
-
-
-def _recall(path: Path) -> bytes | None:
-    """The binary in a file; None if there is none, or a damaged one."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    binary, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return binary if binary and sha256(binary).digest() == digest else None
 
 
 def _target(arch: str) -> tuple[str, bool]:

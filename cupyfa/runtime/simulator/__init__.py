@@ -24,7 +24,6 @@ from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Region, Start, recent
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
-_MULTIPROCESSORS = 4  # few, so that each block of a small problem has several tiles
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
 _MAP = np.dtype(
     [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
@@ -90,16 +89,8 @@ class Simulator(Backend):
     def starter(
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
-        return machine.starter(
-            kernel,
-            sizes,
-            grid=launch.grid,
-            threads=launch.threads,
-            shared_bytes=launch.shared_bytes,
-            regions=regions,
-            schedule=self.schedule,
-            workers=self.workers,
-        )
+        block = launch.grid, launch.threads, launch.shared_bytes
+        return machine.starter(kernel, sizes, regions, *block, self.schedule, self.workers)
 
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         sums = np.float64 if out.dtype == np.float64 else np.float32
@@ -120,7 +111,7 @@ class Simulator(Backend):
         return Simulator(schedule=seed, workers=self.workers)
 
     def versions(self) -> dict[str, str]:
-        return {"compiler": machine.compiler_version()}
+        return {"compiler": machine.compiler_version().splitlines()[0]}
 
     def refresh(self) -> None:
         _limits.cache_clear()
@@ -138,19 +129,15 @@ def try_out() -> str:
     table = np.array([argument.ctypes.data])
     regions = [Region("x", 0, 0, x.nbytes)]
     try:
-        machine.starter(kernel, [8], grid=(1, 1, 1), threads=32, shared_bytes=0, regions=regions)(
-            None, table.ctypes.data, 0
-        )
+        machine.starter(kernel, [8], regions, (1, 1, 1), 32, 0)(None, table.ctypes.data, 0)
     finally:
         kernel.path.unlink(missing_ok=True)
     if (x != 2).any():
         raise RuntimeError("a kernel ran and gave a wrong result")
-    return machine.compiler_version()
+    return machine.compiler_version().splitlines()[0]
 
 
 @cache
 def _limits() -> Limits:
-    device = "the simulator"
-    return Limits(
-        device, dynamic_shared.CAPACITY, multiprocessors=_MULTIPROCESSORS, tuned=tuned.on(device)
-    )
+    name, few = "the simulator", 4  # so that each block of a small problem has several tiles
+    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few, tuned=tuned.on(name))

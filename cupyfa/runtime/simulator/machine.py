@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import ctypes
 import errno
-import hashlib
 import importlib.util
 import os
 import platform
@@ -89,9 +88,8 @@ class CompiledKernel:
     entry: str
     path: Path
     argument_bytes: tuple[int, ...]
-    call_address: int
-    locate_address: int | None  # of what finds its `extern __shared__` arrays, if it has any
-    objects: tuple[ctypes.CDLL, ...] = field(repr=False)
+    runtime: ctypes.CDLL = field(repr=False)
+    code: ctypes.CDLL = field(repr=False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -101,21 +99,19 @@ class CompiledKernel:
 def starter(
     kernel: CompiledKernel,
     sizes: Sequence[int],
-    *,
+    regions: Sequence[Region],
     grid: tuple[int, int, int],
     threads: int | tuple[int, int, int],
     shared_bytes: int,
-    regions: Sequence[Region],
     schedule: int | None = None,
     workers: int | None = None,
 ) -> Callable[[Any, int, int], None]:
     """A function that runs a kernel on a grid of blocks and returns when all have finished.
 
     ``sizes`` are the bytes of the arguments; the function takes a table with each argument's
-    address. ``regions`` are the only memory that the kernel may access besides its own and the
-    block's shared memory, of which ``shared_bytes`` are dynamic. ``schedule`` is the seed of a
-    pseudo-random order of threads; with None they run in the order of their indices. ``workers``
-    OS threads share the blocks; by default one per core.
+    address. ``regions`` are the global memory that the kernel may access. ``schedule`` is the seed
+    of a pseudo-random order of threads; with None they run in the order of their indices.
+    ``workers`` OS threads share the blocks; by default one per core.
 
     Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
@@ -128,8 +124,9 @@ def starter(
         )
     number = ctypes.c_size_t
     request = _Request()
-    request.entry = kernel.call_address
-    request.locate = kernel.locate_address
+    request.entry = ctypes.cast(kernel.code.simulator_call, ctypes.c_void_p)
+    if locate := getattr(kernel.code, "simulator_locate", None):  # it has `extern __shared__`
+        request.locate = ctypes.cast(locate, ctypes.c_void_p)
     request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
     request.argument_count = len(sizes)
     request.grid[:] = grid
@@ -148,25 +145,16 @@ def starter(
         for region, (argument, low) in zip(here, places):
             region.address = number.from_address(table[argument]).value + low
         mine = _Request.from_buffer_copy(request)
-        mine.arguments, mine.regions = pointers, here
-        _submit(kernel, mine)
+        mine.arguments, mine.regions, report = pointers, here, _Report()
+        failed = _interruptible(
+            lambda: kernel.runtime.cupyfa_launch(ctypes.byref(mine), ctypes.byref(report)),
+            stop=lambda: setattr(mine, "stopped", 1),
+        )
+        if failed:
+            raise _fault(kernel, report)
 
     start.keep = fixed, request  # type: ignore[attr-defined]  # memory that copies point to
     return start
-
-
-def _submit(kernel: CompiledKernel, request: _Request) -> None:
-    """Runs a request. Raises SimulatorFault."""
-    if 0 in request.grid:
-        return
-    report = _Report()
-    launch = kernel.objects[0].cupyfa_launch
-    failed = _interruptible(
-        lambda: launch(ctypes.byref(request), ctypes.byref(report)),
-        stop=lambda: setattr(request, "stopped", 1),
-    )
-    if failed:
-        raise _fault(kernel, report)
 
 
 def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
@@ -206,11 +194,7 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
 
 
 class _Region(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_size_t),
-        ("bytes", ctypes.c_size_t),
-    )
+    _fields_ = [("name", ctypes.c_char_p), ("address", ctypes.c_size_t), ("bytes", ctypes.c_size_t)]
 
 
 class _Request(ctypes.Structure):
@@ -252,11 +236,10 @@ _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     what = report.text.decode(errors="replace")
     place = report.place.decode(errors="replace")
-    addresses = [int(found[1], 16) for found in _PLACE.finditer(what + place)]
-    lines = _lines(kernel.path, [address for address in addresses if address])
 
     def name(found: re.Match[str]) -> str:
-        return lines.get(int(found[1], 16)) or (f"{found[2]}:{found[3]}" if found[2] else "")
+        line = f"{found[2]}:{found[3]}" if found[2] else ""
+        return _source_line(kernel.path, found[1]) or line
 
     x, y, z = report.block
     i, j, k = report.thread
@@ -264,35 +247,25 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, _PLACE.sub(name, place))
 
 
-def _lines(path: Path, addresses: Sequence[int]) -> dict[int, str]:
-    """The source line of each address of an object, with the line that called it, if inlined."""
+def _source_line(path: Path, address: str) -> str:
+    """The source line of an address of an object, and the line that called it, if inlined.
+
+    The first is the innermost that is not in the simulator's own headers.
+    """
     tool = shutil.which("addr2line")
-    if tool is None or not addresses:
-        return {}
-    # With -a, each answer opens with its address; with -i, inlined callers follow, outwards.
-    command = [tool, "-a", "-i", "-e", str(path), *(hex(address) for address in addresses)]
+    if tool is None or not int(address, 16):
+        return ""
+    command = [tool, "-i", "-e", str(path), address]  # -i: inlined callers follow, outwards
     done = subprocess.run(command, capture_output=True, check=False)
-    frames: dict[int, list[str]] = {}
-    for line in done.stdout.decode(errors="replace").splitlines():
-        if line.startswith("0x"):
-            current = frames.setdefault(int(line, 16), [])
-        else:
-            current.append(re.sub(r" \(.*\)$", "", line))
-    return {address: _chain(lines) for address, lines in frames.items()}
-
-
-def _chain(frames: Sequence[str]) -> str:
-    """The innermost frame that is not the simulator's own, and the outermost."""
+    frames = re.sub(r" \(.*\)$", "", done.stdout.decode(errors="replace"), flags=re.MULTILINE)
     shown = [
         frame.removeprefix(f"{_UNPLACED}/")
-        for frame in frames
+        for frame in frames.splitlines()
         if not frame.startswith(("?", str(_TWINS))) and not frame.endswith((":0", ":?"))
     ]
-    if not shown:
-        return ""
-    if shown[0] == shown[-1]:
-        return shown[0]
-    return f"{shown[0]} (called from {shown[-1]})"
+    if shown[:1] != shown[-1:]:
+        return f"{shown[0]} (called from {shown[-1]})"
+    return shown[0] if shown else ""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -347,12 +320,12 @@ class _ArgumentSizes(ctypes.Structure):
 
 def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> CompiledKernel:
     try:
-        runtime, runtime_path = _runtime()
+        runtime_path, runtime = _runtime()
     except CompileError as error:  # not the kernel's fault
         raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path) -> None:
-        # File names in the text that are not absolute are to stay as they are: see _chain.
+        # File names in the text that are not absolute are to stay as they are: see _source_line.
         names = f"-fdebug-prefix-map={path.parent}={_UNPLACED}"
         flags = [*_kernel_flags(), names, *(f"-I{folder}" for folder in folders)]
         objects = [_compiled(path.with_name("kernel.cpp"), source, flags)]
@@ -363,22 +336,12 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         _link(path, [*objects, runtime_path.resolve()], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
 
     name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
-    loaded, path = _load_or_make(f"{name}-{digest[:32]}.so", make)
+    path, loaded = _load_or_make(f"{name}-{digest[:32]}.so", make)
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
-    call, locate = (_address(loaded, name) for name in ("simulator_call", "simulator_locate"))
-    assert call is not None
-    return CompiledKernel(
-        entry, path, tuple(sizes.bytes[: sizes.count]), call, locate, (runtime, loaded)
-    )
-
-
-def _address(loaded: ctypes.CDLL, name: str) -> int | None:
-    function = getattr(loaded, name, None)
-    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+    return CompiledKernel(entry, path, tuple(sizes.bytes[: sizes.count]), runtime, loaded)
 
 
 def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
-    """The object file of a text that is written to a file."""
     file.write_text(text, encoding="utf-8")
     made = file.with_suffix(".o")
     _run([*compiler(), *flags, "-c", str(file), "-o", str(made)], folder=file.parent)
@@ -387,7 +350,7 @@ def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
     # zig would first spend most of a minute on building a C++ library that nothing here needs.
-    library = ["-nostdlib++"] if "clang" in _version() else []
+    library = ["-nostdlib++"] if "clang" in compiler_version() else []
     command = [*compiler(), "-O2", "-shared", *library, *map(str, objects), *options]
     _run([*command, "-o", str(path)], folder=path.parent)
 
@@ -396,7 +359,7 @@ def _runtime_text() -> bytes:
     return b"".join(file.read_bytes() for file in _RUNTIME_FILES)
 
 
-def _runtime() -> tuple[ctypes.CDLL, Path]:
+def _runtime() -> tuple[Path, ctypes.CDLL]:
     """The runtime, loaded once in a process: two copies would not know each other's threads."""
     key = includes.hashed(_identity(), *_BASE_FLAGS, _runtime_text())
     name = f"cupyfa-runtime-{key[:32]}.so"
@@ -409,13 +372,13 @@ def _runtime() -> tuple[ctypes.CDLL, Path]:
 
     with _lock:
         if name not in _runtime_memo:
-            _runtime_memo[name], _ = _load_or_make(name, make)
-        return _runtime_memo[name], _whole_or_made(name, make)
+            _runtime_memo[name] = _load_or_make(name, make)[1]
+        return _whole_or_made(name, make), _runtime_memo[name]
 
 
 def _kernel_flags() -> list[str]:
     """How kernels are compiled; flags of ``CUPYFA_COMPILER_FLAGS`` come last."""
-    version = _version()
+    version = compiler_version()
     flags = [*_BASE_FLAGS, *_KERNEL_FLAGS]
     flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
     major = re.search(r"clang version (\d+)", version)
@@ -463,15 +426,11 @@ def compiler() -> list[str]:
     )
 
 
-def compiler_version() -> str:
-    """The first line of what the C++ compiler says of itself."""
-    return _version().splitlines()[0]
-
-
 _libc = cache(platform.libc_ver)  # reads the program's file
 
 
-def _version() -> str:
+def compiler_version() -> str:
+    """What the C++ compiler prints for --version."""
     return _version_of(tuple(compiler()))
 
 
@@ -487,7 +446,6 @@ def _version_of(command: tuple[str, ...]) -> str:
 
 
 def _useless(what: str, said: str) -> CompilerNotFound:
-    """The error for a program that is no C++ compiler; ``said`` is its own message."""
     first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
     return CompilerNotFound(
         f"{' '.join(compiler())} {what} ({first}); set CUPYFA_COMPILER to a C++ compiler, or to "
@@ -497,11 +455,10 @@ def _useless(what: str, said: str) -> CompilerNotFound:
 
 def _identity() -> str:
     """What the result of compiling depends on besides text, headers and flags."""
-    return "\n".join([*compiler(), _version(), platform.machine(), *_libc()])
+    return "\n".join([*compiler(), compiler_version(), platform.machine(), *_libc()])
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    """The output of a command. Raises CompileError with it after a failure or time-out."""
     # Started by another thread: here a signal could come before the process is known.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(
@@ -565,48 +522,28 @@ def _environment(folder: Path | None) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------
 # The cache
 
-
 _Make = Callable[[Path], None]  # makes an object at a path, in a folder of its own
 
 
-def _load_or_make(name: str, make: _Make) -> tuple[ctypes.CDLL, Path]:
+def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
     """Loads an object of the cache; makes it first if it is missing, damaged or does not load."""
     path = _whole_or_made(name, make)
     try:
-        return ctypes.CDLL(str(path)), path
+        return path, ctypes.CDLL(str(path))
     except OSError:  # whole, but made for a system that has changed since
         path.unlink(missing_ok=True)
-        path = _whole_or_made(name, make)
-        return ctypes.CDLL(str(path)), path
+        return path, ctypes.CDLL(str(_whole_or_made(name, make)))
 
 
 def _whole_or_made(name: str, make: _Make) -> Path:
     folder = store.folder()
     path = folder / name
-    if _is_whole(path):
+    if store.unsealed(path):
         return path
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
-        _seal(made)
-        # Atomic, also if another process writes the same object.
-        os.replace(made, path)
+        store.write_whole(path, store.sealed(made.read_bytes()))
     return path
-
-
-def _seal(path: Path) -> None:
-    """Appends a digest of the file: loading one that was cut short would end the process."""
-    content = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(hashlib.sha256(content).digest())
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    size = hashlib.sha256().digest_size
-    return hashlib.sha256(content[:-size]).digest() == content[-size:]
