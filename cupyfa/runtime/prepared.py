@@ -406,7 +406,7 @@ class Prepared:
         """A new array for a result, where the inputs are."""
         if self._owned:
             return self._backend.empty(shape, dtype)
-        return transfer.fresh(self._backend, shape, dtype)
+        return transfer.new_result(self._backend, shape, dtype)
 
 
 def fill(

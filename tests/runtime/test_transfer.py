@@ -19,7 +19,7 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
-from cupyfa.runtime.transfer import call, pieces, results
+from cupyfa.runtime.transfer import call, host, pieces
 from cupyfa.runtime.transfer.host import Buffers, Host, hosts
 
 LIMITS = Limits("a device", shared_bytes=232448)
@@ -37,7 +37,7 @@ def small():
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call, "_INLINE", 512)
-        patch.setattr(results, "_POOLED", 1024)
+        patch.setattr(host, "_POOLED", 1024)
         yield
     transfer.configure(**vars(before))
 
@@ -344,21 +344,21 @@ def test_pinned_results_stay_within_the_limit(far):
     """With concurrent threads, dropped results and a failing allocation."""
     size, held = 3 << 10, []
     transfer.configure(pinned_results=2 * 4096)
-    transfer.fresh(far, (size,), np.dtype("u1"))
+    transfer.new_result(far, (size,), np.dtype("u1"))
     far.pinned = lambda size, pinned=far.pinned: time.sleep(0.02) or pinned(size)
 
     def ask(_=None):
-        held.append(transfer.fresh(far, (size,), np.dtype("u1")))
+        held.append(transfer.new_result(far, (size,), np.dtype("u1")))
 
     in_threads(ask, range(6))
     assert sum(far.is_pinned(x) for x in held) == 2
     assert transfer.held() == 2 * 4096
     held.clear()
     assert transfer.held() == 0
-    with (
-        results.pinned_results._lock
-    ):  # where Python may find a result that is no more, and drop it
-        results.pinned_results.drop(0)
+    ask()
+    with host._lock:  # where Python may find a result that is no more, and drop it
+        held.clear()
+    assert transfer.held() == 0
     far.pinned = lambda size: 1 / 0
     with pytest.raises(ZeroDivisionError):
         ask()

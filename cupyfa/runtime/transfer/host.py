@@ -1,47 +1,154 @@
-"""The page-locked buffers of a backend, and the threads that copy arrays through them in chunks."""
+"""Page-locked memory of the host, and the threads that copy arrays through it in chunks."""
 
 from __future__ import annotations
 
+import math
+import os
 import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import length_hint
 from typing import Any, cast
 
 import numpy as np
 
+from cupyfa.problem import whole
 from cupyfa.runtime.backend import Backend, Lane, Mark
-from cupyfa.runtime.transfer import settings
-from cupyfa.runtime.transfer.settings import Transfer
 
-hosts: weakref.WeakKeyDictionary[Backend, Host] = weakref.WeakKeyDictionary()
-lock = threading.Lock()
+_POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
+_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # any chunk has room for an element
 Move = Callable[..., None]  # send or bring
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How NumPy arrays are moved, and so how much memory is held.
+
+    threads: threads that copy into page-locked memory, and as many that copy out of it.
+    chunk_bytes: size of one buffer, the most that a thread copies at a time.
+    buffers: buffers of each direction, made when first needed.
+    piece_bytes: size of all arrays of a piece, as far as it can be chosen.
+    pieces: pieces on the device at a time.
+    device_bytes: device memory that a call may take; None is most of what is free.
+    pinned_results: bytes of results that may lie in page-locked memory at a time, where the
+        device writes them directly; used for results of a size that was asked for before.
+    """
+
+    threads: int = min(12, len(os.sched_getaffinity(0)))
+    chunk_bytes: int = 8 << 20
+    buffers: int = 12
+    piece_bytes: int = 33 << 20
+    pieces: int = 6
+    device_bytes: int | None = None
+    pinned_results: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None or name != "device_bytes":
+                whole(name, value, _LEAST.get(name, 1))
+
+    @property
+    def most_held(self) -> int:
+        """The most bytes of page-locked memory that buffers take, both directions together."""
+        return 2 * self.buffers * self.chunk_bytes
+
+
+_settings = Transfer()  # of all calls from now on
+_lock = threading.Lock()
+hosts: weakref.WeakKeyDictionary[Backend, Host] = weakref.WeakKeyDictionary()
+_results: weakref.WeakSet[_Result] = weakref.WeakSet()
+_sizes: set[int] = set()  # bytes of results that were asked for
+
+
+def configure(**changes: Any) -> Transfer:
+    """Sets how NumPy arrays are copied to and from the GPU, from the next call on.
+
+    The names are the fields of ``Transfer``. Returns all settings. Raises TypeError for other names
+    and ValueError for wrong values. Buffers that were made with other settings are freed.
+    """
+    global _settings
+    if unknown := changes.keys() - vars(_settings).keys():
+        known = ", ".join(vars(_settings))
+        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; there are {known}")
+    if changes:
+        _settings = replace(_settings, **changes)
+        release()
+    return _settings
+
+
+def held() -> int:
+    """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
+
+    Buffers take up to ``configure_transfer().most_held``. Buffers that calls of other threads still
+    use after ``free_buffers`` are not counted.
+    """
+    with _lock:
+        return sum(x.bytes for x in _results) + sum(x.bytes for x in hosts.values())
+
+
+def release() -> None:
+    """Frees the page-locked memory of buffers and of results that no longer exist.
+
+    Calls of other threads go on; the next call allocates buffers again.
+    """
+    with _lock:
+        backends = list(hosts)
+        hosts.clear()  # their threads end once nothing is left to do
+        _sizes.clear()
+    for backend in backends:
+        backend.trim_pinned()
+
+
+class _Result:
+    """Page-locked memory of a result; NumPy keeps it as the array's base."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = 1 << (size - 1).bit_length()  # CuPy's pool takes a power of two
+
+    def allocated(self, backend: Backend, size: int) -> np.ndarray:
+        self._memory = backend.pinned(size)
+        self.__array_interface__ = self._memory.__array_interface__
+        return np.asarray(self)
+
+
+def new_result(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Host memory for a result, page-locked if large and of a size that was asked for before.
+
+    Page-locked memory goes back to a pool, for later results, when the caller drops the array.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _POOLED:
+        return np.empty(shape, dtype)
+    with _lock:  # counted before it is allocated: other threads may ask meanwhile
+        result, taken = _Result(size), sum(x.bytes for x in _results)
+        admitted = size in _sizes and taken + result.bytes <= _settings.pinned_results
+        _sizes.add(size)
+        if admitted:
+            _results.add(result)
+    if not admitted:
+        return np.empty(shape, dtype)
+    return result.allocated(backend, size).view(dtype).reshape(shape)
 
 
 class _Buffer:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.address = memory, memory.ctypes.data
         self.mark: Mark | None = None  # after the last copy to or from it
-        self.sent = False  # whether that copy may be in progress
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.ndarray(shape, dtype, self.memory)
 
     @property
     def is_free(self) -> bool:
-        return not self.sent or self.mark is None or self.mark.done
+        return self.mark is None or self.mark.done
 
     def copied(self, lane: Lane) -> None:
         """A copy to or from it was started."""
-        self.mark, self.sent = lane.mark(self.mark), True
+        self.mark = lane.mark(self.mark)
 
     def wait(self) -> None:
-        if self.sent and self.mark is not None:
+        if self.mark is not None:
             self.mark.wait()
-        self.sent = False
 
 
 class Buffers:
@@ -104,7 +211,7 @@ def send(
     lane.enter()
     buffer = buffers.take()
     try:
-        there = buffer.array(shape, source.dtype)
+        there = np.ndarray(shape, source.dtype, buffer.memory)
         np.copyto(there[..., : source.shape[-1]], source)
         lane.copy(address, buffer.address, there.nbytes)
         buffer.copied(lane)
@@ -119,7 +226,7 @@ def bring(
     lane.enter()
     buffer = buffers.take()
     try:
-        here = buffer.array(shape, target.dtype)
+        here = np.ndarray(shape, target.dtype, buffer.memory)
         lane.copy(buffer.address, address, here.nbytes)
         buffer.copied(lane)
         buffer.wait()
@@ -182,7 +289,6 @@ class Host:
         return sum(x.made for x in self.buffers.values()) * self.chosen.chunk_bytes
 
     def submit(self, move: Move, copies: Copies) -> None:
-        """Submits copies to the threads."""
         if not length_hint(copies.tasks):
             return
         with self._lock:
@@ -217,7 +323,7 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
 
 
 def host_of(backend: Backend) -> Host:
-    with lock:
+    with _lock:
         if backend not in hosts:
-            hosts[backend] = Host(backend, settings.now)
+            hosts[backend] = Host(backend, _settings)
         return hosts[backend]
