@@ -77,7 +77,6 @@ class Warmed(NamedTuple):
 
 
 def kept(kind: str) -> Kept:
-    """The files of one of KINDS."""
     stats = [stat for item in _items(kind) for stat in _files(item).values()]
     newest = max((datetime.fromtimestamp(stat.st_mtime) for stat in stats), default=None)
     folder = folder_of(kind)
@@ -187,17 +186,10 @@ def _items(kind: str) -> Iterator[Path]:
         is_folder = entry.name == "zig" or entry.name.startswith("build-")
         plain = entry.is_dir if is_folder else entry.is_file
         if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
-            path = Path(entry.path)
-            if kind != "leftovers" or _age(path) > _HOUR:  # else a process may be writing it
-                yield path
-
-
-def _age(path: Path) -> float:
-    """Seconds since a file or folder was changed; 0 if it does not exist."""
-    try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+            with suppress(FileNotFoundError):  # removed by another process
+                changed = entry.stat(follow_symlinks=False).st_mtime
+                if kind != "leftovers" or time.time() - changed > _HOUR:  # else not yet finished
+                    yield Path(entry.path)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -111,9 +111,7 @@ def memory(
     }
     operation = common_operation(named.values(), backward)
     sweeps.refuse_foreign([operation], sizes)
-    usual = sweeps.usual_dtype(*named.values(), precision=sizes.get("precision"))
-    given = {name: value for name, value in sizes.items() if value is not None}
-    several = sweeps.problems(operation, {"dtype": usual, **given})
+    several = sweeps.problems(operation, sizes, *named.values())
     if len(several) != 1:
         raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
@@ -190,7 +188,6 @@ def _measured(row: Footprint, engine: Backend, kernel: Kernel) -> Footprint:
 
 
 def _run(engine: Backend, plan: Plan) -> None:
-    """Runs a plan on zeros."""
     p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
     zeros = {name: np.zeros(x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
     inputs = {name: engine.upload(x) for name, x in readable_inputs(plan, zeros).items()}

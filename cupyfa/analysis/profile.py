@@ -49,7 +49,7 @@ class Counter:
     unit: str
 
     def row(self) -> dict[str, Any]:
-        """One row of a table; a figure without a value has the unit n/a."""
+        """A row of a table; a figure without a value has the unit n/a."""
         return asdict(self) | ({"unit": "n/a"} if self.value is None else {})
 
 
@@ -120,7 +120,7 @@ def timeline(
 
 def standard(record: Kernel) -> Case:
     """The case that is profiled by default."""
-    (usual,) = sweeps.problems(record.operation, {"dtype": sweeps.usual_dtype(record)})
+    (usual,) = sweeps.problems(record.operation, {}, record)
     return Case(record.operation, usual)
 
 
@@ -315,9 +315,13 @@ _LIMITS = {
     "shared memory": "launch__occupancy_limit_shared_mem",
 }
 _WAVES = "launch__waves_per_multiprocessor"
+_SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_{}.ratio"
 
 
-def _per_request(conflicts: str, requests: str) -> _Figure:
+def _conflicts(access: str) -> _Figure:
+    conflicts = f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{access}.sum"
+    requests = f"smsp__inst_executed_op_shared_{access}.sum"
+
     def ratio(m: Metrics) -> float | None:
         return m[conflicts] / m[requests] if conflicts in m and m.get(requests) else None
 
@@ -372,20 +376,10 @@ _FIGURES = {
     "occupancy": _Figure("%", (f"sm__warps_active.{_ACTIVE}",)),
     "limited by": _Figure("", (*_LIMITS.values(), _WAVES), of=_limited_by),
     "shared memory": _Figure("%", (f"l1tex__data_pipe_lsu_wavefronts_mem_shared.{_ACTIVE}",)),
-    "load conflicts": _per_request(
-        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
-        "smsp__inst_executed_op_shared_ld.sum",
-    ),
-    "store conflicts": _per_request(
-        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-        "smsp__inst_executed_op_shared_st.sum",
-    ),
-    "load sectors": _Figure(
-        "per request", ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",)
-    ),
-    "store sectors": _Figure(
-        "per request", ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",)
-    ),
+    "load conflicts": _conflicts("ld"),
+    "store conflicts": _conflicts("st"),
+    "load sectors": _Figure("per request", (_SECTORS.format("ld"),)),
+    "store sectors": _Figure("per request", (_SECTORS.format("st"),)),
     "L2": _Figure("%", (f"lts__t_sectors.{_ELAPSED}",)),
     "L2 traffic": _Figure("GB/s", ("lts__t_bytes.sum.per_second",), scale=1e-9),
     "DRAM": _Figure("%", (f"dram__throughput.{_ELAPSED}", f"gpu__dram_throughput.{_ELAPSED}")),

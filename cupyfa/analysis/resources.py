@@ -8,14 +8,16 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
-from cupyfa.options import AttentionOptions
+from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.planner import source
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.planner.select import plan
 from cupyfa.problem import Problem
+from cupyfa.report.tables import Row, render, table_or_fields
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,21 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread."""
         return self._number(r"Used (\d+) registers")
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that a thread stores in local memory because registers are short."""
+        """Bytes that a thread stores in local memory for lack of registers."""
         return self._number(r"(\d+) bytes spill stores")
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of the compiler, for example of serialized products."""
         found = (re.sub(r" in around line \d+", "", x.strip()) for x in _SLOW.findall(self.log))
         return tuple(dict.fromkeys(found))
 
     @property
     def occupancy(self) -> tuple[int, str]:
-        """Blocks that a multiprocessor runs at a time, and the resource that limits them."""
+        """Blocks of a multiprocessor at a time, and the resource that limits them."""
         sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
         shared = self.launch.shared_bytes + sm.reserved
         fit = {
@@ -112,23 +112,19 @@ def plans(
 
     Raises Unsupported with the reason if there is none.
     """
-    possible: list[tuple[Plan, str]] = []
-    refused: Exception | None = None
-    for kernel in kernels:
-        for dtype in dict.fromkeys(dtypes):
-            problem = problem_to_compile(kernel.operation, dtype, d, dv, options)
-            found: dict[str, tuple[Plan, str]] = {}
-            for arch in arches:
-                try:
-                    able = plan(kernel, problem, limits_of(arch))
-                    found.setdefault(kernel.target or arch, (able, arch))
-                except Unsupported as error:
-                    if refused is None or kernel.takes(dtype):  # a better reason than its dtypes
-                        refused = error
-            possible += found.values()
-    if not possible:
-        raise refused or ValueError("there is nothing to compile")
-    return possible
+    found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
+    refused: Exception = ValueError("there is nothing to compile")
+    for kernel, dtype, arch in product(kernels, dtypes, arches):
+        problem = problem_to_compile(kernel.operation, dtype, d, dv, options)
+        try:
+            able = plan(kernel, problem, limits_of(arch))
+            found.setdefault((id(kernel), dtype, kernel.target or arch), (able, arch))
+        except Unsupported as error:
+            if isinstance(refused, ValueError) or kernel.takes(dtype):  # more than its dtypes
+                refused = error
+    if not found:
+        raise refused
+    return list(found.values())
 
 
 def problem_to_compile(
@@ -160,12 +156,10 @@ def problem_to_compile(
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:
-    """The PTX of a launch for an architecture, or for the one of its kernel."""
     from cupyfa.runtime.cuda.compiler import compile_text
 
-    arch = launch.target or arch
     text, folders = source.text(launch), source.include_folders(launch)
-    made, _ = compile_text(text, f"{launch.entry}.cu", arch, folders, to_ptx=True)
+    made, _ = compile_text(text, f"{launch.entry}.cu", launch.target or arch, folders, to_ptx=True)
     return made.rstrip(b"\0").decode()
 
 
@@ -194,9 +188,40 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
     from cupyfa.runtime.cuda.compiler import compile_text
 
     arch = launch.target or arch
-    cubin, log = compile_text(
-        source.text(launch), f"{launch.entry}.cu", arch, source.include_folders(launch)
-    )
+    text, folders = source.text(launch), source.include_folders(launch)
+    cubin, log = compile_text(text, f"{launch.entry}.cu", arch, folders)
     if f"entry function '{launch.entry}'" not in log:
         raise source.without_entry(launch)
     return Compiled(launch, arch, cubin, log)
+
+
+def compiled_row(plan: Plan, compiled: Compiled) -> Row:
+    """One row of data for a compiled launch."""
+    compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"))
+    row = plan.problem.row()
+    return {
+        "kernel": plan.kernel.name,
+        "entry": compiled.launch.entry,
+        **{name: row[name] for name in compiled_in},
+        "arch": compiled.arch,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.launch.shared_bytes,
+        "blocks_per_sm": compiled.occupancy[0],
+        "limited_by": compiled.occupancy[1],
+        "warnings": "; ".join(compiled.warnings) or None,
+    }
+
+
+def compilations(rows: Sequence[Row], form: str) -> str:
+    """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
+    if form != "table":
+        return render(rows, form)
+    table = [dict(row) for row in rows]
+    warnings = [row.pop("warnings") for row in table]
+    below = [
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
+        for row, words in zip(table, warnings)
+        if words
+    ]
+    return "\n".join([table_or_fields(table), *below])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from cupyfa.analysis.formulas import (
@@ -38,12 +37,15 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import plan
 from cupyfa.planner.source import headers
 from cupyfa.problem import SIZES, Problem
+from cupyfa.report.tables import drop, drop_followers, table_or_fields
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
+_DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
+_SPARE = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # columns, in narrow terminals
 _TENSOR_HEADERS = {"mma.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
@@ -55,7 +57,7 @@ class Roof:
     bytes: moved between memory and chip; of a kernel, each array of each launch once.
     precision: of the operands of its products.
     measured: the row of a benchmark.
-    note: why a kernel has no figures.
+    note: why a kernel cannot do the problem; it has no figures then.
     """
 
     computation: str
@@ -67,11 +69,6 @@ class Roof:
     on_tensor_cores: bool = False
     measured: Measurement | None = None
     note: str = ""
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether its kernel cannot do the problem."""
-        return bool(self.note)
 
     @property
     def flops(self) -> int:
@@ -96,7 +93,6 @@ class Roof:
 
     @property
     def intensity(self) -> float | None:
-        """FLOP per byte."""
         return self.flops / self.bytes if self.bytes else None
 
     @property
@@ -116,7 +112,7 @@ class Roof:
 
     @property
     def bound(self) -> str | None:
-        """The cost that takes longest: "compute", "memory" or "exponentials"."""
+        """The cost that takes longest."""
         return max(self.times, key=lambda x: self.times[x]) if self.bytes else None
 
     @property
@@ -126,7 +122,6 @@ class Roof:
 
     @property
     def tflops(self) -> float | None:
-        """Attainable TFLOP/s."""
         return self.flops / self.time / 1e9 if self.time else None
 
     @property
@@ -136,15 +131,11 @@ class Roof:
         return 100 * self.time / reached if self.time and reached else None
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
-        row: dict[str, Any] = {
+        times = self.times if self.bytes else {}
+        return {
             "computation": self.computation,
             "device": self.device.name,
             **{name: x for name, x in self.problem.row().items() if name != "scale"},
-        }
-        times = self.times if self.bytes else {}
-        return {
-            **row,
             "balance": self.balance if self.bytes else None,
             "GFLOP": self.flops / 1e9,
             "MB": self.bytes / 1e6 if self.bytes else None,
@@ -199,7 +190,10 @@ def roofline(
     problems = sweeps.problems(operation, sizes)
     engine = _gpu()
     target, is_here = _device(device, engine)
-    limits = engine.limits if engine and is_here else limits_on(target)
+    limits = limits_of(target.arch)
+    limits = replace(limits, device=target.name, multiprocessors=target.multiprocessors)
+    if engine and is_here:
+        limits = engine.limits
     rows: list[Roof] = []
     for done, problem in enumerate(problems):
         progress(done, len(problems), str(problem))
@@ -208,26 +202,19 @@ def roofline(
             _roof(x, operation, problem, target, limits) for x in chosen or [NAIVE, TILED, *rungs]
         ]
         if not chosen:
-            found = [row for row in found if not row.is_refused]
+            found = [row for row in found if not row.note]
         if engine and is_here and measure:
             found = _with_measurements(found, problem, chosen or rungs, engine, budget)
         rows += found
-    if rows and all(row.is_refused for row in rows):
+    if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
     return rows
-
-
-def limits_on(device: Device) -> Limits:
-    """The limits of a block on a device that need not be here."""
-    limits = limits_of(device.arch)
-    return replace(limits, device=device.name, multiprocessors=device.multiprocessors)
 
 
 def planned_bytes(plan: Plan) -> int:
     """Bytes moved if each launch and each product moves each of its arrays once."""
     sizes = input_sizes(plan.kernel.operation, plan.problem)
-    for name, (_, dtype) in {**plan.outputs, **plan.scratch}.items():
-        sizes[name] = prod(plan.stored_shape(name)) * dtype.itemsize
+    sizes |= {name: plan.stored_bytes(name) for name in (*plan.outputs, *plan.scratch)}
     moved = 0
     for step in plan.steps:
         if isinstance(step, Matmul):
@@ -334,3 +321,24 @@ def _with_measurements(
     )
     by_name = {row.kernel: row for row in found}
     return [replace(row, measured=by_name.get(row.computation)) for row in rows]
+
+
+def roofs(rows: Sequence[Roof]) -> str:
+    """Rooflines for people: the columns that differ between rows, and notes below.
+
+    Numbers have three digits, since they are estimates.
+    """
+    table = [
+        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
+        for row in rows
+    ]
+    drop_followers(table)
+    notes = [f"note: {x['note']}" for x in table if x["note"]]
+    drop(table, "note", *_DETAILS)
+    shown = table_or_fields(table, spare=_SPARE)
+    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded

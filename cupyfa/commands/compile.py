@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis.resources import compile_launch, plans
-from cupyfa.analysis.tables import compilations, compiled_row
+from cupyfa.analysis.resources import compilations, compile_launch, compiled_row, plans
 from cupyfa.commands import options
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import ARCHES

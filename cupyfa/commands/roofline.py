@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis.roofline import THIS, roofline as roofs_of
+from cupyfa.analysis.roofline import THIS, roofline as roofs_of, roofs
 from cupyfa.analysis.roofline_plot import draw_roofs
-from cupyfa.analysis.tables import roofs
 from cupyfa.bench.devices import DEVICES
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.bench import check_target, split, sweep_option

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis.resources import compile_launch, limits_of, ptx, sass
-from cupyfa.analysis.tables import compiled_row
+from cupyfa.analysis.resources import compile_launch, compiled_row, limits_of, ptx, sass
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.commands import options
 from cupyfa.ladder.lookup import record_named

@@ -441,16 +441,16 @@ def boxed_width(p: Problem) -> int:
     return round_up(p.d, 64) + round_up(p.dv, 64)
 
 
+def boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
+    """The rows of boxes of Q and dO, and of K and V."""
+    return {"Q": rows, "K": keys, "V": keys, "dO": rows}
+
+
 WGMMA_COLUMNS_LAUNCH = Launch(
     "wgmma_columns",
     args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data counts.data dQ dK dV "
     "sizes heads kv_heads group scale mods",
-    boxes={
-        "Q": lambda p, c: c.Br,
-        "K": lambda p, c: c.Bc,
-        "V": lambda p, c: c.Bc,
-        "dO": lambda p, c: c.Br,
-    },
+    boxes=boxes(lambda p, c: c.Br, lambda p, c: c.Bc),
     grid=key_tiles,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
@@ -540,12 +540,7 @@ WGMMA_TWO_PASS = rung(
         Launch(
             "wgmma_two_pass_rows",
             args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ sizes heads group scale mods",
-            boxes={
-                "Q": lambda p, c: 128,
-                "K": lambda p, c: c.Bk,
-                "V": lambda p, c: c.Bk,
-                "dO": lambda p, c: 128,
-            },
+            boxes=boxes(lambda p, c: 128, lambda p, c: c.Bk),
             grid=lambda p, c: cdiv(p.M, 128) * p.heads * p.batch,
             threads=lambda p, c: 384,
             shared=wgmma_two_pass_rows_shared,

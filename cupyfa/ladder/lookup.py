@@ -41,11 +41,6 @@ def kernel(name: str) -> Kernel:
     """
     if not isinstance(name, str):
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
-    return record_named(name)
-
-
-def record_named(name: str) -> Kernel:
-    """``kernel`` for a name that is known to be a string."""
     if ".py" in name:
         return _from_script(name)
     for records in LADDER.values():
@@ -56,6 +51,9 @@ def record_named(name: str) -> Kernel:
         f"kernel {name!r} is unknown{nearest(name, known)}; there are {', '.join(known)}, and "
         "script.py:name"
     )
+
+
+record_named = kernel  # where `kernel` is the name of a variable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

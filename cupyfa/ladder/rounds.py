@@ -93,20 +93,15 @@ def sums(p: Problem, c: SimpleNamespace) -> int:
     return rows * covered(p.d, c)[1]
 
 
-def _first_kv_head(p: Problem, c: SimpleNamespace) -> int:
-    return c.round // rounds_of_keys(p, c) * round_heads(p, c)
+def _heads_now(p: Problem, c: SimpleNamespace) -> range:
+    """The heads of K and V in round `c.round`."""
+    first = c.round // rounds_of_keys(p, c) * round_heads(p, c)
+    return range(first, min(first + round_heads(p, c), p.batch * p.kv_heads))
 
 
-def _first_key(p: Problem, c: SimpleNamespace) -> int:
-    return c.round % rounds_of_keys(p, c) * round_keys(p, c)
-
-
-def _kv_heads_now(p: Problem, c: SimpleNamespace) -> int:
-    return min(round_heads(p, c), p.batch * p.kv_heads - _first_kv_head(p, c))
-
-
-def _keys_now(p: Problem, c: SimpleNamespace) -> int:
-    return min(round_keys(p, c), p.N - _first_key(p, c))
+def _keys_now(p: Problem, c: SimpleNamespace) -> range:
+    first = c.round % rounds_of_keys(p, c) * round_keys(p, c)
+    return range(first, min(first + round_keys(p, c), p.N))
 
 
 def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
@@ -114,12 +109,12 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
     return Launch(
         f"mma_slices_backward_{entry}",
         args=f"{args} sizes heads group first_head first_key stride scale mods",
-        grid=lambda p, c: tiles(p, c) * _kv_heads_now(p, c),
+        grid=lambda p, c: tiles(p, c) * len(_heads_now(p, c)),
         threads=warps_of_scores,
         shared=shared,
         numbers={
-            "first_head": lambda p, c: _first_kv_head(p, c) * p.group,
-            "first_key": _first_key,
+            "first_head": lambda p, c: _heads_now(p, c).start * p.group,
+            "first_key": lambda p, c: _keys_now(p, c).start,
             "stride": round_keys,
         },
         in_rounds=True,
@@ -128,13 +123,13 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
 
 def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Tiles of scores of one head of K and V in a round; at least one, even without keys."""
-    return p.group * max(cdiv(p.M, c.Br) * cdiv(_keys_now(p, c), c.Bc), min(p.M, 1))
+    return p.group * max(cdiv(p.M, c.Br) * cdiv(len(_keys_now(p, c)), c.Bc), min(p.M, 1))
 
 
 def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Tiles of dV and dK of one head in a round; at least one of each."""
     tiles = covered(p.dv, c)[0] + covered(p.d, c)[0]
-    return max(cdiv(_keys_now(p, c), c.Br), 1) * tiles
+    return max(cdiv(len(_keys_now(p, c)), c.Br), 1) * tiles
 
 
 def _query_tiles(p: Problem, c: SimpleNamespace) -> int:

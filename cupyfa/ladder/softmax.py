@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyfa.ladder.common import WARP
+from cupyfa.ladder.common import WARP, rung
 from cupyfa.ladder.kernel import Kernel, Launch
 
 
@@ -18,32 +18,29 @@ def softmax_launch(name: str) -> Launch:
     )
 
 
-KERNELS = (
-    Kernel(
-        name="softmax_safe",
-        adds="maximum, sum, quotient: three passes over a row",
-        operation="softmax",
-        launches=(softmax_launch("softmax_safe"),),
-        tflops={
-            "float16": {0: 2.41},
-            "bfloat16": {0: 2.41},
-            "float32": {0: 1.34},
-            "float64": {0: 0.779},
-        },
-        features=("strides", "lse"),
-    ),
-    Kernel(
-        name="softmax_online",
-        adds="online softmax, a running maximum and sum: two passes over a row",
-        after=("softmax_safe",),
-        operation="softmax",
-        launches=(softmax_launch("softmax_online"),),
-        tflops={
-            "float16": {0: 2.23},
-            "bfloat16": {0: 2.23},
-            "float32": {0: 1.6},
-            "float64": {0: 0.577},
-        },
-        features=("strides", "lse"),
-    ),
+SAFE = Kernel(
+    "softmax_safe",
+    "maximum, sum, quotient: three passes over a row",
+    (softmax_launch("softmax_safe"),),
+    operation="softmax",
+    features=("strides", "lse"),
+    tflops={
+        "float16": {0: 2.41},
+        "bfloat16": {0: 2.41},
+        "float32": {0: 1.34},
+        "float64": {0: 0.779},
+    },
 )
+ONLINE = rung(
+    SAFE,
+    "softmax_online",
+    "online softmax, a running maximum and sum: two passes over a row",
+    launches=(softmax_launch("softmax_online"),),
+    tflops={
+        "float16": {0: 2.23},
+        "bfloat16": {0: 2.23},
+        "float32": {0: 1.6},
+        "float64": {0: 0.577},
+    },
+)
+KERNELS = (SAFE, ONLINE)

@@ -92,11 +92,6 @@ class TileChoice:
         """The tile of small head dimensions, on any architecture."""
         return next(iter(self.up_to.values()), self.usual)[0]
 
-    @property
-    def by_d(self) -> tuple[TilesByD, ...]:
-        """All mappings from head dimensions to tiles."""
-        return (self.up_to, self.short, *self.on.values(), *self.few_rows.values())
-
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
     ) -> tuple[Tile, ...]:
@@ -105,21 +100,21 @@ class TileChoice:
         def scores(tile: Tile) -> float:
             return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)
 
-        def mostly_empty(tile: Tile) -> bool:
-            return _empty_share(p.N, tile.get("Bc", 1)) > _MOSTLY_EMPTY
+        def is_mostly_empty(tile: Tile) -> bool:
+            return p.N > 0 and 1 - p.N / round_up(p.N, tile.get("Bc", 1)) > _MOSTLY_EMPTY
 
-        def few_keys(tile: Tile) -> int:
+        def masked_keys(tile: Tile) -> int:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
         measured = [*_of_d(p, self.on.get(arch or "", {})), *_of_d(p, self.up_to)]
         least = min(map(scores, measured), default=0)
-        measured.sort(key=lambda x: (mostly_empty(x), scores(x) > _MORE * least))
+        measured.sort(key=lambda x: (is_mostly_empty(x), scores(x) > _MORE * least))
         rows = min((x for x in self.few_rows if p.M * p.group <= x), default=0)
         tiles = (*_of_d(p, self.few_rows.get(rows, {})), *measured, *self.usual)
         short = _of_d(p, self.short)
         if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
             return tiles
-        return (*sorted(short, key=lambda x: (mostly_empty(x), few_keys(x))), *tiles)
+        return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
 
 
 # What tiles must be: rules of a Kernel's field `tiles`.
@@ -133,7 +128,13 @@ RULES: Rules = {
     ),
     "tiles up_to are {head dimension: tiles}, like short, each of on and each of few_rows; they "
     "name what the usual ones do": lambda x: (
-        all(map(is_size, x.few_rows)) and all(_are_by_d(x, sizes) for sizes in x.by_d)
+        all(map(is_size, x.few_rows))
+        and all(
+            is_size(d) and set(tile) == set(x.names) and all(map(is_size, tile.values()))
+            for sizes in (x.up_to, x.short, *x.on.values(), *x.few_rows.values())
+            for d, tiles in sizes.items()
+            for tile in tiles
+        )
     ),
     "tiles have a whole number of blocks_per_sm, from 1": lambda x: is_size(x.blocks_per_sm),
 }
@@ -156,16 +157,3 @@ def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
     if p.is_masked:
         return max(blocks / at_a_time * Br * (p.N + Br + Bc) / 2, Br * p.N)
     return cdiv(blocks, at_a_time) * Br * cdiv(p.N, Bc) * Bc
-
-
-def _empty_share(N: int, Bc: int) -> float:
-    """The share of keys in tiles of Bc that do not exist."""
-    return 1 - N / (cdiv(N, Bc) * Bc) if N else 0
-
-
-def _are_by_d(choice: TileChoice, sizes: Any) -> bool:
-    return all(
-        is_size(most) and set(tile) == set(choice.names) and all(map(is_size, tile.values()))
-        for most, tiles in sizes.items()
-        for tile in tiles
-    )

@@ -13,7 +13,7 @@ from helpers.problems import inputs_of, planned
 import cupyfa
 from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
 from cupyfa.analysis import resources as compiling
-from cupyfa.analysis.tables import compilations, compiled_row
+from cupyfa.analysis.resources import compilations, compiled_row
 from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
