@@ -62,7 +62,8 @@ def problems(
     ``options`` is an AttentionOptions. A softmax has M rows of N. Defaults are USUAL, with
     ``small`` those of the simulator.
     """
-    usual = {**USUAL[operation], **(SMALL[operation] if small else {})}
+    # A record may have an operation that does not exist: the planner refuses it.
+    usual = {**USUAL.get(operation, _ATTENTION), **(SMALL[operation] if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
     for name, value in sizes.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,20 +66,6 @@ def trial(
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
     return Trial(plan, verdicts, row, used)
-
-
-def random_sizes(seed: int) -> dict[str, int]:
-    """Small odd sizes by a seed, for those that are not given."""
-    pick = random.Random(seed)
-    kv_heads = pick.randint(1, 2)
-    return {
-        "batch": pick.randint(1, 2),
-        "heads": kv_heads * pick.randint(1, 2),
-        "kv_heads": kv_heads,
-        "M": pick.randint(1, 200),
-        "N": pick.randint(1, 200),
-        "d": pick.randint(1, 128),
-    }
 
 
 @dataclass(frozen=True)

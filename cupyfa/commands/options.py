@@ -15,12 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cupyfa.bench import sweeps
-from cupyfa.bench.trial import random_sizes
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
-from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS, Option
-from cupyfa.problem import Problem
 from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import NAMES, backend_named
@@ -30,7 +27,6 @@ from cupyfa.verify.case import LAYOUTS, VALUES
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 DTYPE = "float32, or the first that the kernel can do"
-_USUAL_D = 64
 _SIZES = {
     "batch": ("-B", None),
     "heads": ("-H", None),
@@ -220,29 +216,6 @@ def _constants(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> di
 def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
     """The sizes and options that were given."""
     return {name: value for name, value in sizes.items() if value is not None and value != ()}
-
-
-def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str, Any]) -> Problem:
-    """The problem of the given sizes, and random ones that suit the kernel for the others.
-
-    With M given, N is M and d is 64 by default.
-    """
-    given, drawn = given_sizes(sizes), random_sizes(seed)
-    if record is not None and "gqa" not in record.features:
-        drawn["kv_heads"] = drawn["heads"]
-    if "M" in given:
-        drawn |= {"N": given["M"], "d": _USUAL_D}
-    usual = sweeps.usual_dtype(*([record] if record else []), precision=given.get("precision"))
-    given = {"dtype": usual, **given}
-    if operation == "softmax":
-        sweeps.refuse_foreign([operation], given)
-        sizes = {**drawn, **given}
-        return Problem.of_row_sizes(sizes["M"], sizes["N"], sizes["dtype"])
-    if "heads" in given:
-        drawn["kv_heads"] = given["heads"]
-    elif "kv_heads" in given:
-        drawn["heads"] = given["kv_heads"]
-    return Problem.of_sizes(**{**drawn, **given})
 
 
 def refuse_foreign(operations: Collection[str], *names: str) -> None:

@@ -12,9 +12,7 @@ from cupyfa.analysis import profile as profiling
 from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.problem import Problem
 from cupyfa.report.tables import render
 from cupyfa.verify.case import Case
 
@@ -55,7 +53,9 @@ def profile(
     sizes: -B 4 -H 16 -M 2048 -d 64 and N = M, for a softmax -M 16384 -N 4096.
     """
     record = record_named(kernel)
-    case = Case(record.operation, _problem(record, seed, sizes), seed, values, layout)
+    options.refuse_foreign([record.operation], *sizes)
+    (problem,) = sweeps.problems(record.operation, sizes, record)
+    case = Case(record.operation, problem, seed, values, layout)
     if backend == "simulator":
         remedy = "leave --backend out" if only_print else "--print prints the commands"
         raise Unsupported(f"the simulator has no counters; profile on a GPU: {remedy}")
@@ -76,11 +76,3 @@ def profile(
         run: Any = profiling.timeline if tool == "nsys" else profiling.profile
         rows = [x.row() for x in run(kernel, case, progress=progress, tiles=constants)]
     click.echo(render(rows, form))
-
-
-def _problem(record: Kernel, seed: int, sizes: dict[str, Any]) -> Problem:
-    """The problem of the given sizes, and the usual ones for the others."""
-    given = options.given_sizes(sizes)
-    dtype = sweeps.usual_dtype(record, precision=given.get("precision"))
-    sizes = {**sweeps.USUAL[record.operation], "dtype": dtype, **given}
-    return options.problem_of(record.operation, record, seed, {"N": sizes["M"], **sizes})

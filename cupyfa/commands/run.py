@@ -8,13 +8,18 @@ from typing import Any
 
 import click
 
+from cupyfa.bench import sweeps
 from cupyfa.bench.trial import trial
 from cupyfa.commands import WRONG, options
+from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan, select
+from cupyfa.problem import Problem
 from cupyfa.report.tables import render, trial_lines, trial_row
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import Case
+
+_USUAL_D = 64
 
 
 @click.command()
@@ -45,7 +50,8 @@ def run(
     seed = random.randrange(2**31) if seed is None else seed
     record = None if kernel == "auto" else record_named(kernel)
     operation = record.operation if record else "forward"
-    case = Case(operation, options.problem_of(operation, record, seed, sizes), seed, values, layout)
+    options.refuse_foreign([operation], *sizes)
+    case = Case(operation, problem_of(operation, record, seed, sizes), seed, values, layout)
     chosen = select(record or "auto", operation, case.problem, engine.limits)
     planned = plan(chosen, case.problem, engine.limits, **constants)
     try:
@@ -59,3 +65,19 @@ def run(
     else:
         click.echo(render([trial_row(result, case, engine)], form))
     sys.exit(0 if result.passed else WRONG)
+
+
+def problem_of(operation: str, record: Kernel | None, seed: int, sizes: dict[str, Any]) -> Problem:
+    """The problem of the given sizes, and small random ones that suit the kernel for the others."""
+    given, pick = options.given_sizes(sizes), random.Random(seed)
+    drawn = {"kv_heads": pick.randint(1, 2), "batch": pick.randint(1, 2)}
+    drawn["heads"] = drawn["kv_heads"] * pick.randint(1, 2)
+    drawn |= {"M": pick.randint(1, 200), "N": pick.randint(1, 200), "d": pick.randint(1, 128)}
+    if "heads" in given or (record and "gqa" not in record.features):
+        drawn["kv_heads"] = given.get("heads", drawn["heads"])
+    if "kv_heads" in given:
+        drawn["heads"] = given["kv_heads"]
+    if "M" in given:
+        drawn |= {"N": given["M"], "d": _USUAL_D}
+    (problem,) = sweeps.problems(operation, {**drawn, **given}, *([record] if record else []))
+    return problem

@@ -7,12 +7,11 @@ from typing import Any
 import click
 
 from cupyfa.analysis.resources import compile_launch, compiled_row, limits_of, ptx, sass
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan
 from cupyfa.planner.source import text
-from cupyfa.problem import Problem
 from cupyfa.report.tables import fields, plan_lines
 
 VIEWS = {
@@ -22,7 +21,7 @@ VIEWS = {
     "sass": "Machine code, from nvdisasm.",
     "resources": "Registers, spills, shared memory, occupancy and what limits it.  [default]",
 }
-_DEFAULTS = {"M": 1024, "d": 64}
+_DEFAULTS = {"batch": 1, "heads": 1, "M": 1024, "d": 64}
 
 
 def view_options(command: options.Command) -> options.Command:
@@ -50,12 +49,8 @@ def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> Non
     view = views[0] if views else "resources"
     record = record_named(kernel)
     options.refuse_foreign([record.operation], *sizes)
-    dtype = usual_dtype(record, precision=sizes["precision"])
-    given = {**_DEFAULTS, "dtype": dtype, **options.given_sizes(sizes)}
-    if record.operation == "softmax":
-        problem = Problem.of_row_sizes(given["M"], given.get("N", given["M"]), given["dtype"])
-    else:
-        problem = Problem.of_sizes(**given)
+    given = {**_DEFAULTS, **options.given_sizes(sizes)}
+    (problem,) = sweeps.problems(record.operation, {"N": given["M"], **given}, record)
     planned = plan(record, problem, limits_of(arch), **constants)
     for launch in planned.programs:
         if view == "source":

@@ -15,7 +15,7 @@ from helpers.problems import DTYPES
 
 import cupyfa
 from cupyfa.bench import trial
-from cupyfa.commands.options import problem_of
+from cupyfa.commands.run import problem_of
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
 from cupyfa.report import tables as report
