@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,11 @@ def extent(array: Any) -> tuple[int, int]:
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides)]
     low, high = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
     return low, high + array.dtype.itemsize
+
+
+def contiguous_strides(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
+    """The strides of a contiguous array, in bytes."""
+    return tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def address_of(array: Any) -> int:

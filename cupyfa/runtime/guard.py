@@ -20,7 +20,7 @@ from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.arrays import contiguous_strides, extent
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import replay
 
@@ -30,9 +30,7 @@ _ONES = 0xFF
 
 @dataclass(frozen=True)
 class _Guarded:
-    """An array inside guarded memory."""
-
-    memory: Any  # its bytes, margins included
+    memory: Any  # an array's bytes, margins included
     offset: int  # of element 0, in bytes
     array: Any
     bits: Any  # the array's elements as unsigned integers
@@ -51,14 +49,13 @@ def run_guarded(
         original[name] = backend.upload(array.view(guarded[name].bits.dtype))
         guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
+        strides = contiguous_strides(plan.stored_shape(name), dtype)
         guarded[name] = (
             _like(backend, outputs[name])
             if name in outputs
-            else _guarded(backend, shape, dtype, _contiguous(plan.stored_shape(name), dtype), 0)
+            else _guarded(backend, shape, dtype, strides, 0)
         )
-    launch = replay(backend, plan, {name: g.array for name, g in guarded.items()})
-    launch()
-
+    replay(backend, plan, {name: g.array for name, g in guarded.items()})()
     results = {
         name: backend.download(guarded[name].bits.copy()).view(dtype)
         for name, (_, dtype) in plan.outputs.items()
@@ -109,17 +106,9 @@ def _guarded(
     return _Guarded(memory, offset, array, bits)
 
 
-def _contiguous(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
-    return tuple(dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-
-
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
-    """Raises if anything but the elements of outputs and scratch was written.
-
-    Turns the elements into ones, of inputs only those bits that are as they were, so that all else
-    stands out.
-    """
+    """Raises if anything but the elements of outputs and scratch was written."""
+    # Every bit of the elements that may have changed, or has not, becomes one as in the margins.
     g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
     if int(g.memory.min()) == _ONES:
         return

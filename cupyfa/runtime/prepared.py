@@ -427,7 +427,9 @@ def fill(
     """
     if not all(map(backend.owns, inputs.values())):
         if not check:
-            transfer.compute(backend, pieces or pieces_of(backend, plan), inputs, outputs, progress)
+            with backend.lanes() as lanes:
+                pieces = pieces or pieces_of(backend, plan)
+                transfer.Call(backend, lanes, pieces, inputs, outputs).run(progress)
             return
         written: Mapping[str, Any] = guard.checked(backend, plan, readable_inputs(plan, inputs), {})
     else:

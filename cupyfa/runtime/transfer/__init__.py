@@ -11,8 +11,8 @@ The device holds a few pieces at a time, so a problem may be larger than its mem
 larger by itself is cut along its rows and its keys; partial results are merged by their lse.
 """
 
-from cupyfa.runtime.transfer.call import compute
+from cupyfa.runtime.transfer.call import Call
 from cupyfa.runtime.transfer.host import Transfer, configure, held, new_result, release
 from cupyfa.runtime.transfer.pieces import Pieces
 
-__all__ = ["Pieces", "Transfer", "compute", "configure", "held", "new_result", "release"]
+__all__ = ["Call", "Pieces", "Transfer", "configure", "held", "new_result", "release"]

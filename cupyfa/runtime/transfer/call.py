@@ -20,28 +20,13 @@ _CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python take
 _SPARE = 0.9  # share of the free memory that a call may take
 
 
-def compute(
-    backend: Backend,
-    pieces: Pieces,
-    inputs: Mapping[str, np.ndarray],
-    outputs: Mapping[str, np.ndarray],
-    progress: Callable[[int, int, str], None] | None = None,
-) -> None:
-    """Fills host arrays with what a plan makes of host arrays, in pieces.
+class Call:
+    """Fills host arrays with what a plan computes from host arrays, in pieces.
 
     The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
     not copied back. Everything is compiled, and the memory taken, before any output is written.
-    Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
-    """
-    with backend.lanes() as lanes:
-        _Call(backend, lanes, pieces, inputs, outputs).run(progress)
-
-
-class _Call:
-    """A problem on its way through the device.
-
-    This thread starts the copies and kernels of the pieces and sleeps while others copy, so it
-    seldom holds Python's lock.
+    The calling thread starts the copies and kernels of the pieces and sleeps while others copy, so
+    it seldom holds Python's lock.
     """
 
     def __init__(
@@ -52,6 +37,7 @@ class _Call:
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
     ) -> None:
+        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device."""
         self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
@@ -70,9 +56,8 @@ class _Call:
         self.layouts = self.cut.layouts(
             {name: _order(strided.get(name), len(axes)) for name, axes in self.axes.items()}
         )
-        self.count = max(
-            1, min(chosen.pieces, len(self.cut.pieces), free // max(self.cut.bytes, 1))
-        )
+        fitting = max(1, free // max(self.cut.bytes, 1))
+        self.count = min(chosen.pieces, len(self.cut.pieces), fitting)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
         # The bus waits for the first chunk, and threads for Python's lock at every chunk: the
@@ -135,12 +120,9 @@ class _Call:
 
     def memory(self) -> Slot:
         """Device memory for the arrays of a piece; the first piece is the largest."""
-        slot = {}
+        sizes = {name: self.cut.plans[0].stored_bytes(name) for name in self.layouts[0].arrays}
         with self.work.context:
-            for name in self.layouts[0].arrays:
-                memory = self.backend.empty((self.cut.plans[0].stored_bytes(name),), _BYTE)
-                slot[name] = memory, self.backend.address(memory)
-        return slot
+            return {name: self.backend.empty((size,), _BYTE) for name, size in sizes.items()}
 
     def placed(self, i: int, slot: Slot) -> dict[str, Place]:
         """The arrays of a piece: the part on the host and the memory on the device."""
@@ -152,7 +134,7 @@ class _Call:
             elif name in self.bits:
                 part = piece.of(self.bits[name], self.axes[name], group)
             host = None if part is None else part.transpose(lying.order)
-            places[name] = Place(slot[name][1], host, lying.memory, pinned)
+            places[name] = Place(self.backend.address(slot[name]), host, lying.memory, pinned)
         return places
 
     def moved(

@@ -18,6 +18,7 @@ from cupyfa.ladder.kernel import cdiv
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
+from cupyfa.runtime.arrays import contiguous_strides
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher, compiled
 from cupyfa.runtime.workspace import allocated
@@ -25,7 +26,7 @@ from cupyfa.runtime.workspace import allocated
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
-Slot = Mapping[str, tuple[Any, int]]  # device memory for the arrays of a piece, and its address
+Slot = Mapping[str, Any]  # device memory for the arrays of a piece
 Planner = Callable[[Problem], Plan]  # plans a part of a problem, with the same constants
 
 
@@ -104,7 +105,7 @@ class Cut:
     def __init__(self, whole: Plan, pieces: Sequence[Piece], plan_of: Planner) -> None:
         self.whole, self.pieces = whole, pieces
         self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
-        self._different = {id(plan): plan for plan in self.plans}
+        self._distinct = {id(plan): plan for plan in self.plans}
         self.bytes = needed(self.plans[0])  # of the first piece, which is the largest
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         axes = OPERATIONS[whole.kernel.operation].axes_of(whole.problem)
@@ -115,7 +116,7 @@ class Cut:
     def compile(self, backend: Backend) -> None:
         """Compiles the kernels of all pieces."""
         if not self._compiled:
-            for plan in self._different.values():
+            for plan in self._distinct.values():
                 compiled(backend, plan)
             self._compiled = True
 
@@ -125,7 +126,7 @@ class Cut:
         if (found := self._layouts.get(key)) is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            made = {number: Layout(plan, orders) for number, plan in self._different.items()}
+            made = {number: Layout(plan, orders) for number, plan in self._distinct.items()}
             found = self._layouts[key] = [made[id(plan)] for plan in self.plans]
         return found
 
@@ -133,10 +134,8 @@ class Cut:
 class Pieces:
     """The pieces of a plan's problem; remembered for the next call of any thread."""
 
-    def __init__(self, plan: Plan, planner: Planner) -> None:
-        """``planner`` plans a part of the problem with the same constants."""
-        self.plan = plan
-        self._planner, self._plans = planner, {plan.problem: plan}
+    def __init__(self, plan: Plan, plan_of: Planner) -> None:
+        self.plan, self._plan_of = plan, cache(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # on the device, of the problem in one piece
         self._cut: tuple[int, Cut] | None = None  # with the bytes that were wanted
 
@@ -148,13 +147,7 @@ class Pieces:
         return found[1] if found[1].bytes <= most else self._new(wanted, most)
 
     def _new(self, wanted: int, most: int) -> Cut:
-        return Cut(self.plan, cut(self.plan, self.plan_of, wanted, most), self.plan_of)
-
-    def plan_of(self, problem: Problem) -> Plan:
-        """The plan of a part of the problem."""
-        if (plan := self._plans.get(problem)) is None:
-            plan = self._plans[problem] = self._planner(problem)
-        return plan
+        return Cut(self.plan, cut(self.plan, self._plan_of, wanted, most), self._plan_of)
 
 
 def _ranges(total: int, step: int) -> list[range]:
@@ -181,10 +174,9 @@ class _Array(NamedTuple):
         shape, dtype = plan.arrays[name]
         stored = plan.stored_shape(name)
         memory = tuple(stored[axis] for axis in order)
-        strides = [0] * len(shape)
-        for at, axis in enumerate(order):
-            strides[axis] = dtype.itemsize * math.prod(memory[at + 1 :])
-        return _Array(dtype, shape, tuple(strides), order, memory)
+        steps = contiguous_strides(memory, dtype)
+        strides = tuple(steps[order.index(axis)] for axis in range(len(order)))
+        return _Array(dtype, shape, strides, order, memory)
 
 
 class Layout:
@@ -200,13 +192,12 @@ class Layout:
         scratch = {name: allocated(backend, self.plan, name) for name in self.plan.scratch}
         if self._launcher is None:
             views = {
-                name: backend.view(slot[name][0], x.shape, x.dtype, 0, x.strides)
+                name: backend.view(slot[name], x.shape, x.dtype, 0, x.strides)
                 for name, x in self.arrays.items()
             }
             self._launcher = Launcher(backend, self.plan, {**views, **scratch})
-        addresses = [slot[name][1] for name in self.arrays]
-        addresses += map(backend.address, scratch.values())
-        self._launcher(addresses, backend.stream)
+        memory = (*(slot[name] for name in self.arrays), *scratch.values())
+        self._launcher(list(map(backend.address, memory)), backend.stream)
 
 
 class Place(NamedTuple):
@@ -224,7 +215,7 @@ class Place(NamedTuple):
         if self.host.size and size * math.prod(self.shape) <= most:
             yield self.host, self.address, self.shape
             return
-        steps = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        steps = contiguous_strides(self.shape, self.host.dtype)
         for index in slabs(self.shape, max(most // size, 1)):
             offset = sum(part.start * step for part, step in zip(index, steps))
             shape = tuple(part.stop - part.start for part in index)
