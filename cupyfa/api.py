@@ -393,7 +393,7 @@ def _call(
         prepared = None
     if prepared is None:
         prepared = _prepared(how, backend, arrays, keep=False)
-        if not prepared.plan.is_from_outside:  # its source may have changed by the next call
+        if not any(x.path.is_absolute() for x in prepared.plan.launches):  # own files may change
             if len(backend.known) >= _MOST_KNOWN:
                 backend.known.clear()
             backend.known[key] = prepared

@@ -23,7 +23,6 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return self.numpy.itemsize
 
     @property

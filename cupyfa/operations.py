@@ -46,7 +46,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Input:
-    """An input array of an operation.
+    """An array of an operation, in most cases an input.
 
     ``axes`` are its sizes by name. ``kind`` says what it holds: "scalar" (the problem's dtype),
     "real" (the dtype of sums), "int" (int32) or "bool". ``when`` says which problems take it.
@@ -57,11 +57,12 @@ class Input:
     when: Callable[[Problem], bool] = lambda p: True
 
     def shape(self, p: Problem) -> tuple[int, ...]:
-        """Its shape in a problem."""
         return p.shape(self.axes)
 
+    def bytes(self, p: Problem) -> int:
+        return prod(self.shape(p)) * self.dtype(p).itemsize
+
     def dtype(self, p: Problem) -> np.dtype:
-        """Its dtype in a problem."""
         kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
         return np.dtype(kinds.get(self.kind) or {"int": "i4", "bool": "?"}[self.kind])
 
@@ -85,7 +86,7 @@ class Operation:
     def bytes(self, p: Problem) -> int:
         """The fewest bytes moved: every input is read once, every output is written once."""
         moved = [*self.inputs_of(p).values(), *(Input(*x) for x in self.outputs.values())]
-        return sum(prod(x.shape(p)) * x.dtype(p).itemsize for x in moved)
+        return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
         """The inputs that a problem has, by name."""

@@ -314,7 +314,6 @@ class AttentionOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def row(self) -> dict[str, Any]:
-        """The columns of a result row."""
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self) -> list[str]:

@@ -199,7 +199,6 @@ class Problem:
 
     @property
     def is_masked(self) -> bool:
-        """Whether a key may be masked."""
         return self.left is not None or self.right is not None
 
     @property
@@ -237,7 +236,6 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of the inputs."""
         return self.dtype.itemsize
 
     @property

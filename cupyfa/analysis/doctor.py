@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 from cupyfa import store
@@ -53,10 +54,6 @@ class Finding:
     state: str
     found: str
     hinders: tuple[str, ...] = ()
-
-    def row(self) -> dict[str, Any]:
-        """One row of a table."""
-        return {**vars(self), "hinders": list(self.hinders)}
 
 
 @dataclass(frozen=True)
@@ -148,11 +145,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("Python", OK, f"{version}, {sys.executable}")
-
-
 def _package(name: str, use: str = "") -> Finding:
     version = version_of(name)
     return Finding(name, OK if version else MISSING, version or f"not installed{use}")
@@ -237,7 +229,7 @@ def _size(count: float) -> str:
 
 # In the order of the output.
 PROBES = (
-    Probe("Python", _python),
+    Probe("Python", lambda: Finding("Python", OK, f"{python_version()}, {sys.executable}")),
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
     Probe(  # before CuPy is given another

@@ -9,10 +9,9 @@ are computed and move nothing. The log-sum-exp that a forward kernel returns is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.operations import OPERATIONS
+from cupyfa.operations import OPERATIONS, Input
 from cupyfa.problem import Problem
 
 NAIVE, TILED = "naive", "tiled"
@@ -35,14 +34,13 @@ def common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
 
 def input_sizes(operation: str, p: Problem) -> dict[str, int]:
     """Bytes of each input."""
-    inputs = OPERATIONS[operation].inputs_of(p)
-    return {name: prod(x.shape(p)) * x.dtype(p).itemsize for name, x in inputs.items()}
+    return {name: x.bytes(p) for name, x in OPERATIONS[operation].inputs_of(p).items()}
 
 
 def output_bytes(operation: str, p: Problem) -> int:
     """Bytes of all outputs except lse."""
     outputs = OPERATIONS[operation].outputs
-    return sum(_size(p, *outputs[name]) for name in outputs if name != "lse")
+    return sum(Input(*outputs[name]).bytes(p) for name in outputs if name != "lse")
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
@@ -61,8 +59,4 @@ def naive_scratch(operation: str, p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    return _size(p, "batch heads M N", "scalar")
-
-
-def _size(p: Problem, axes: str, kind: str) -> int:
-    return prod(p.shape(axes)) * (p.itemsize if kind == "scalar" else p.dtype.sums.itemsize)
+    return Input("batch heads M N").bytes(p)

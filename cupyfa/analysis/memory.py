@@ -22,7 +22,7 @@ from cupyfa.analysis.formulas import (
     tiled_bytes,
 )
 from cupyfa.analysis.profile import TOOLS, profile
-from cupyfa.analysis.resources import limits_of
+from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import sweeps
 from cupyfa.errors import DeviceError, DeviceLost, Unsupported
 from cupyfa.ladder import LADDER
@@ -115,7 +115,10 @@ def memory(
     if len(several) != 1:
         raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
-    engine, limits = _place(backend)
+    engine = gpu() if backend == "auto" else backend_named(backend)
+    limits = engine.limits if engine else limits_of("90")
+    if engine and engine.stream is None:  # the simulator has no memory to measure
+        engine = None
     if named and not any(can(x, problem, limits) for x in named.values()):
         plan(next(iter(named.values())), problem, limits)  # raises the reason
     chosen = named or {x: k for x, k in LADDER[operation].items() if can(k, problem, limits)}
@@ -132,17 +135,6 @@ def memory(
     return rows
 
 
-def _place(backend: str | Backend) -> tuple[Backend | None, Limits]:
-    """The GPU, if one is there or named, and the limits to plan for."""
-    if backend == "auto":
-        try:
-            backend = backend_named("cuda")
-        except DeviceError:
-            return None, limits_of("90")
-    engine = backend_named(backend)
-    return (engine if engine.stream is not None else None), engine.limits
-
-
 def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
     """Naive and tiled attention; a softmax has no tiled form."""
     inputs = sum(input_sizes(operation, p).values())
@@ -154,7 +146,6 @@ def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
 
 
 def _planned(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Footprint:
-    """The bytes that follow from the plan of a kernel."""
     try:
         made = plan(kernel, p, limits)
     except Unsupported as error:

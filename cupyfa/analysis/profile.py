@@ -63,7 +63,6 @@ class KernelTime:
     total_ms: float
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
         return asdict(self)
 
 

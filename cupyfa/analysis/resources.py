@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from cupyfa.errors import Unsupported
+from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
 from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.planner import source
@@ -18,6 +18,8 @@ from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.planner.select import plan
 from cupyfa.problem import Problem
 from cupyfa.report.tables import Row, render, table_or_fields
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.select import backend_named
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ def limits_of(arch: str) -> Limits:
         known = ", ".join([*MULTIPROCESSORS, *ARCH_SPECIFIC])
         raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
     return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[family].shared_of_block, arch=family)
+
+
+def gpu() -> Backend | None:
+    """The GPU of this machine, if there is one."""
+    try:
+        return backend_named("cuda")
+    except DeviceError:
+        return None
 
 
 def plans(

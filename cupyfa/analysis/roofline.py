@@ -22,13 +22,13 @@ from cupyfa.analysis.formulas import (
     naive_bytes,
     tiled_bytes,
 )
-from cupyfa.analysis.resources import limits_of
+from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import devices, peaks, sweeps
 from cupyfa.bench.bench import bench
 from cupyfa.bench.devices import Device
 from cupyfa.bench.results import Measurement
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import DeviceError, Unsupported
+from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
@@ -40,7 +40,6 @@ from cupyfa.problem import SIZES, Problem
 from cupyfa.report.tables import drop, drop_followers, table_or_fields
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
-from cupyfa.runtime.select import backend_named
 
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
@@ -186,9 +185,10 @@ def roofline(
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
     if not sizes.get("dtype"):
-        sizes["dtype"] = "float32" if sizes.get("precision") else _usual_dtype(chosen)
+        able = [x for x in DTYPES if all(k.takes(x) for k in records)] or ["float16"]
+        sizes["dtype"] = "float32" if sizes.get("precision") else able[0]
     problems = sweeps.problems(operation, sizes)
-    engine = _gpu()
+    engine = gpu()
     target, is_here = _device(device, engine)
     limits = limits_of(target.arch)
     limits = replace(limits, device=target.name, multiprocessors=target.multiprocessors)
@@ -234,19 +234,6 @@ def uses_tensor_cores(plan: Plan) -> bool:
 
 def _precision(plan: Plan) -> str:
     return plan.rounding or plan.problem.dtype.name
-
-
-def _usual_dtype(chosen: Sequence[str | Kernel]) -> str:
-    """float16, or the first that all of the kernels take."""
-    kernels = [x for x in chosen if isinstance(x, Kernel)]
-    return next((x for x in DTYPES if all(k.takes(x) for k in kernels)), "float16")
-
-
-def _gpu() -> Backend | None:
-    try:
-        return backend_named("cuda")
-    except DeviceError:
-        return None
 
 
 def _device(device: str | Device, engine: Backend | None) -> tuple[Device, bool]:

@@ -20,7 +20,7 @@ def doctor(form: str) -> None:
     """
     with options.progress_bar("examining") as progress:
         findings = examined(progress)
-    rows = [x.row() for x in findings]
+    rows = [vars(x) for x in findings]
     if form == "table":
         rows = [{name: row[name] for name in ("thing", "state", "found")} for row in rows]
     click.echo(render(rows, form))

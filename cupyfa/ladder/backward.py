@@ -34,18 +34,8 @@ def odd_width(width: int, itemsize: int) -> int:
     return (cdiv(width, 2) | 1) * 2 if itemsize < 4 else width | 1
 
 
-def columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Sums of dK and dV, and what both passes need."""
-    return _shared(p, c, c.Bc * (p.d + p.dv))
-
-
-def rows_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Sums of dQ, and what both passes need."""
-    return _shared(p, c, c.Br * p.d)
-
-
-def _shared(p: Problem, c: SimpleNamespace, sums: int) -> int:
-    """The sums, P and dS, lse and delta, and the tiles of Q, dO, K and V."""
+def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
+    """The sums of gradients, P and dS, lse and delta, and the tiles of Q, dO, K and V."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
     weights = odd_width(c.Bc, p.dtype.sums.itemsize)
     return p.bytes(reals=sums + 2 * c.Br * weights + 2 * c.Br, scalars=(c.Br + c.Bc) * widths)
@@ -55,7 +45,7 @@ def columns_launch(
     name: str,
     outputs: str,
     threads: Formula = lambda p, c: THREADS,
-    shared: Formula = columns_shared,
+    shared: Formula = lambda p, c: shared_bytes(p, c, c.Bc * (p.d + p.dv)),
 ) -> Launch:
     """A block for each tile of K and V."""
     args = f"{INPUTS} {outputs} sizes kv_heads group scale mods"
@@ -65,7 +55,9 @@ def columns_launch(
 def rows_launch(name: str, outputs: str) -> Launch:
     """A block for each tile of Q."""
     args = f"{INPUTS} {outputs} sizes heads group scale mods"
-    return Launch(name, args, row_tiles, lambda p, c: THREADS, rows_shared)
+    return Launch(
+        name, args, row_tiles, lambda p, c: THREADS, lambda p, c: shared_bytes(p, c, c.Br * p.d)
+    )
 
 
 def sums_launch(entry: str, name: str, args: str) -> Launch:
@@ -418,22 +410,9 @@ def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
     return c.stages if wgmma_wide_shared(p, c, c.stages) <= SHARED_OF_SM_90 else 1
 
 
-def wgmma_two_pass_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 64 columns, row sums and barriers."""
-    tiles = 2 * (c.Bc + c.stages * c.Br) * boxed_width(p)
-    return round_up(tiles + 8 * c.stages * c.Br + 8 * (4 + 4 * c.stages), 1024)
-
-
-def wgmma_two_pass_wide_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same with P, and barriers for each of four warps."""
-    tiles = 2 * (c.Bc + c.stages * c.Br) * boxed_width(p) + 4 * c.stages * c.Br * c.Bc
-    return round_up(tiles + 8 * c.stages * c.Br + 8 * (4 + 8 * c.stages), 1024)
-
-
-def wgmma_two_pass_rows_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same of 128 rows, and stages of keys."""
-    tiles = 2 * (128 + c.stages * c.Bk) * boxed_width(p)
-    return round_up(tiles + 8 * (4 + 3 * c.stages), 1024)
+def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
+    """Tiles of `kept` rows and of `loaded` rows in each stage, `rest` bytes a stage, 4 barriers."""
+    return round_up(2 * (kept + stages * loaded) * boxed_width(p) + stages * rest + 32, 1024)
 
 
 def boxed_width(p: Problem) -> int:
@@ -462,7 +441,8 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
     constants={},
-    shared=wgmma_two_pass_columns_shared,
+    # In each stage row sums and 4 barriers; P too, and 8 barriers, where d or dv is above 128.
+    shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
     "wgmma_columns",
@@ -534,7 +514,9 @@ WGMMA_TWO_PASS = rung(
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             entry="wgmma_two_pass_columns_wide",
-            shared=wgmma_two_pass_wide_shared,
+            shared=lambda p, c: wgmma_two_pass_shared(
+                p, c.Bc, c.stages, c.Br, (4 * c.Bc + 8) * c.Br + 64
+            ),
             when=is_wide,
         ),
         Launch(
@@ -543,7 +525,7 @@ WGMMA_TWO_PASS = rung(
             boxes=boxes(lambda p, c: 128, lambda p, c: c.Bk),
             grid=lambda p, c: cdiv(p.M, 128) * p.heads * p.batch,
             threads=lambda p, c: 384,
-            shared=wgmma_two_pass_rows_shared,
+            shared=lambda p, c: wgmma_two_pass_shared(p, 128, c.stages, c.Bk, 24),
         ),
     ),
     tiles=TileChoice.of(

@@ -7,6 +7,7 @@ problem ``p`` and the constants ``c``. Users write records for their own files.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.dtypes import DTYPES
-from cupyfa.ladder.rules import Rules, check, is_size
-from cupyfa.ladder.tiles import RULES as TILE_RULES, Tile, TileChoice, Tiles, cdiv
+from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
 from cupyfa.problem import Problem
 
@@ -56,6 +56,21 @@ class _Record:
         for name in fields.keys() & _FORMER.keys():
             raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
         return object.__new__(cls)
+
+    def check(self, rules: Rules) -> None:
+        """Raises ValueError, with the rule and the value, for a field that breaks a rule.
+
+        A rule begins with the name of its field.
+        """
+        for rule, holds in rules.items():
+            try:
+                kept = holds(self)
+            except (AttributeError, TypeError, ValueError):  # the value has not even the right type
+                kept = False
+            if not kept:
+                name, field = next(iter(vars(self).values())), rule.split()[0]
+                value = reprlib.repr(getattr(self, field))
+                raise ValueError(f"{type(self).__name__} {name!r}: {rule}, but here {value}")
 
     def __copy__(self) -> Any:
         return self
@@ -112,7 +127,7 @@ class Launch(_Record):
     in_rounds: bool = False
 
     def __post_init__(self) -> None:
-        check(self, _LAUNCH_RULES)
+        self.check(_LAUNCH_RULES)
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
@@ -199,31 +214,19 @@ class Kernel(_Record):
     after: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check(self, _KERNEL_RULES)
+        self.check(_KERNEL_RULES)
 
     def __repr__(self) -> str:
         return f"<{self.operation} kernel {self.name}: sm_{self.arch}, {' '.join(self.dtypes)}>"
 
     @property
     def choice(self) -> TileChoice:
-        """Its tiles."""
         return self.tiles if isinstance(self.tiles, TileChoice) else TileChoice(self.tiles)
-
-    @property
-    def arches(self) -> tuple[str, ...]:
-        """The architectures it can be compiled for."""
-        if self.target:
-            return (self.target,)
-        return tuple(arch for arch in ARCHES if int(arch) >= int(self.arch))
 
     @property
     def target(self) -> str | None:
         """The architecture it must be compiled for, if it uses instructions of that one only."""
         return self.arch if self.arch in ARCH_SPECIFIC else None
-
-    def arch_for(self, dtype: str) -> str:
-        """The least compute capability for a dtype."""
-        return self.dtype_arch.get(dtype, self.arch)
 
     @property
     def float32_as(self) -> tuple[str, ...]:
@@ -262,7 +265,6 @@ class Kernel(_Record):
         )
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
-        """The launches and products that a problem needs."""
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cupyfa.ladder.rules import Rules, is_size
 from cupyfa.options import PLAIN
 from cupyfa.problem import Problem
 
 Tile = Mapping[str, int]
 Tiles = Sequence[Tile]
 TilesByD = Mapping[int, Tiles]  # for head dimensions up to a number
+Rules = Mapping[str, Callable[[Any], bool]]  # in words, of the fields of a record
 
 # Names that the text above every kernel's file declares, or that formulas have.
 RESERVED = (
@@ -35,6 +36,12 @@ def cdiv(count: int, size: int) -> int:
 def round_up(count: int, size: int) -> int:
     """The least multiple of ``size`` that is not below ``count``."""
     return cdiv(count, size) * size
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a whole number from 1 to 2**31 - 1."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and 1 <= value < 2**31
 
 
 def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
@@ -84,7 +91,6 @@ class TileChoice:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The constants that a tile gives."""
         return tuple(self.usual[0])
 
     @property
@@ -147,7 +153,7 @@ def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
 
 
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
-    """How many scores are computed one after the other, with so many blocks at a time.
+    """How many scores are computed one after the other, with `at_a_time` blocks in parallel.
 
     Under a mask these are about half of all, and those at its edge; rows with few keys make up for
     others there, but a row tile is one block's.

@@ -53,19 +53,14 @@ def attention(
     k: Array,
     v: Array,
     *,
-    scale: float,
-    causal_offset: int | None = None,
-    window_offset: int | None = None,
-    options: AttentionOptions = PLAIN,
     precision: str = "float64",
+    **score: Any,
 ) -> tuple[Array, Array]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
-    h // (heads // kv_heads). Query i sees keys i + window_offset <= j <= i + causal_offset; None
-    is no limit. Of options only the modifications of scores count; scale and masks are given as
-    numbers.
+    h // (heads // kv_heads). score: scale, causal_offset, window_offset and options, as of `tiles`.
 
     With precision "float64" every step is computed in float64. With another name of PRECISIONS the
     inputs and the result of every step are rounded to that precision and sums are accumulated in
@@ -80,7 +75,7 @@ def attention(
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
     flat_out, flat_lse = flat(out), flat(lse)
-    for tile in tiles(q, k, v, scale, causal_offset, window_offset, options):
+    for tile in tiles(q, k, v, **score):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
     return out, lse
 
@@ -139,7 +134,9 @@ def tiles(
 ) -> Iterator[Tile]:
     """Cuts the problem of `attention` into tiles; together they hold every row of q once.
 
-    A tile holds many heads of a small problem, or some rows of one head of a large one.
+    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. Of options only
+    the modifications of scores count; scale and masks are given as numbers. A tile holds many heads
+    of a small problem, or some rows of one head of a large one.
     """
     batch, heads, M, d = q.shape
     if batch * heads * M == 0:
@@ -331,7 +328,6 @@ def _rounded_to_float16(x: Array) -> Array:
 
 
 def _rounded_to_e4m3(x: Array) -> Array:
-    """float32 rounded to e4m3, each matrix scaled by a power of two of its own."""
     size = np.abs(np.where(np.isfinite(x), x, 0)).max((-2, -1), keepdims=True, initial=0)
     mantissa, exponent = np.frexp(size)
     shift = np.where(size > 0, exponent + (mantissa > 0.875), -126) - 9  # 448 is 0.875 * 2**9

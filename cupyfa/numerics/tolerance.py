@@ -237,8 +237,10 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
         _expected_rows(rows[first : first + some], kernel)
         for first in range(0, max(count, 1), some)
     ]
-    P, lse = zip(*parts, strict=True)
-    return {"P": _joined(P, x.shape), "lse": _joined(lse, x.shape[:-1])}
+    return {
+        name: Expected(*(np.concatenate(x).reshape(shape) for x in zip(*of_rows)))
+        for name, shape, of_rows in zip(("P", "lse"), (x.shape, x.shape[:-1]), zip(*parts))
+    }
 
 
 class _Arithmetic:
@@ -496,11 +498,6 @@ def _finfo(precision: str) -> Any:
     """The limits of a precision; tf32 has as many mantissa bits as float16."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
-
-
-def _joined(parts: Sequence[Expected], shape: tuple[int, ...]) -> Expected:
-    value, bound = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return Expected(value.reshape(shape), bound.reshape(shape))
 
 
 def _finite(x: Array) -> Array:

@@ -87,7 +87,7 @@ class _Planner:
         }
 
     def plan(self) -> Plan:
-        steps = self.evaluated("when", self.kernel.steps, self.problem)
+        steps = evaluated(self.kernel, "when", self.kernel.steps, self.problem)
         return Plan(
             kernel=self.kernel,
             problem=self.problem,
@@ -99,9 +99,6 @@ class _Planner:
             scratch=dict(self.scratch(steps)),
             outputs=self.outputs,
         )
-
-    def evaluated(self, what: str, formula: Callable[..., Any], *values: Any) -> Any:
-        return evaluated(self.kernel, what, formula, *values)
 
     def on_device(self, **more: int) -> SimpleNamespace:
         """The constants for formulas that may depend on the device."""
@@ -125,10 +122,10 @@ class _Planner:
         """A launch with every number decided, in a round of the kernel."""
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
         of_grid = self.on_device(round=number)
-        blocks = self.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
+        blocks = evaluated(self.kernel, f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
-        threads = self.evaluated(f"threads of {entry}", launch.threads, p, c)
-        shared_bytes = self.evaluated(f"shared of {entry}", launch.shared, p, c)
+        threads = evaluated(self.kernel, f"threads of {entry}", launch.threads, p, c)
+        shared_bytes = evaluated(self.kernel, f"shared of {entry}", launch.shared, p, c)
         self.check_formulas(launch, counts, threads, shared_bytes)
         x, y, z, *_ = (*counts, 1, 1)
         self.check_limits((x, y, z), threads, shared_bytes)
@@ -221,7 +218,7 @@ class _Planner:
         most: float = float("inf"),
     ) -> int:
         """A whole number that a record's formula gives. Raises ValueError for anything else."""
-        number = self.evaluated(what, formula, self.problem, c)
+        number = evaluated(self.kernel, what, formula, self.problem, c)
         if not (isinstance(number, int | np.integer) and least <= number <= most):
             to = f" to {most}" if isfinite(most) else ""
             raise ValueError(
@@ -232,7 +229,7 @@ class _Planner:
 
     def constant(self, what: str, formula: Constant) -> int | float:
         """A constant above a kernel's text: a bool, an int, or a float in single precision."""
-        value = self.evaluated(what, formula, self.problem, self.c)
+        value = evaluated(self.kernel, what, formula, self.problem, self.c)
         if isinstance(value, bool | np.bool_):
             return bool(value)
         if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:

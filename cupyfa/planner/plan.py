@@ -92,7 +92,6 @@ class PlannedLaunch:
 
     @property
     def entry(self) -> str:
-        """The name of the kernel function."""
         return self.launch.entry
 
     @property
@@ -119,7 +118,6 @@ class Plan:
 
     @property
     def launches(self) -> tuple[PlannedLaunch, ...]:
-        """The steps that launch a kernel."""
         return tuple(step for step in self.steps if isinstance(step, PlannedLaunch))
 
     @property
@@ -131,13 +129,7 @@ class Plan:
         return tuple(first.values())
 
     def rounds_of(self, program: PlannedLaunch) -> int:
-        """How often a launch is repeated."""
         return sum(x.launch is program.launch for x in self.launches)
-
-    @property
-    def is_from_outside(self) -> bool:
-        """Whether a source lies outside the project, where its author may change it."""
-        return any(x.path.is_absolute() for x in self.launches)
 
     @property
     def scratch_bytes(self) -> int:
@@ -165,7 +157,6 @@ class Plan:
         return (*shape[:-1], aligned_width(shape[-1], dtype.itemsize))
 
     def stored_bytes(self, name: str) -> int:
-        """The bytes of an array's memory."""
         return prod(self.stored_shape(name)) * self.arrays[name][1].itemsize
 
 

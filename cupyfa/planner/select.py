@@ -326,7 +326,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     ]
     lacking = [name for name in needed if name not in kernel.features]
     own = problem.dtype.name
-    arch = kernel.arch_for(own)
+    arch = kernel.dtype_arch.get(own, kernel.arch)
     can_do = kernel.precisions_of(own)
     here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
     if not kernel.takes(own):

@@ -147,7 +147,7 @@ def test_the_public_function():
 
 def test_the_device_of_this_machine_is_measured(monkeypatch):
     """The simulator replaces a device."""
-    monkeypatch.setattr(roofs, "_gpu", cupyfa.Simulator)
+    monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
     small = {"batch": 1, "heads": 2, "kv_heads": 1, "M": 20, "N": 12, "d": 8, "budget": 0}
     tiled, fa2 = roofs.roofline(["tiled", "fa2"], causal="top-left", window=(4, None), **small)
@@ -190,7 +190,7 @@ def test_the_dtype_is_one_that_the_kernels_can_do():
 
 
 def test_what_the_command_refuses(monkeypatch):
-    monkeypatch.setattr(roofs, "_gpu", lambda: None)
+    monkeypatch.setattr(roofs, "gpu", lambda: None)
     assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
     assert "Br is no size" in refused("roofline", "fa2", "-p", "Br=64", code=2)
     assert "h9" in refused("roofline", "--device", "h9", code=2)
