@@ -19,6 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, each with its own BLAS: one thread is enough for each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Folders and files of the tests that take the longest on a GPU.
+_LONG = {"pages", "tools", "test_smoke.py", "test_checking.py", "test_reruns.py", "test_tuning.py"}
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 
@@ -57,9 +59,9 @@ def pytest_collection_finish():
 def spread(items):
     """An order of the tests in which each process of pytest-xdist gets a similar mixture.
 
-    It gives each process a contiguous part. Tests of pages, which take the longest, come first.
+    It gives each process a contiguous part. Tests that take the longest come first.
     """
-    items = sorted(items, key=lambda item: "pages" not in item.path.parts)
+    items = sorted(items, key=lambda item: _LONG.isdisjoint(item.path.parts))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return [item for first in range(processes) for item in items[first::processes]]
 

@@ -120,7 +120,7 @@ def without_spills():
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("name, arch, d, mask, sizes", without_spills())
+@pytest.mark.parametrize("name, arch, d, mask, sizes", list(without_spills()))
 def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, mask, sizes):
     launches = planned(name, arch, d, mask, **sizes)
     for launch in launches:

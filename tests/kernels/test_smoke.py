@@ -7,7 +7,7 @@ import cupyfa
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 
-SAMPLES = {"smoke": 4, "edges": 6}  # of each dtype and seed
+SAMPLES = {"smoke": 2, "edges": 3}  # of each dtype and seed
 SEEDS = range(2)
 
 

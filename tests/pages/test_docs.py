@@ -211,7 +211,8 @@ def test_commands_of_a_page_work(page, environment, tmp_path):
 def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, tmp_path, tmp_path_factory):
     # What one process of pytest-xdist has compiled and measured, the pages of the others find.
     shared = tmp_path_factory.getbasetemp().parent / "cache-of-pages"
-    follow(read(page), tmp_path, {**environment, "CUPYFA_CACHE_DIR": str(shared)}, gpu=True)
+    settings = {"CUPYFA_CACHE_DIR": str(shared), "OPENBLAS_NUM_THREADS": "4"}
+    follow(read(page), tmp_path, {**environment, **settings}, gpu=True)
 
 
 def test_roofline_tables_are_complete(environment, tmp_path):
