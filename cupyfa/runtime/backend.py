@@ -71,7 +71,6 @@ class Backend(ABC):
     """A place with memory and a way to launch kernels on it."""
 
     name: str
-    limits: Limits
     compile_errors: tuple[type[Exception], ...] = ()  # raised by ``prepare`` for a kernel's text
     failures: tuple[type[Exception], ...] = ()  # which ``working_on`` turns into DeviceError
     known: dict[Any, Any]  # prepared calls, by what decides them; cleared when the limits change
@@ -85,6 +84,21 @@ class Backend(ABC):
     # A new contiguous array with unspecified elements.
     empty: Callable[[tuple[int, ...], np.dtype], Any]
     allocator: Callable[[], Any] = staticmethod(lambda: None)  # where ``empty`` takes memory from
+    read_limits: Any  # of a device; cached
+    device: int = 0  # the number of the current one
+    stream: int | None = None  # the address of the current CUDA stream, if calls return at once
+    is_capturing: bool = False  # whether the work in the current stream is captured as a graph
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the current device."""
+        return self.read_limits(self.device)
+
+    def refresh(self) -> None:
+        """Reads ``limits`` again, after a kernel was tuned."""
+        self.read_limits.cache_clear()
+        self.known.clear()
+        recent.clear()
 
     def holders(self, array: Any) -> tuple[Any, ...]:
         """The objects that keep the memory of a new array alive, the array among them."""
@@ -155,21 +169,6 @@ class Backend(ABC):
         """A function that replays the launches of a call at once, as a CUDA graph does."""
         return call
 
-    @property
-    def stream(self) -> int | None:
-        """The address of the current CUDA stream; None where calls return when they are done."""
-        return None
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the work in the current stream is captured as a graph."""
-        return False
-
-    @property
-    def device(self) -> int:
-        """The number of the current device."""
-        return 0
-
     def current(self) -> tuple[int, int | None]:
         """The current device and stream."""
         return self.device, self.stream
@@ -224,10 +223,6 @@ class Backend(ABC):
     def versions(self) -> dict[str, str]:
         """The versions of the driver, libraries and compilers, by name."""
         return {}
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Reads ``limits`` again, after a kernel was tuned."""
 
     def reordered(self, seed: int) -> Backend:
         """The same backend with another order of threads, where that can be chosen."""

@@ -20,7 +20,7 @@ from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start, recent
+from cupyfa.runtime.backend import Backend, Region, Start
 
 store.give_cupy_a_folder()
 import cupy  # noqa: E402
@@ -149,6 +149,31 @@ class _Lane:
 _ready = threading.local()  # the device that a copying thread has made current
 
 
+@cache
+def _limits(device: int) -> Limits:
+    attributes = cupy.cuda.Device(device).attributes
+    properties = runtime.getDeviceProperties(device)
+    name = properties["name"].decode()
+    return Limits(
+        device=name,
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        threads=attributes["MaxThreadsPerBlock"],
+        arch=cupy.cuda.Device(device).compute_capability,
+        multiprocessors=attributes["MultiProcessorCount"],
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # given in kHz
+        no_matmul=_no_cublas(),
+        tuned=tuned.on(name),
+    )
+
+
+def _no_cublas() -> str | None:
+    try:
+        from cupy.cuda import cublas  # noqa: F401
+    except ImportError:
+        return "its matrix products need cuBLAS: pip install 'cupyfa[cublas]'"
+    return None
+
+
 class Cuda(Backend):
     """The current CUDA device. Work goes to CuPy's current stream."""
 
@@ -163,6 +188,7 @@ class Cuda(Backend):
     address = staticmethod(attrgetter("data.ptr"))
     empty = staticmethod(cupy.ndarray)
     allocator = staticmethod(cupy.cuda.get_allocator)
+    read_limits = staticmethod(_limits)
     compiles_in_parallel = True
 
     def __init__(self) -> None:
@@ -178,11 +204,6 @@ class Cuda(Backend):
         count = runtime.getDeviceCount()
         names = {runtime.getDeviceProperties(i)["name"] for i in range(count)}
         return count if len(names) == 1 else 1
-
-    @property
-    def limits(self) -> Limits:  # type: ignore[override]
-        """The limits of the current device, by its attributes."""
-        return _limits(cupy.cuda.Device().id)
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, cupy.ndarray)
@@ -293,15 +314,15 @@ class Cuda(Backend):
         return pool.total_bytes()
 
     @property
-    def stream(self) -> int | None:
+    def stream(self) -> int | None:  # type: ignore[override]
         return get_current_stream().ptr
 
     @property
-    def is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:  # type: ignore[override]
         return runtime.streamIsCapturing(get_current_stream().ptr)
 
     @property
-    def device(self) -> int:
+    def device(self) -> int:  # type: ignore[override]
         return runtime.getDevice()
 
     def current(self) -> tuple[int, int]:
@@ -363,11 +384,6 @@ class Cuda(Backend):
             "cuda": _dotted(runtime.runtimeGetVersion()),
             "nvrtc": ".".join(map(str, nvrtc.getVersion())),
         }
-
-    def refresh(self) -> None:
-        _limits.cache_clear()
-        self.known.clear()
-        recent.clear()
 
     def working_on(self, array: Any) -> _Working:
         return _Working(array.device if self.owns(array) else cupy.cuda.Device())
@@ -479,31 +495,6 @@ def _flush() -> None:
     """Overwrites four times the size of the L2 cache."""
     size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
     cupy.empty(size, np.uint8).data.memset_async(0, size)
-
-
-@cache
-def _limits(device: int) -> Limits:
-    attributes = cupy.cuda.Device(device).attributes
-    properties = runtime.getDeviceProperties(device)
-    name = properties["name"].decode()
-    return Limits(
-        device=name,
-        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
-        threads=attributes["MaxThreadsPerBlock"],
-        arch=cupy.cuda.Device(device).compute_capability,
-        multiprocessors=attributes["MultiProcessorCount"],
-        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # given in kHz
-        no_matmul=_no_cublas(),
-        tuned=tuned.on(name),
-    )
-
-
-def _no_cublas() -> str | None:
-    try:
-        from cupy.cuda import cublas  # noqa: F401
-    except ImportError:
-        return "its matrix products need cuBLAS: pip install 'cupyfa[cublas]'"
-    return None
 
 
 # For ``doctor``, which calls each of these in its own process.

@@ -21,7 +21,7 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
 from cupyfa.runtime.arguments import Mapped, blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start, recent
+from cupyfa.runtime.backend import Backend, Region, Start
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
@@ -29,6 +29,13 @@ _MAP = np.dtype(
     [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
     + [("itemsize", "i4"), ("unused", "V72")]
 )
+
+
+@cache
+def _limits(device: int) -> Limits:
+    """The limits of an H100, except for its architecture and number of multiprocessors."""
+    name, few = "the simulator", 4  # so that each block of a small problem has several tiles
+    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few, tuned=tuned.on(name))
 
 
 class Simulator(Backend):
@@ -44,16 +51,12 @@ class Simulator(Backend):
     empty: Any = staticmethod(np.empty)
     writes_in_place = False  # a kernel may fail
     compile_errors = (CompileError,)
+    read_limits = staticmethod(_limits)
 
     def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
         self.schedule = None if schedule is None else whole("schedule", schedule, 0)
         self.workers = None if workers is None else whole("workers", workers, 1)
         self.known, self.spaces = {}, {}
-
-    @property
-    def limits(self) -> Limits:  # type: ignore[override]
-        """The limits of an H100, except for its architecture and number of multiprocessors."""
-        return _limits()
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -113,11 +116,6 @@ class Simulator(Backend):
     def versions(self) -> dict[str, str]:
         return {"compiler": machine.compiler_version().splitlines()[0]}
 
-    def refresh(self) -> None:
-        _limits.cache_clear()
-        self.known.clear()
-        recent.clear()
-
 
 def try_out() -> str:
     """The compiler's version, once a kernel has compiled and run correctly; for ``doctor``."""
@@ -135,9 +133,3 @@ def try_out() -> str:
     if (x != 2).any():
         raise RuntimeError("a kernel ran and gave a wrong result")
     return machine.compiler_version().splitlines()[0]
-
-
-@cache
-def _limits() -> Limits:
-    name, few = "the simulator", 4  # so that each block of a small problem has several tiles
-    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few, tuned=tuned.on(name))
