@@ -20,8 +20,7 @@ Arrays = Mapping[str, np.ndarray]
 class Excerpt:
     """Some rows of the outputs of one head: an index of [batch, heads, rows, …].
 
-    ``keys`` are the rows of the key head that are compared with it; by default as many rows, at
-    the same relative position.
+    ``keys`` are rows of the key head; by default as many, at the same relative position.
     """
 
     batch: int

@@ -1,8 +1,4 @@
-"""The options of attention: everything besides shapes and dtypes that changes the result.
-
-Each field of ``AttentionOptions`` is one option. Its ``Option`` has all that arguments, cache keys,
-the command line, results and kernels need.
-"""
+"""The options of attention: everything besides shapes and dtypes that changes the result."""
 
 from __future__ import annotations
 
@@ -141,7 +137,6 @@ def _show_window(window: Window) -> str | None:
 
 
 def read_number(name: str, value: Any, default: str) -> float | None:
-    """A real number as a float, or None. Raises TypeError for anything else."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -153,7 +148,6 @@ def read_number(name: str, value: Any, default: str) -> float | None:
 
 
 def parse_number(name: str, text: str) -> float:
-    """The number that a text writes."""
     try:
         return float(text)
     except ValueError:
@@ -290,7 +284,6 @@ class AttentionOptions:
 
     @property
     def features(self) -> list[str]:
-        """The features that a kernel needs for these options."""
         given = [(option, getattr(self, name)) for name, option in OPTIONS.items()]
         needed = (
             x for option, value in given for x in option.features if option.features[x](value)
@@ -299,7 +292,6 @@ class AttentionOptions:
 
     @property
     def constants(self) -> dict[str, bool]:
-        """The constants above a kernel's text."""
         found: dict[str, bool] = {}
         for name, option in OPTIONS.items():
             found |= option.constants(self)

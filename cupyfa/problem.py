@@ -82,10 +82,7 @@ class Problem:
         options: AttentionOptions | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
-
-        Options are given as one value or by their names.
-        """
+        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
         return cls(
             batch=batch,
             heads=heads,
@@ -135,17 +132,13 @@ class Problem:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
-        """The problem that ``record()`` describes; options that the record lacks are defaults.
-
-        Raises TypeError, ValueError or KeyError for anything else.
-        """
+        """The problem that ``record()`` describes; options that the record lacks are defaults."""
         options = {name: value for name, value in record.items() if name in OPTIONS}
         others = {name: value for name, value in record.items() if name not in OPTIONS}
         others["dtype"] = dtype_named(record["dtype"])
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
-        """Its fields as plain values, for a file."""
         plain = {**vars(self), "dtype": self.dtype.name}
         del plain["options"]
         return {**plain, **vars(self.options), "scale": self.scale}
@@ -176,7 +169,6 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
         return self.heads // self.kv_heads if self.kv_heads else 1
 
     @property
@@ -203,10 +195,7 @@ class Problem:
 
     @property
     def causal_offset(self) -> int:
-        """With a limit on the right, query i sees keys j <= i + causal_offset, at most N - 1.
-
-        With a limit on the left as well, it is never below ``window_offset``.
-        """
+        """With a limit on the right, query i sees keys j <= i + causal_offset, at most N - 1."""
         if self.right is None:
             return 0
         offset = min(self._position + self.right, max(self.N - 1, 0))

@@ -99,10 +99,7 @@ def can_write_to(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically; raises OSError with the path.
-
-    Links are followed. Pipes, devices and files that this process has open are appended to.
-    """
+    """Writes a file atomically; follows links, and appends to pipes, devices and open files."""
     try:
         if _is_stream(path):
             with path.open("ab") as stream:

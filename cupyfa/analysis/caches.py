@@ -90,10 +90,7 @@ def kept(kind: str) -> Kept:
 
 
 def clear(kind: str, *, dry_run: bool = False) -> Removed:
-    """Removes the files of one of KINDS, recognised by their names; links are not followed.
-
-    With ``dry_run`` it only counts them. Files that cannot be removed stay, with a warning.
-    """
+    """Removes the files of one of KINDS, or counts them; warns of those that cannot be removed."""
     files = size = left = 0
     refused: OSError | None = None
     for item in _items(kind):
@@ -127,11 +124,10 @@ def warm(
 ) -> Warmed:
     """Compiles kernels for all these dtypes, head dimensions and options in advance.
 
-    Numbers in options, such as those of a window, are not compiled in; group is the number of query
-    heads for each key head. A kernel is a record, a name, or "auto" for the kernels that "auto"
-    chooses on this device. Lengths are not compiled in, but tiles are: those for long sequences,
-    for short ones, for few queries and for few heads. Raises Unsupported if no kernel can do
-    anything of it.
+    Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
+    short ones, for few queries and for few heads. ``group`` query heads share a key head. A kernel
+    is a record, a name, or "auto" for those that "auto" chooses on this device. Raises Unsupported
+    if no kernel can do any of it.
     """
     wanted = list(product(dtypes, ds, options, _SIZES))
     launches = _launches(engine, kernels, wanted, dv, group)

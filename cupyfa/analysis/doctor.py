@@ -45,10 +45,7 @@ sys.stdout.write("\\n" + json.dumps(answer))
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one thing: "ok", "missing" or "fault".
-
-    ``hinders`` names the backends that cannot run in this state.
-    """
+    """A thing, its state ("ok", "missing" or "fault"), and the backends that this state hinders."""
 
     thing: str
     state: str
@@ -58,10 +55,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """A function that examines a thing, and the backends that need this thing.
+    """What examines a thing, and the backends that need it.
 
-    ``look`` returns a Finding or several. A ``question``, "module:function", is called in another
-    process; ``look`` then gets its answer, or None and the error.
+    A ``question``, "module:function", is called in another process; ``look`` then gets its answer,
+    or None and the error.
     """
 
     thing: str
@@ -72,10 +69,7 @@ class Probe:
 
 
 def doctor(progress: Progress = no_progress) -> list[Finding]:
-    """Examines what cupyfa needs or can use.
-
-    Raises nothing: an error while examining a thing is a fault of that thing.
-    """
+    """Examines what cupyfa needs or can use; an error on the way is a fault of that thing."""
     asked = {probe.thing: _ask(probe.question) for probe in PROBES if probe.question}
     findings: list[Finding] = []
     try:
@@ -125,7 +119,6 @@ def _ask(question: str) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], seconds: float) -> tuple[Any, str | None]:
-    """The answer of a process, or None and the error."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -89,20 +89,17 @@ def memory(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Footprint]:
-    """Counts the bytes that naive attention, tiled attention and kernels hold.
+    """Counts the bytes that naive attention, tiled attention and kernels hold, in this order.
 
     ``kernels`` are names, ``script.py:name`` or records of one operation; by default those of
     the ladder that can do the problem, of the forward pass or with ``backward`` of the gradients.
-    ``sizes`` are those of ``Problem.of_sizes``, for a softmax M and N; the defaults are those of
-    ``bench``.
+    ``sizes`` are those of ``Problem.of_sizes``; the defaults are those of ``bench``.
 
     Counting needs no GPU: without one the plans are for an H100. On a GPU each kernel also runs
     once to measure the peak of allocated memory, and once under Nsight Compute to measure DRAM
-    traffic, if ``ncu`` is on the PATH and the argument ``ncu`` is true. Nsight Compute does not see
-    launches of cuBLAS here, so kernels with products of cuBLAS have no DRAM figure.
-
-    Returns naive and tiled attention, then the kernels. Raises ValueError or TypeError for
-    arguments, and Unsupported if no kernel that was named can do the problem.
+    traffic, if ``ncu`` is on the PATH and true as argument; not kernels with products of cuBLAS,
+    which Nsight Compute does not see here. Raises ValueError or TypeError for arguments, and
+    Unsupported if no kernel that was named can do the problem.
     """
     listed = [kernels] if isinstance(kernels, str | Kernel) else kernels or ()
     named = {
@@ -136,7 +133,6 @@ def memory(
 
 
 def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
-    """Naive and tiled attention; a softmax has no tiled form."""
     inputs = sum(input_sizes(operation, p).values())
     held = (inputs, output_bytes(operation, p), naive_scratch(operation, p))
     naive = Footprint(NAIVE, operation, p, limits.device, {}, *held, naive_bytes(operation, p))
@@ -187,7 +183,6 @@ def _run(engine: Backend, plan: Plan) -> None:
 
 
 def _can_count(engine: Backend | None) -> bool:
-    """Whether Nsight Compute is there; warns if there is a GPU without it."""
     if engine is None:
         return False
     if shutil.which("ncu"):

@@ -73,12 +73,11 @@ def profile(
     tiles: Mapping[str, int] | None = None,
     progress: Progress = no_progress,
 ) -> list[Counter]:
-    """Counts with Nsight Compute what each launch of a kernel does.
+    """Counts with Nsight Compute what each launch of a kernel does; cuBLAS is left out.
 
-    ``kernel`` is a name of the ladder or ``script.py:name``, ``case`` the problem and its inputs;
-    the default is batch 4, heads 16, M = N = 2048, d = 64 in float32 (a softmax: 16384 rows of
-    4096). ``tiles`` fixes tile sizes of the kernel. Percentages of units in a multiprocessor refer
-    to its active time, those of L2 and DRAM to the whole launch. Launches of cuBLAS are left out.
+    ``kernel`` is a name of the ladder or ``script.py:name``, ``case`` the problem and its inputs,
+    by default that of ``bench``. ``tiles`` fixes tile sizes of the kernel. Percentages of units in
+    a multiprocessor refer to its active time, those of L2 and DRAM to the whole launch.
 
     Raises ValueError for the arguments, Unsupported if the kernel cannot do the problem, if ncu is
     missing or may not read the counters, DeviceError if there is no GPU.
@@ -106,8 +105,7 @@ def timeline(
 ) -> list[KernelTime]:
     """Times with Nsight Systems every kernel of a warm-up and of one call, those of cuBLAS too.
 
-    For large gradients the forward kernel that computes O and lse is among them.
-    Arguments and errors are those of ``profile``.
+    Large gradients include the forward kernel. Arguments and errors are those of ``profile``.
     """
     record, case, tiles = _checked("nsys", kernel, case, tiles)
     progress(0, 1, f"nsys {record.name}")
@@ -118,7 +116,6 @@ def timeline(
 
 
 def standard(record: Kernel) -> Case:
-    """The case that is profiled by default."""
     (usual,) = sweeps.problems(record.operation, {}, record)
     return Case(record.operation, usual)
 
@@ -194,7 +191,6 @@ def _checked(
 
 
 def _run(command: Sequence[str]) -> str:
-    """The output of a profiler and of the program under it."""
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     ).stdout
@@ -227,10 +223,7 @@ def _unless_refused(found: list[Any], output: str, record: Kernel) -> list[Any]:
 
 
 def read_ncu(output: str) -> list[tuple[str, dict[str, float]]]:
-    """(launch, metrics) of each row of ncu's ``--csv --page raw``: names, units, then launches.
-
-    Other lines are skipped, and so are metrics without a number.
-    """
+    """(launch, metrics with a number) of each row of ncu's ``--csv --page raw``."""
     rows = list(csv.reader(line for line in output.splitlines() if line.startswith('"')))
     heads = [i for i, row in enumerate(rows) if "Kernel Name" in row]
     if not heads:
@@ -389,7 +382,6 @@ METRICS = tuple(dict.fromkeys(name for figure in _FIGURES.values() for name in f
 
 
 def counters(launches: Sequence[tuple[str, Metrics]]) -> list[Counter]:
-    """Every figure of every launch."""
     return [
         Counter(launch, name, figure.value(m), figure.unit)
         for launch, m in launches

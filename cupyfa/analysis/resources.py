@@ -117,8 +117,7 @@ def plans(
     dv: int | None = None,
     options: AttentionOptions | None = None,
 ) -> list[tuple[Plan, str]]:
-    """(plan, architecture) of all combinations that the kernels support, each text once: a kernel
-    for sm_90a is the same for 90 and 90a.
+    """(plan, architecture) of all supported combinations; one of 90 and 90a for a kernel of sm_90a.
 
     Raises Unsupported with the reason if there is none.
     """
@@ -146,10 +145,7 @@ def problem_to_compile(
     sizes: tuple[int, int, int] = (64, 2048, 2048),
     group: int = 1,
 ) -> Problem:
-    """The problem to compile for. Its sizes, key heads, queries and keys, only choose the tiles.
-
-    ``group`` query heads share a key head.
-    """
+    """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles."""
     kv_heads, M, N = sizes
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
@@ -174,10 +170,7 @@ def ptx(launch: PlannedLaunch, arch: str) -> str:
 
 
 def sass(compiled: Compiled) -> str:
-    """The machine code of a launch, by nvdisasm of the CUDA toolkit.
-
-    Raises Unsupported if nvdisasm is not on the PATH.
-    """
+    """The machine code of a launch. Raises Unsupported without nvdisasm of the CUDA toolkit."""
     tool = shutil.which("nvdisasm")
     if tool is None:
         raise Unsupported(
@@ -206,7 +199,6 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
 
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
-    """One row of data for a compiled launch."""
     compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"))
     row = plan.problem.row()
     return {

@@ -160,19 +160,18 @@ def roofline(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Roof]:
-    """Computes what bounds attention on a device, and the least time, for several computations.
+    """Computes what bounds attention on a device, and the least time: a Roof for each computation.
 
     ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
     output is written once), names of kernels, ``script.py:name`` or records. The default is both
-    and every rung that can do the problem. ``backward`` selects the gradients.
+    and every rung that can do the problem.
     ``device`` is a name of ``devices.DEVICES``, a Device, or "this", the GPU of this machine with
     its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
-    ``sizes`` are those of ``sweeps.problems``, each one value or several.
+    ``sizes`` are those of ``sweeps.problems``, each one value or several. On the device of this
+    machine kernels are also measured, each for ``budget`` seconds, unless ``measure`` is False.
 
-    On the device of this machine kernels are also measured, each for ``budget`` seconds, unless
-    ``measure`` is False. Returns a Roof for each computation and problem. Raises ValueError for the
-    arguments, and Unsupported if there is no GPU for "this", or if no named kernel can do any
-    problem.
+    Raises ValueError for the arguments, and Unsupported if there is no GPU for "this", or if no
+    named kernel can do any problem.
     """
     listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
     chosen = [
@@ -297,7 +296,6 @@ def _with_measurements(
     engine: Backend,
     budget: float,
 ) -> list[Roof]:
-    """The rows, those of kernels with their measurements by one benchmark."""
     able = {row.computation for row in rows if row.bytes}
     timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
     if not timed:
@@ -311,10 +309,7 @@ def _with_measurements(
 
 
 def roofs(rows: Sequence[Roof]) -> str:
-    """Rooflines for people: the columns that differ between rows, and notes below.
-
-    Numbers have three digits, since they are estimates.
-    """
+    """A table of the columns that differ, in three digits (they are estimates), and notes."""
     table = [
         {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
         for row in rows

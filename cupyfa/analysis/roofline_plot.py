@@ -20,9 +20,8 @@ _WIDE = 40  # characters in a line of the legend
 def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     """Draws TFLOP/s over FLOP per byte, both axes logarithmic, for rows of one device.
 
-    A full disc is measured performance, a ring attainable performance where nothing was measured.
-    The dashed line is the roof of the exponentials, where it is below that of the arithmetic.
-    Files and errors as of ``draw``.
+    A disc is measured, a ring attainable performance. The dashed line is the roof of exponentials,
+    where it is below that of the arithmetic. Files and errors as of ``draw``.
     """
     path = Path(path)
     check(path)

@@ -47,13 +47,11 @@ def columns_launch(
     threads: Formula = lambda p, c: THREADS,
     shared: Formula = lambda p, c: shared_bytes(p, c, c.Bc * (p.d + p.dv)),
 ) -> Launch:
-    """A block for each tile of K and V."""
     args = f"{INPUTS} {outputs} sizes kv_heads group scale mods"
     return Launch(name, args, key_tiles, threads, shared)
 
 
 def rows_launch(name: str, outputs: str) -> Launch:
-    """A block for each tile of Q."""
     args = f"{INPUTS} {outputs} sizes heads group scale mods"
     return Launch(
         name, args, row_tiles, lambda p, c: THREADS, lambda p, c: shared_bytes(p, c, c.Br * p.d)
@@ -61,7 +59,6 @@ def rows_launch(name: str, outputs: str) -> Launch:
 
 
 def sums_launch(entry: str, name: str, args: str) -> Launch:
-    """A thread for each element of a gradient."""
     rows, heads, width = AXES[name]
 
     def blocks(p: Problem, c: SimpleNamespace) -> int:
@@ -78,7 +75,6 @@ def sums_launch(entry: str, name: str, args: str) -> Launch:
 
 
 def clear(name: str) -> Launch:
-    """Clears the sums of dQ, dK or dV."""
     return sums_launch("clear_sums", name, "{rows} {heads}")
 
 
@@ -379,7 +375,6 @@ def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
-    """The columns of the sums of dQ."""
     if is_wide(p):
         return round_up(p.d, 64)
     return round_up(p.d, 16) if c.Br == 128 or p.d <= 64 else 128

@@ -44,10 +44,7 @@ def rung(
     then: Sequence[Launch] = (),
     **fields: Any,
 ) -> Kernel:
-    """The rung after ``before``: the same record with other files and some other fields.
-
-    ``launch`` are the other fields of its launch, ``then`` are launches that follow it.
-    """
+    """The same record with other files and fields, of its launch too, and launches that follow."""
     launches = (
         replace(x, entry=x.entry.replace(before.name, name), **(launch or {}))
         for x in before.launches

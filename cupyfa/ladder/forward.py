@@ -554,7 +554,6 @@ def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The keys of a slice of V."""
     boxes = cdiv(even_width(p.dv, 256, 16), 64)
     return next(x for x in (128, 64, 32, 16) if c.Bc % x == 0 and x * boxes <= c.Br + c.Bc)
 

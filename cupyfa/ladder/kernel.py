@@ -1,7 +1,6 @@
 """The records that describe kernels: all that planning, launching and reports know of one.
 
-A kernel is one or more launches of ``.cu`` files (or matrix products, for the baselines). Its
-record gives arguments, grid, threads and shared memory of each launch as one-line formulas of the
+A record gives arguments, grid, threads and shared memory of each launch as one-line formulas of the
 problem ``p`` and the constants ``c``. Users write records for their own files.
 """
 
@@ -58,10 +57,7 @@ class _Record:
         return object.__new__(cls)
 
     def check(self, rules: Rules) -> None:
-        """Raises ValueError, with the rule and the value, for a field that breaks a rule.
-
-        A rule begins with the name of its field.
-        """
+        """Raises ValueError for a field that breaks a rule, which begins with the field's name."""
         for rule, holds in rules.items():
             try:
                 kept = holds(self)
@@ -257,7 +253,6 @@ class Kernel(_Record):
         return p.with_options(precision=self.precisions_of(p.dtype.name)[0])
 
     def tiles_for(self, p: Problem, arch: str | None, multiprocessors: int) -> tuple[Tile, ...]:
-        """The constants to try for a problem on a device, best first."""
         formulas = (x.constants.get("pack_gqa") for x in self.launches if isinstance(x, Launch))
         pack_gqa = next(filter(None, formulas), lambda p, c: 1)
         return self.choice.ordered(

@@ -1,8 +1,4 @@
-"""Kernels by name: those of the ladder, and those of users' scripts.
-
-Records hold functions, which cannot be pickled: a record is pickled as its name, and unpickled by
-looking that name up.
-"""
+"""Kernels by name, which is also how they are pickled: records hold functions."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
 def kernel(name: str) -> Kernel:
     """The record of one kernel: of the ladder by its name, or of a script by ``script.py:name``.
 
-    The script is run each time. Raises ValueError, with the names there are, if there is no such
-    kernel.
+    The script is run each time. Raises ValueError, with the names there are, for any other name.
     """
     if not isinstance(name, str):
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
@@ -86,10 +81,7 @@ def _from_script(name: str) -> Kernel:
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
-    """The variables of a script, run as Python runs one: with its folder on the path.
-
-    Its output goes to stderr, because stdout is for data.
-    """
+    """The variables of a script, run with its folder on the path; stdout is for data."""
     path = list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:

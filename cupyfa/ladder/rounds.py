@@ -38,12 +38,11 @@ RULES = {
 
 
 def slices_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices in 16 bits."""
     return 2 * c.stages * (c.Br + c.Bc) * c.Bd
 
 
 def scores_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same, a tile of P in float32, lse and delta."""
+    """The ring of slices, a tile of P in float32, lse and delta."""
     return slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br
 
 
@@ -133,7 +132,6 @@ def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of dQ of the heads that share one of K and V."""
     return p.group * cdiv(p.M, c.Br) * covered(p.d, c)[0]
 
 

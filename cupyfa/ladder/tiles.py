@@ -155,8 +155,7 @@ def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
     """How many scores are computed one after the other, with `at_a_time` blocks in parallel.
 
-    Under a mask these are about half of all, and those at its edge; rows with few keys make up for
-    others there, but a row tile is one block's.
+    Under a mask about half of all, and those at its edge, but at least those of the longest row.
     """
     Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
     blocks = cdiv(p.M * pack_gqa, Br) * p.heads // pack_gqa * p.batch

@@ -62,15 +62,13 @@ def attention(
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
     h // (heads // kv_heads). score: scale, causal_offset, window_offset and options, as of `tiles`.
 
-    With precision "float64" every step is computed in float64. With another name of PRECISIONS the
-    inputs and the result of every step are rounded to that precision and sums are accumulated in
-    float32, as by a framework without a fused kernel. "float8_e4m3" rounds only the operands of
-    products (Q, K, V and P); their results stay float32.
+    With a precision of PRECISIONS below "float64" the inputs and the result of every step are
+    rounded to it and sums are accumulated in float32, as by a framework without a fused kernel.
+    "float8_e4m3" rounds only the operands of products (Q, K, V and P); their results stay float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm) as float64
-    arrays with rounded values: out to the precision, lse to float32 unless it is float64.
-
-    Raises ValueError if `precision` is unknown.
+    arrays with rounded values: out to the precision, lse to float32 unless it is float64. Raises
+    ValueError if `precision` is unknown.
     """
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
@@ -102,6 +100,7 @@ class Tile:
     keys: which of the N keys.
     q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
     masked [rows, keys]: True where the key is masked for the row; None without a mask.
+    visible_keys [rows, 1]: how many keys each row sees.
     """
 
     where: tuple[slice, slice]
@@ -116,7 +115,6 @@ class Tile:
 
     @property
     def visible_keys(self) -> Array:
-        """How many keys each row sees, [rows, 1]."""
         rows, keys = self.q.shape[1], self.k.shape[1]
         if self.masked is None:
             return np.full((rows, 1), keys)

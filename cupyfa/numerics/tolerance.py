@@ -278,12 +278,9 @@ class _Arithmetic:
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: _Arithmetic) -> tuple[Array, Array]:
-    """The errors of modified scores whose terms add up to `size`: in eps, and by design.
-
-    A modification adds its own error here; its derivative must not exceed 1.
-    """
+    """The errors of modified scores whose terms add up to `size`: in eps, and by design."""
     d = tile.q.shape[-1]
-    of_cap = 4.0 * (tile.options.softcap or 0.0)  # tanh has an absolute error
+    of_cap = 4.0 * (tile.options.softcap or 0.0)  # tanh has an absolute error, and a slope up to 1
     return np.sqrt(d + 3) * size + of_cap, kernel.rounded_product(size, d)
 
 
@@ -404,10 +401,7 @@ def _add_rounding_of_results(value: Array, bound: Array, kernel: _Arithmetic) ->
 
 
 def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Array:
-    """Where an infinite value has a weight that is 0 in the kernel's format.
-
-    The product is infinite in the reference; in the kernel it is 0 * infinity, which is NaN.
-    """
+    """Where an infinite value has weight 0 in the kernel's format: 0 * infinity is NaN."""
     infinite = np.isinf(tile.v)
     if not infinite.any():
         return np.zeros((*P.shape[:-1], tile.v.shape[-1]), bool)
@@ -418,10 +412,7 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
 
 
 def _score_size(tile: reference.Tile, dtype: Any) -> Array:
-    """The largest |scale| * sum(|q| * |k|) over the keys that a row sees, [n, rows, 1] of `dtype`.
-
-    Infinite scores are left out: their key has no weight, or their row is NaN.
-    """
+    """The largest finite |scale| * sum(|q| * |k|) over the keys that a row sees, [n, rows, 1]."""
     size = np.abs(tile.q).astype(dtype) @ np.abs(tile.k).astype(dtype).mT
     if tile.masked is not None:
         np.copyto(size, 0.0, where=tile.masked)
@@ -443,7 +434,6 @@ def _two_roundings(value: Array, precision: str) -> float:
 
 
 def _expected_rows(x: Array, kernel: _Arithmetic) -> tuple[Expected, Expected]:
-    """The softmax of the rows of x [rows, N], and its lse."""
     eps, tiny = float(kernel.accumulator.eps), kernel.tiny
     P, lse = reference.softmax(x)
     x = _finite(x.astype(np.float64))

@@ -119,7 +119,6 @@ class _Planner:
         return [*others[:first], *every, *others[first:]]
 
     def launch(self, launch: Launch, number: int) -> PlannedLaunch:
-        """A launch with every number decided, in a round of the kernel."""
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
         of_grid = self.on_device(round=number)
         blocks = evaluated(self.kernel, f"grid of {entry}", launch.grid, p, of_grid)
@@ -160,11 +159,7 @@ class _Planner:
         )
 
     def arguments(self, launch: Launch, c: SimpleNamespace) -> tuple[Argument, ...]:
-        """The arguments of a launch, in order; those that are not arrays with their values.
-
-        An optional input that this problem lacks is passed as zeros, so that a kernel has the same
-        parameters for every problem.
-        """
+        """The arguments of a launch; an optional input that the problem lacks is zeros."""
         inputs = self.operation.inputs
         arrays = [*inputs, *self.outputs, *self.kernel.scratch]
         values = _values(self.problem) | {
@@ -283,7 +278,6 @@ class _Planner:
 
 
 def _values(p: Problem) -> dict[str, Any]:
-    """The values of the arguments that every kernel may have, by name."""
     ends = {"causal_offset": p.causal_offset, "window_offset": p.window_offset}
     integers = {
         **{name: getattr(p, name) for name in ("M", "N", "heads", "kv_heads", "batch", "group")},

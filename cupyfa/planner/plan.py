@@ -22,14 +22,11 @@ Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 @dataclass(frozen=True)
 class Tuned:
-    """The constants of a kernel that were measured fastest on a device, and their TFLOP/s.
-
-    ``dtype`` is the problem's ``arithmetic``. ``folder`` is that of a user's kernel, else None.
-    """
+    """The constants of a kernel that were measured fastest on a device, and their TFLOP/s."""
 
     kernel: str
-    folder: str | None
-    dtype: str
+    folder: str | None  # of a user's kernel
+    dtype: str  # the problem's ``arithmetic``
     d: int
     dv: int
     constants: tuple[tuple[str, int], ...]
@@ -38,57 +35,43 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device grants one block, how it is named in messages, and what was tuned on it.
-
-    ``arch``, a compute capability, is None where anything runs, as in the simulator. ``no_matmul``
-    says why matrix products are missing, if they are. ``multiprocessors`` are those of an H100 SXM
-    unless given. ``clock`` is the highest one, in GHz, where known.
-    """
+    """What a device grants one block, how it is named in messages, and what was tuned on it."""
 
     device: str
     shared_bytes: int
     threads: int = 1024
-    arch: str | None = None
-    no_matmul: str | None = None
-    multiprocessors: int = 132
-    clock: float | None = None
+    arch: str | None = None  # the compute capability; None where anything runs (the simulator)
+    no_matmul: str | None = None  # why matrix products are missing, if they are
+    multiprocessors: int = 132  # of an H100 SXM
+    clock: float | None = None  # the highest one, in GHz, where known
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a kernel: an array of the call, or a value that the plan decides.
-
-    ``form`` says how the array ``name`` is passed: "" as the struct Tensor, "data" as a pointer,
-    "map" as a TMA tensor map. ``value`` is None for an array, else the number or NumPy record.
-    """
+    """One argument of a kernel: an array of the call, or a value that the plan decides."""
 
     name: str
-    form: str = ""
-    value: Any = None
+    form: str = ""  # of an array: "" the struct Tensor, "data" a pointer, "map" a TMA tensor map
+    value: Any = None  # a number or a NumPy record; None for an array
 
 
 @dataclass(frozen=True)
 class PlannedLaunch:
-    """One launch with every number decided; its file, constants and dtypes make the source text.
-
-    ``operand`` is the dtype that inputs are rounded to for products. ``boxes`` are the rows of a
-    box by array, ``mods`` the members of ``struct Mods``. ``target`` is the architecture to compile
-    for, as "90a", if not the device's.
-    """
+    """One launch with every number decided; its file, constants and dtypes make the source text."""
 
     launch: Launch
     path: Path
     dtype: DType
-    operand: DType
+    operand: DType  # that inputs are rounded to for products
     constants: Mapping[str, int | float]
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    boxes: Mapping[str, int] = field(default_factory=dict)
+    boxes: Mapping[str, int] = field(default_factory=dict)  # the rows of a box of each array
     arguments: tuple[Argument, ...] = ()
-    mods: tuple[str, ...] = ()
-    target: str | None = None
+    mods: tuple[str, ...] = ()  # the members of ``struct Mods``
+    target: str | None = None  # the architecture to compile for, as "90a", if not the device's
 
     @property
     def entry(self) -> str:
@@ -133,7 +116,6 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of temporary memory besides inputs and outputs."""
         return sum(map(self.stored_bytes, self.scratch))
 
     @cached_property

@@ -1,7 +1,4 @@
-"""Chooses the kernel and its constants for a problem and a device, or says why there are none.
-
-Nothing here needs a GPU or a compiler.
-"""
+"""Chooses the kernel and its constants for a problem and a device, or says why there are none."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ def select(
 ) -> Kernel:
     """The record of a kernel given by name, as a record, or as "auto".
 
-    With ``deterministic`` its results are the same bits in every run; Unsupported is raised for a
-    kernel whose results are not.
+    With ``deterministic`` raises Unsupported if its results may differ from run to run.
     """
     ladder = LADDER[operation]
     if deterministic:
@@ -77,10 +73,8 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
     """The plan of a kernel for a problem on a device; the caller may fix constants.
 
-    Zero columns are planned as one column of zeros.
-
-    Raises ValueError for constants that the kernel does not have or that break its rules, and
-    Unsupported if the kernel or the device cannot do the problem.
+    Zero columns are planned as one column of zeros. Raises ValueError for constants that the kernel
+    does not have or that break its rules, Unsupported if kernel or device cannot do the problem.
     """
     _check_arrays(kernel)
     problem = _with_columns(kernel, problem)
@@ -138,9 +132,8 @@ def folder_of(kernel: Kernel) -> str | None:
 def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel:
     """The kernel that "auto" stands for.
 
-    First choice: a kernel made for such problems. Second: the kernel measured fastest. Third, if no
-    measured kernel can do the problem: the best of the others. Kernels that the facts of their
-    records exclude are not planned; for almost every problem at most two are.
+    A kernel made for such problems, else the fastest of those measured, else the best of the
+    others. Kernels that their records exclude are not planned; in most cases at most two are.
     """
     problem = _accurate(problem)
     general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
@@ -160,7 +153,6 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
 
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
-    """Whether the kernel was made for such problems, can do this one here, and was measured."""
     made_for = kernel.made_for
     if made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
         return False
@@ -183,11 +175,10 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """The fastest measured kernel that can do the problem on the device.
+    """The fastest measured kernel that can do the problem; of equally fast ones the ladder's last.
 
-    Speeds measured on this device come first. Those measured on an H100 are scaled by the ratio
-    of the two devices, where kernels were measured on both. Of equally fast kernels the ladder's
-    last is taken.
+    Speeds measured on this device come first. Those of an H100 are scaled by the ratio of the two
+    devices, where kernels were measured on both.
     """
     recorded = {k.name: k.tflops.get(problem.arithmetic) for k in general}
     measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
@@ -214,9 +205,8 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
     """A kernel for a problem that no measured kernel can do.
 
-    For a precision: the kernel measured fastest for inputs of that dtype, or else the ladder's
-    last. For a dtype in which nothing was measured: the last kernel with the same results in every
-    run.
+    For a precision: the kernel measured fastest for inputs of that dtype, else the ladder's last.
+    For a dtype in which nothing was measured: the last with the same results in every run.
     """
 
     def speed(kernel: Kernel) -> float:
@@ -245,8 +235,8 @@ def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, flo
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
     """The speed at the head dimension with the nearest ratio to d.
 
-    Below the least one measured, products cost less and the softmax costs as much: the speed lies
-    between that speed and one proportional to d; their geometric mean is taken.
+    Below the least one measured, it is the geometric mean of that speed (the softmax costs as much)
+    and one proportional to d (products cost less).
     """
     nearest = min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))
     share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
@@ -280,10 +270,7 @@ def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """The plan with the constants tuned for the problem, or with the first tile that fits.
-
-    If no tile fits, raises the error of the last one.
-    """
+    """The plan with the constants tuned for the problem, or with the first tile that fits."""
     if reason := _lack(kernel, problem, limits):
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
     problem = kernel.resolved(problem)

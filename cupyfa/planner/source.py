@@ -23,9 +23,9 @@ _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 def text(launch: PlannedLaunch) -> str:
     """The exact text that is compiled: header, types, constants, the .cu file, a digest.
 
-    Compiler errors name the file by its own lines. Only constants that the file or its headers name
-    are declared, so that a launch is compiled once for all others; all of them where macros may
-    make names. The digest changes the text, and every cache key, when a header changes.
+    Only constants that the file or its headers name are declared, so that a launch is compiled once
+    for all others; all of them where macros may make names. The digest changes the text, and every
+    cache key, when a header changes.
     """
     headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
     header = [f"#include <{name}>" for name in headers]

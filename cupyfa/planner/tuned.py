@@ -12,7 +12,6 @@ from cupyfa.planner.plan import Tuned
 
 
 def on(device: str) -> tuple[Tuned, ...]:
-    """The entries tuned on a device that can be read."""
     facts = store.recall(store.facts_file("tuned", device))
     return tuple(tuned for tuned in map(_parsed, facts.values()) if tuned)
 
