@@ -162,9 +162,7 @@ def _labels(
         alike.append(LADDER[kernel.operation].get(kernel.name, kernel))
         label = kernel.name if all(x == kernel for x in alike) else given
         if any((y, x.operation) == (label, kernel.operation) and x != kernel for x, y in labels):
-            raise ValueError(
-                f"two different kernels have the name {label!r}; give a record another name"
-            )
+            raise ValueError(f"two kernels have the name {label!r}; give a record another name")
         labels.append((kernel, label))
     return labels
 
@@ -232,7 +230,6 @@ class _Measuring:
 
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs of the case."""
         return self.case.inputs(self.engine)
 
     def judge(self, plan: Plan) -> Judge:
@@ -291,21 +288,16 @@ class _Measuring:
             return entry.fail(error)
         try:
             with engine.working_on(None):
-                used = timing.resources(engine, plan)
+                used: Any = timing.resources(engine, plan)
                 readable = readable_inputs(plan, self.inputs)
                 results = run_guarded(engine, plan, readable, {})
                 arrays = timing.arrays_of(engine, plan, readable, self.memory)
         except (*_NOT_HERE, *_WRONG) as error:
             return entry.fail(error)
         judge = self.judge(plan)
-        entry.row = replace(
-            entry.row,
-            checked=judge.share,
-            passed=True,
-            registers=used.get("registers"),
-            spilled_bytes=used.get("spilled_bytes"),
-            peak=_peak(engine, plan),
-        )
+        used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
+        peak = _peak(engine, plan)
+        entry.row = replace(entry.row, checked=judge.share, passed=True, peak=peak, **used)
         verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
         if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
             return entry.reject("; ".join(wrong))
@@ -435,10 +427,8 @@ def _compare(entries: Sequence[_Entry]) -> None:
     times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
     others = {entry.row.kernel: entry.row.kernel for entry in entries if entry.kernel is None}
     for entry in entries:
-        mine, row = (
-            rivals(entry.kernel or next(iter(LADDER[entry.row.operation].values()))),
-            entry.row,
-        )
+        row = entry.row
+        mine = rivals(entry.kernel or next(iter(LADDER[row.operation].values())))
         named = {rival: kernel.name for rival, kernel in mine.items()} | others
         factors = {
             rival: timing.ratio(times[name], row.milliseconds)

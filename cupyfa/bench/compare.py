@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import exp, hypot, log
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,8 @@ class Comparison:
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
-        sizes = self.measurement.row()
-        columns = list(sizes)[: list(sizes).index("ms")]
         return {
-            **{column: sizes[column] for column in columns},
+            **dict(takewhile(lambda column: column[0] != "ms", self.measurement.row().items())),
             "ms_before": self.before.time if self.before else None,
             "ms_after": self.after.time if self.after else None,
             "verdict": self.verdict,

@@ -70,18 +70,15 @@ class _Lane:
 
     @property
     def ended(self) -> bool:
-        """Whether the budget is spent."""
         rounds = len(self.milliseconds)
         return rounds >= self.most or (self.spent >= self.budget and rounds >= self.fewest)
 
     @property
     def known(self) -> bool:
-        """Whether the median is known accurately enough."""
         times = self.milliseconds
         return len(times) >= _FEWEST and standard_error(times) < _ACCURACY
 
     def timed(self) -> float:
-        """Milliseconds of one call."""
         start = perf_counter()
         milliseconds = self.engine.time(self.call, cold=self.cold)
         self.spent += perf_counter() - start

@@ -200,7 +200,6 @@ class _Tuning:
             raise lost  # the next call skips this candidate
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
-        """Milliseconds of each plan in each round."""
         calls = [
             replay(self.engine, x, timing.arrays_of(self.engine, x, self.inputs, self.memory))
             for x in plans
@@ -294,7 +293,6 @@ def _check(engine: Backend, plan: Plan) -> None:
 
 
 def _is_sound(fact: Any) -> bool:
-    """Whether a stored fact of a candidate can be used."""
     try:
         times = [*fact["look"], *(x for x in fact["rounds"] if x is not None)]
         known = fact["state"] in (WRONG, REFUSED) or (fact["state"] == RIGHT and fact["look"])

@@ -54,7 +54,7 @@ class Tally:
     not_run: Mapping[str, int]
 
     def row(self) -> dict[str, Any]:
-        """The tally as a row of a table."""
+        """One row of a table."""
         return {
             "kernel": self.kernel,
             "runs": self.runs,
@@ -139,9 +139,7 @@ def check(
     """
     start = time.monotonic()
     if not 0 < timeout <= _LONGEST:
-        raise ValueError(
-            f"timeout is {timeout}; give seconds, more than 0 and at most {_LONGEST:,}"
-        )
+        raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
     if samples is not None:
         samples = whole("samples", samples, 1, MOST_SAMPLES)
     seed, jobs, reruns = whole("seed", seed, 0), whole("jobs", jobs, 0), whole("reruns", reruns, 0)
@@ -151,12 +149,11 @@ def check(
     AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
+    how: Any = {"dtypes": dtypes, "samples": samples, "seed": seed, "options": given}
     tasks = [
         Task(case, named, reruns=reruns, timeout=timeout)
         for operation, named in _by_operation(kernels, jobs).items()
-        for case in _with_options(
-            grids.cases(grid, operation, dtypes=dtypes, samples=samples, seed=seed), given
-        )
+        for case in grids.cases(grid, operation, **how)
     ]
     sheet = _Sheet(tasks, progress)
     workers: list[Worker] = [Process(engine, i) for i in range(jobs)] or [Here(engine)]
@@ -229,15 +226,6 @@ def replay(
     return Replayed(stored, now, engine.limits.device)
 
 
-def _with_options(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """The cases with the given options, without repetition; a softmax has no options."""
-    changed = (
-        x if x.problem.is_softmax else replace(x, problem=x.problem.with_options(**given))
-        for x in cases
-    )
-    return list(dict.fromkeys(changed))
-
-
 def _by_operation(
     kernels: KernelOrName | Sequence[KernelOrName], jobs: int
 ) -> dict[str, tuple[KernelOrName, ...]]:
@@ -273,7 +261,6 @@ class _Sheet:
         self._done: dict[str, dict[int, Outcome]] = {name: {} for name in names}
 
     def add(self, i: int, outcome: Outcome) -> None:
-        """Adds the outcome of one kernel on task i."""
         self._done[outcome.kernel][i] = outcome
         self._count[outcome.failed] += 1
         self._progress(self._count.total(), self._total, f"{self._count[True]} failed")
@@ -288,7 +275,6 @@ class _Sheet:
         ]
 
     def tallies(self) -> tuple[Tally, ...]:
-        """The counts of every kernel."""
         return tuple(_tally(name, list(x.values())) for name, x in self._done.items())
 
 
@@ -332,7 +318,6 @@ def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) ->
 
 
 def _only(task: Task, *names: str) -> Task:
-    """The task for some of its kernels."""
     return replace(task, kernels=tuple(x for x in task.kernels if name_of(x) in names))
 
 
@@ -341,26 +326,24 @@ def _examined(
 ) -> list[Failure]:
     """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
     failed = sheet.failed()
-    found = [_failure(engine, *one) for one in failed]
+    found = {i: _failure(engine, *one) for i, one in enumerate(failed)}
 
     def job(worker: Worker, i: int) -> Failure:
         return _closer(worker, engine, *failed[i], shrink=shrink)
 
     closer = dict(in_parallel(workers, job, _first(failed) if shrink or folder else []))
-    for i, failure in closer.items():
-        found[i] = failure
-    about = environment.describe(engine) if folder and closer else {}
-    schedule = getattr(engine, "schedule", None)
-    try:
-        for i, failure in closer.items() if folder else ():
-            task, is_named = failed[i][0], has_name(failed[i][0].kernels[0])
-            outcome = failure.outcome
-            stored = Stored(failure.case, outcome, task.reruns, schedule, is_named, about)
-            assert folder
-            found[i] = replace(failure, file=write(folder, stored, failure.command))
-    except OSError as error:  # the results of the check are worth more than its files
-        warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
-    return list({failure.command: failure for failure in found}.values())
+    found |= closer
+    if folder and closer:
+        about, schedule = environment.describe(engine), getattr(engine, "schedule", None)
+        try:
+            for i, x in closer.items():
+                task = failed[i][0]
+                how = task.reruns, schedule, has_name(task.kernels[0]), about
+                file = write(folder, Stored(x.case, x.outcome, *how), x.command)
+                found[i] = replace(x, file=file)
+        except OSError as error:  # the results of the check are worth more than its files
+            warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
+    return list({failure.command: failure for failure in found.values()}.values())
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
@@ -391,12 +374,9 @@ def _closer(
 
 
 def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
-    """The failure of a task's only kernel."""
-    options = {
-        "backend": engine.name,
-        "schedule": getattr(engine, "schedule", None),
-        "reruns": task.reruns if outcome.kind == kinds.DIFFERS else None,
-    }
+    reruns = task.reruns if outcome.kind == kinds.DIFFERS else None
+    schedule = getattr(engine, "schedule", None)
+    options = {"backend": engine.name, "schedule": schedule, "reruns": reruns}
     script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
     if outcome.kind == kinds.NO_ANSWER:  # the command would not end

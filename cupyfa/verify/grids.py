@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -51,20 +52,26 @@ def cases(
     dtypes: Sequence[str] | None = None,
     samples: int | None = None,
     seed: int = 0,
+    options: Choice | None = None,
 ) -> list[Case]:
     """The cases of one of GRIDS for an operation, or a sample with many pairs of values.
 
-    dtypes: in place of the grid's own. samples: how many to draw, by default all (FUZZ_SAMPLES of
-    ``fuzz``). seed: of the sample and of the inputs. Raises ValueError for an unknown grid.
+    dtypes, options (of attention): in place of the grid's own. samples: how many to draw, by
+    default all (FUZZ_SAMPLES of ``fuzz``). seed: of the sample and of the inputs. Raises ValueError
+    for an unknown grid.
     """
     if grid not in GRIDS:
         raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(GRIDS)}")
     if grid == "fuzz":
         count = FUZZ_SAMPLES if samples is None else samples
-        return [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
-    chosen = _choices(grid, operation == "softmax", dtypes)
-    found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
-    return found if samples is None else _sampled(found, samples, seed)
+        found = [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
+    else:
+        chosen = _choices(grid, operation == "softmax", dtypes)
+        found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
+        found = found if samples is None else _sampled(found, samples, seed)
+    if options and operation != "softmax":
+        found = [replace(x, problem=x.problem.with_options(**options)) for x in found]
+    return list(dict.fromkeys(found))
 
 
 def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY) -> Case:
@@ -291,9 +298,9 @@ _ROWS_SPECIAL: tuple[Choice, ...] = (
     *({"lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0), (70_000, 3))),
     {"lengths": (2, 100), "layout": "far"},
 )
+_ODD_COLUMNS = (1, 2, 3, 31, 33, 127, 255, 257, 511, 1023, 1025, 4097, 10_000, 20_000)
 _ROWS_ODD: Axes = {
-    "M": (1, 2, 5, 70, 300),
-    "N": (1, 2, 3, 31, 33, 127, 255, 257, 511, 1023, 1025, 4097, 10_000, 20_000),
+    "lengths": tuple(product((1, 2, 5, 70, 300), _ODD_COLUMNS)),
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
@@ -302,11 +309,7 @@ _ROWS_ODD: Axes = {
 def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     for sizes, dtype in product(_ROWS_SPECIAL, dtypes):
         yield {**sizes, "dtype": dtype}
-    for chosen in _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD):
-        yield {
-            **{x: chosen[x] for x in chosen if x not in "MN"},
-            "lengths": (chosen["M"], chosen["N"]),
-        }
+    yield from _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD)
 
 
 # Random cases
@@ -404,7 +407,6 @@ def _is_valid(chosen: Choice) -> bool:
 
 
 def _fields(case: Case) -> Choice:
-    """The values of a case."""
     return {**case.problem.record(), "values": case.values, "layout": case.layout}
 
 

@@ -113,8 +113,8 @@ def _planned(engine: Backend, kernel: KernelOrName, task: Task) -> Plan:
 
 def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
     """The judge of the plans' results; gradients are sampled, as their reference takes long."""
-    whole = case.operation != "backward"
-    chosen = [None] if whole else sampling.excerpts(case.problem, case.seed, case.operation)
+    is_sampled = case.operation == "backward"
+    chosen = sampling.excerpts(case.problem, case.seed, "backward") if is_sampled else [None]
     judge = Judge.of(plans[0], inputs, chosen)
     judge.expected(*(plan.rounding for plan in plans))
     return judge
@@ -158,7 +158,6 @@ def difference(
 
 
 def _kind(engine: Backend, error: Exception) -> str:
-    """The kind of outcome that an error is."""
     kinds = {
         errors.WrongResult: failures.WROTE_OUTSIDE,
         errors.SimulatorFault: failures.FAULT,

@@ -85,7 +85,6 @@ class Process:
         self._is_stopped = False
 
     def run(self, task: Task) -> list[Outcome]:
-        """The outcomes of a task's kernels."""
         done: list[Outcome] = []
         while left := _left(task, done):
             done += self._begun(replace(task, kernels=left))

@@ -141,10 +141,10 @@ def test_an_excerpt_has_the_expected_values_of_the_whole(p):
     plan = planned(FORWARD["fa2"], Simulator(), {"M": 1, "d": 1})
     plan = replace(plan, problem=p)
     inputs = inputs_of(plan)
-    expected = OPERATIONS["forward"].expected
-    whole = expected(inputs, p, None)
+    reference = OPERATIONS["forward"].reference
+    whole = reference(inputs, p, [None])[None]
     for excerpt in (Excerpt(0, 1, slice(0, 5)), Excerpt(p.batch - 1, 0, slice(60, 70))):
-        part = expected(inputs, p, None, excerpt)
+        part = reference(inputs, p, [None], excerpt)[None]
         for name in part:
             np.testing.assert_allclose(part[name].value, excerpt.of(whole[name].value), rtol=1e-12)
 
@@ -384,7 +384,7 @@ def test_a_users_kernel_named_like_the_baseline(tmp_path):
 
 def test_different_records_of_the_same_name_are_refused(two_of_a_name):
     one, other = map(records.record_named, two_of_a_name)
-    with pytest.raises(ValueError, match="two different kernels have the name 'mine'; give a rec"):
+    with pytest.raises(ValueError, match="two kernels have the name 'mine'; give a rec"):
         bench([one, other], backend="simulator", budget=0, **TINY)
     assert names(bench([one, one], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
 
