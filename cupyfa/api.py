@@ -145,7 +145,7 @@ def attention(
     if unknown:
         raise _unknown("attention", unknown)
     how: How = ("forward", kernel, backend, options, layout, tiles, return_lse)
-    how += (precision, causal, window, scale, softcap)
+    how += (precision, causal, window, scale, softcap)  # in the order of OPTIONS
     return _call(how, (q, k, v), out, None, check, progress)
 
 
@@ -516,7 +516,7 @@ def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
     """The error for a keyword argument that a function does not have, with what to write."""
     parameters = signature(globals()[function]).parameters
     names = [name for name in parameters if name not in ("keywords", "unknown")]
-    names += OPTIONS if "options" in names else []
+    names += OPTIONS if "keywords" in parameters else []
     name = next(name for name in given if name not in names)
     tiles = {tile for record in lookup.kernels() for tile in record.choice.names}
     close = get_close_matches(name, names, 1)
@@ -524,6 +524,8 @@ def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
         remedy = f'give tile sizes as tiles={{"{name}": {described(given[name])}}}'
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]
+    elif name in OPTIONS and "options" in names:
+        remedy = f"give options=AttentionOptions({name}={described(given[name])})"
     elif close:
         remedy = f"did you mean {close[0]}?"
     else:

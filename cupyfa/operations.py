@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.numerics import tolerance
+from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
@@ -127,7 +127,7 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
     return ramp + (p.M - full) * p.N
 
 
-def score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
+def _score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
     """The arguments of `reference.attention` that describe scores, from row `shift` of Q on."""
     return {
         "scale": p.scale,
@@ -135,6 +135,11 @@ def score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
         "causal_offset": None if p.right is None else p.causal_offset + shift,
         "window_offset": None if p.left is None else p.window_offset + shift,
     }
+
+
+def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """O and lse in float64, from the inputs of the forward operation."""
+    return reference.attention(*(inputs[name] for name in "QKV"), **_score_arguments(p))
 
 
 def _expected_attention(
@@ -145,7 +150,7 @@ def _expected_attention(
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
         arrays = [part.of(x) for part, x in zip((excerpt, keys, keys), arrays)]
         first = excerpt.rows.start
-    options = {"dtype": p.dtype.name, "roundings": roundings, **score_arguments(p, first)}
+    options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(p, first)}
     return tolerance.expected_attention(*arrays, **options)
 
 
@@ -156,7 +161,7 @@ def _expected_gradients(
 
     def expected(cut: Callable[[str, np.ndarray], np.ndarray], shift: int) -> Any:
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
-        options = {"dtype": p.dtype.name, "roundings": roundings, **score_arguments(p, shift)}
+        options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(p, shift)}
         return tolerance.expected_gradients(*arrays, **options)
 
     if excerpt is None:

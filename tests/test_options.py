@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from helpers import own_kernel
 
 import cupyfa
-from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, operations
-from cupyfa.bench import peers, sweeps
+from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, api, operations
+from cupyfa.bench import peers, sweeps, trial
 from cupyfa.bench.results import Measurement
 from cupyfa.commands.options import attention_options, with_flag_values
 from cupyfa.operations import Input
@@ -23,7 +23,7 @@ from cupyfa.planner import select as planning, source as sources
 from cupyfa.planner.source import ROOT
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.guard import run_guarded
-from cupyfa.verify import failures, grids, workers
+from cupyfa.verify import case as case_module, failures, grids, workers
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import RIGHT, WRONG_RESULT, Outcome
 
@@ -208,6 +208,45 @@ def test_an_optional_input_reaches_a_kernel(gated, tmp_path):
     assert gated.bytes(p) == sum(x.nbytes for x in inputs.values()) + 4 * (5 * 6 + 5)
     out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
     np.testing.assert_array_equal(out[0, 0], np.repeat(inputs["gate"][0, 0, :, None], 6, 1))
+
+
+def test_an_optional_input_reaches_references_and_layouts(gated, monkeypatch):
+    gate = {"gate": Input("heads", "real"), "some": Input("batch heads M dv", "bool")}
+    for name in ("forward", "backward"):
+        plain = operations.OPERATIONS[name]
+        changed = replace(plain, inputs={**plain.inputs, **gate})
+        monkeypatch.setitem(operations.OPERATIONS, name, changed)
+    seen = []
+
+    def exact(inputs, p):
+        seen.append(set(inputs))
+        return operations.exact_attention(inputs, p)
+
+    def fill(engine, plan, inputs, outputs):
+        seen.append(set(inputs))
+
+    for module in (trial, case_module):
+        monkeypatch.setattr(module, "exact_attention", exact)
+    monkeypatch.setattr(case_module, "fill", fill)
+    p = Problem.of_sizes(M=6, N=6, d=4, heads=2)
+    packed = Case("backward", p, layout="packed").inputs()
+    assert packed["Q"].base is packed["V"].base is packed["dO"].base is not None
+    trial.accuracy(["fa2"], values=("normal",), backend="simulator", M=6, d=4)
+    monkeypatch.setattr(case_module, "_WORK", 0)
+    Case("backward", p).inputs(Simulator())
+    assert len(seen) == 3 and all({"Q", "K", "V", *gate} <= names for names in seen)
+
+
+def test_attention_takes_each_option_by_its_name(monkeypatch):
+    monkeypatch.setattr(api, "_call", lambda how, *more: dict(zip(OPTIONS, how[7:], strict=True)))
+    given = {name: object() for name in OPTIONS}
+    assert api.attention(1, 2, 3, **given) == given
+
+
+def test_an_option_without_a_keyword_is_given_in_options(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "slope", OPTIONS["softcap"])
+    with pytest.raises(TypeError, match=r"no argument 'slope'; give options=.*\(slope=2.5\)"):
+        cupyfa.attention(1, 2, 3, slope=2.5)
 
 
 def test_the_numbers_of_options_are_members_of_mods(gated, tmp_path):

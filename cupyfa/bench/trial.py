@@ -13,9 +13,8 @@ from cupyfa.bench.results import Measurement
 from cupyfa.errors import WrongResult
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
-from cupyfa.numerics import reference
 from cupyfa.numerics.tolerance import Verdict
-from cupyfa.operations import score_arguments
+from cupyfa.operations import exact_attention
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import Problem
@@ -109,8 +108,7 @@ def accuracy(
     for kind in values:
         case = Case("forward", problem, seed, kind)
         inputs = case.inputs()
-        qkv = (inputs[name] for name in "QKV")
-        exact, _ = reference.attention(*qkv, **score_arguments(problem))
+        exact, _ = exact_attention(inputs, problem)
         rms = float(np.sqrt(np.mean(exact**2)))
         for record in chosen:
             plan = plan_of(record, problem, engine.limits)

@@ -302,7 +302,7 @@ def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, 
     exact, bounds, errors = work.attend()[:2], _bounds(work, kernel), [0.0, 0.0]
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
     # not for a power of two.
-    is_power = abs(math.frexp(work.tile.scale)[0]) == 0.5
+    is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
     orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
     for scaled in orders if kernel.is_narrow else "":
         out, lse, _ = work.attend(kernel.operands, scaled=scaled)

@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa.errors import DeviceError, Unsupported
-from cupyfa.numerics import reference
-from cupyfa.operations import OPERATIONS, Arrays, score_arguments
+from cupyfa.operations import OPERATIONS, Arrays, exact_attention
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
@@ -144,7 +143,7 @@ def _forward(p: Problem, arrays: Arrays, engine: Backend | None) -> dict[str, np
     if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
             return _forward_by_kernel(p, arrays, engine)
-    out, lse = reference.attention(*(arrays[name] for name in "QKV"), **score_arguments(p))
+    out, lse = exact_attention(arrays, p)
     with np.errstate(all="ignore"):
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 
@@ -155,8 +154,9 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, engine: Backend) -> dict[str,
     kernel = select.select("auto", "forward", p, engine.limits)
     plan = select.plan(kernel, p, engine.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
+    inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
     with engine.working_on(None):
-        fill(engine, plan, {name: arrays[name] for name in "QKV"}, outputs)
+        fill(engine, plan, inputs, outputs)
     return outputs
 
 
@@ -205,9 +205,16 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Slices of one array [batch, rows, all heads, columns], where rows and columns agree."""
-    *_, last = arrays.values()
-    alike = {name: x.swapaxes(1, 2) for name, x in arrays.items() if x.shape[2:] == last.shape[2:]}
+    """Slices of one array [batch, rows, all heads, columns], where rows and columns agree.
+
+    The last array of four axes that has the dtype of the first, V of a forward pass, decides.
+    """
+    dtype = next(iter(arrays.values())).dtype
+    like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}
+    *_, last = like_first.values()
+    alike = {
+        name: x.swapaxes(1, 2) for name, x in like_first.items() if x.shape[2:] == last.shape[2:]
+    }
     joined = np.concatenate(list(alike.values()), axis=2).swapaxes(1, 2)
     ends = np.cumsum([x.shape[2] for x in alike.values()])
     slices = dict(zip(alike, np.split(joined, ends[:-1], axis=1)))

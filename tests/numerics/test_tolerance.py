@@ -22,6 +22,17 @@ def softmax_verdicts(results, x, *, dtype):
     return tolerance.compare(results, tolerance.expected_softmax(x, dtype=dtype))
 
 
+@pytest.mark.parametrize("scale", [0.5, 0.3])
+def test_bounds_take_a_scale_for_each_head(scale):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4), np.float32)
+    one, each = (
+        tolerance.expected_attention(q, k, v, scale=x, dtype="float16", roundings=(None,))[None]
+        for x in (scale, np.full((2, 1, 1), scale))
+    )
+    for name in one:  # a float64 array is not rounded to float32, as a Python number is
+        np.testing.assert_allclose(each[name], one[name], rtol=0.01)
+
+
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 HEAD_DIMS = (1, 3, 16, 64, 128, 256, 512, 1024)
 LENGTHS = ((1, 1), (2, 3), (7, 45), (33, 203), (3, 799), (5, 1024))
