@@ -48,11 +48,8 @@ def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: 
     if form == "map":
         return backend.tensor_map(mapped(backend, step, name, array))
     address = backend.address(array)
-    return np.uint64(address) if form else _tensor(array, address)
-
-
-def _tensor(array: Any, address: int) -> np.ndarray:
-    """The struct Tensor of an array [batch, heads, rows] or [batch, heads, rows, columns]."""
+    if form:
+        return np.uint64(address)
     batch, head, row = (stride // array.dtype.itemsize for stride in array.strides[:3])
     return np.array((address, batch, head, row), TENSOR)
 

@@ -60,13 +60,8 @@ def version_of(package: str) -> str | None:
 
 def kernel_driver() -> str | None:
     """The version of NVIDIA's driver, or None if there is none."""
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", told_by_driver("version"))
-    return found[0] if found else None
-
-
-def told_by_driver(name: str) -> str:
-    """The text of a file of the driver in /proc; empty if there is none."""
     try:
-        return (PROC / name).read_text()
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (PROC / "version").read_text())
     except OSError:
-        return ""
+        return None
+    return found[0] if found else None

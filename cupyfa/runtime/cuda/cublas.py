@@ -39,13 +39,14 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
         matmul(a, b, out, float(smallest), tf32=tf32)
         out *= 0
         return
-    if not _ready(out):
+    row_length = _row_length(out)
+    if row_length is None:
         whole = cupy.empty_like(out, order="C")
         matmul(a, b, whole, scale, tf32=tf32)
         out[...] = whole
         return
-    a, (a_transposed, ldb) = _leading(a)
-    b, (b_transposed, lda) = _leading(b)
+    a, a_transposed, ldb = _readable(a)
+    b, b_transposed, lda = _readable(b)
     (element, _), (out_element, compute) = _TYPES[str(a.dtype)], _TYPES[str(out.dtype)]
     compute = _FAST_TF32 if tf32 else compute
     sums = np.float64 if out.dtype == np.float64 else np.float32
@@ -63,7 +64,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
                 *(handle, *transposed, N, M, K),
                 *(alpha.ctypes.data, b.data.ptr + start_b, element, lda, step_b // size),
                 *(a.data.ptr + start_a, element, ldb, step_a // size),
-                *(beta.ctypes.data, out.data.ptr + start_out, out_element, _row_length(out), step),
+                *(beta.ctypes.data, out.data.ptr + start_out, out_element, row_length, step),
                 *(count, compute, _DEFAULT_ALGORITHM),
             )
 
@@ -110,27 +111,22 @@ def _succeed(status: int) -> None:
         raise cublas.CUBLASError(status)
 
 
-def _ready(out: Any) -> bool:
-    """Whether cuBLAS can write the array: contiguous rows that do not overlap."""
-    size, N = out.dtype.itemsize, out.shape[-1]
-    dense = out.strides[-1] == size or N == 1
-    return dense and N <= _row_length(out) <= _INT_MAX and min(out.strides[:2]) >= 0
+def _row_length(array: Any, row: int = -2, column: int = -1) -> int | None:
+    """Elements from one row to the next; None for rows that overlap or are not contiguous."""
+    size, columns = array.dtype.itemsize, array.shape[column]
+    length = array.strides[row] // size if array.shape[row] > 1 else columns
+    dense = array.strides[column] == size or columns == 1
+    usable = dense and columns <= length <= _INT_MAX and min(array.strides[:2]) >= 0
+    return length if usable else None
 
 
-def _row_length(out: Any) -> int:
-    """Elements from one row to the next; the columns if there is one row."""
-    return out.strides[-2] // out.dtype.itemsize if out.shape[-2] > 1 else out.shape[-1]
-
-
-def _leading(array: Any) -> tuple[Any, tuple[bool, int]]:
+def _readable(array: Any) -> tuple[Any, bool, int]:
     """An array that cuBLAS can read, whether its matrices are transposed, and their row length."""
-    size = array.dtype.itemsize
-    for transposed, row, column in ((False, -2, -1), (True, -1, -2)):
-        length = array.strides[row] // size if array.shape[row] > 1 else array.shape[column]
-        dense = array.strides[column] == size or array.shape[column] == 1
-        if dense and array.shape[column] <= length <= _INT_MAX and min(array.strides[:2]) >= 0:
-            return array, (transposed, length)
-    return _leading(array.copy())
+    if (length := _row_length(array)) is not None:
+        return array, False, length
+    if (length := _row_length(array, -1, -2)) is not None:
+        return array, True, length
+    return _readable(array.copy())
 
 
 def _batches(a: Any, b: Any, out: Any) -> list[tuple[int, ...]]:

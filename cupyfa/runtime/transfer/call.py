@@ -52,7 +52,9 @@ class Call:
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
         self.pinned = {name for name, x in there.items() if backend.is_pinned(x)}
-        strided = self.bits if "strides" in self.plan.kernel.features else {}
+        # Results of a part of the keys are merged on the host; their strides do not matter.
+        strided: Mapping[str, np.ndarray] = inputs if self.cut.by_keys else self.bits
+        strided = strided if "strides" in self.plan.kernel.features else {}
         self.layouts = self.cut.layouts(
             {name: _order(strided.get(name), len(axes)) for name, axes in self.axes.items()}
         )
@@ -167,12 +169,7 @@ class Call:
         brought[i].wait()
         if self.cut.by_keys:
             self.down.synchronize()
-            parts = {}
-            for name in self.plan.outputs:
-                host = places[i][name].host
-                assert host is not None
-                parts[name] = host.transpose(np.argsort(self.layouts[i].arrays[name].order))
-            self.merge(i, parts)
+            self.merge(i, {name: places[i][name].host for name in self.plan.outputs})
         places[i] = {}
 
     def merge(self, i: int, parts: Mapping[str, Any]) -> None:
@@ -204,5 +201,4 @@ def _order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
     """The axes of an array, outer ones first: on the device as on the host, where possible."""
     if array is None or axes != 4:
         return tuple(range(axes))
-    strides = array.strides
-    return (*sorted(range(3), key=[-abs(x) for x in strides].__getitem__), 3)
+    return (*sorted(range(3), key=lambda axis: -abs(array.strides[axis])), 3)
