@@ -47,23 +47,15 @@ def memory(text: str) -> str:
     It lies behind the kernel's own __shared__ variables, whose end another symbol marks. In a
     template g++ forgets the linker's name, and asks for the array's.
     """
+    symbol = ".weak {0}; .hidden {0}; .type {0}, @object; .size {0}, {1}\n{0}:\n"
     names = ["simulator_dynamic", *sorted(set(_PLACED.findall(text)))]
-    lines = [
-        '.section .tbss.simulator_end,"awT",@nobits',
-        *_symbol("simulator_fixed_end", 1),
-        "simulator_fixed_end: .zero 1",
-        '.section .tbss.simulator_memory,"awT",@nobits',
-        ".balign 1024",
-        *(line for name in names for line in [*_symbol(name, CAPACITY), f"{name}:"]),
-        f".zero {CAPACITY}",
-        ".text",
-    ]
-    assembly = "\n".join(lines)
+    assembly = (
+        '.section .tbss.simulator_end,"awT",@nobits\n'
+        f"{symbol.format('simulator_fixed_end', 1)}.zero 1\n"
+        '.section .tbss.simulator_memory,"awT",@nobits\n.balign 1024\n'
+        f"{''.join(symbol.format(name, CAPACITY) for name in names)}.zero {CAPACITY}\n.text"
+    )
     return f'__asm__(R"(\n{assembly}\n)");\n'
-
-
-def _symbol(name: str, size: int) -> list[str]:
-    return [f".weak {name}", f".hidden {name}", f".type {name}, @object", f".size {name}, {size}"]
 
 
 def _placed_token(token: re.Match[str]) -> str:

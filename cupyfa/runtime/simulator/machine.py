@@ -289,7 +289,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
     headers = includes.digest(includes.reached(source, folders))
-    digest = includes.hashed(_identity(), source, headers, *_kernel_flags(), _runtime_text())
+    digest = includes.hashed(_runtime_key(), source, headers, *_kernel_flags())
     key = (digest, *map(str, folders))
     with _key_locks.setdefault(key, threading.Lock()):
         if key not in _memo:
@@ -355,14 +355,9 @@ def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
     _run([*command, "-o", str(path)], folder=path.parent)
 
 
-def _runtime_text() -> bytes:
-    return b"".join(file.read_bytes() for file in _RUNTIME_FILES)
-
-
 def _runtime() -> tuple[Path, ctypes.CDLL]:
     """The runtime, loaded once in a process: two copies would not know each other's threads."""
-    key = includes.hashed(_identity(), *_BASE_FLAGS, _runtime_text())
-    name = f"cupyfa-runtime-{key[:32]}.so"
+    name = f"cupyfa-runtime-{_runtime_key()[:32]}.so"
 
     def make(path: Path) -> None:
         flags = [*_BASE_FLAGS, "-fno-exceptions", f"-I{_HERE}"]
@@ -453,9 +448,10 @@ def _useless(what: str, said: str) -> CompilerNotFound:
     )
 
 
-def _identity() -> str:
-    """What the result of compiling depends on besides text, headers and flags."""
-    return "\n".join([*compiler(), compiler_version(), platform.machine(), *_libc()])
+def _runtime_key() -> str:
+    """What the compiled runtime depends on."""
+    system = [*compiler(), compiler_version(), platform.machine(), *_libc()]
+    return includes.hashed(*system, *_BASE_FLAGS, *(x.read_bytes() for x in _RUNTIME_FILES))
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
@@ -495,15 +491,13 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler and its children: with SIGTERM first, so that it can remove its files."""
-    for order in (signal.SIGTERM, signal.SIGKILL):
+    for order in (signal.SIGTERM, signal.SIGKILL):  # at first it can remove its files
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
-    for pipe in (process.stdout, process.stderr):
-        if pipe:
-            pipe.close()
+    for pipe in filter(None, (process.stdout, process.stderr)):
+        pipe.close()
 
 
 def _environment(folder: Path | None) -> dict[str, str]:
