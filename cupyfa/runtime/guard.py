@@ -9,7 +9,7 @@ the backend's memory; only outputs are copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime.arrays import contiguous_strides, extent
+from cupyfa.runtime.arrays import address_of, contiguous_strides, extent
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import replay
 
@@ -45,16 +45,13 @@ def run_guarded(
     """
     guarded, original = {}, {}
     for name, array in inputs.items():
-        guarded[name] = _like(backend, array)
+        guarded[name] = _guarded(backend, array)
         original[name] = backend.upload(array.view(guarded[name].bits.dtype))
         guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         strides = contiguous_strides(plan.stored_shape(name), dtype)
-        guarded[name] = (
-            _like(backend, outputs[name])
-            if name in outputs
-            else _guarded(backend, shape, dtype, strides, 0)
-        )
+        new = as_strided(np.empty(0, dtype), shape, strides)  # without memory
+        guarded[name] = _guarded(backend, outputs.get(name, new))
     replay(backend, plan, {name: g.array for name, g in guarded.items()})()
     results = {
         name: backend.download(guarded[name].bits.copy()).view(dtype)
@@ -81,27 +78,16 @@ def checked(
     return results
 
 
-def _like(backend: Backend, array: Any) -> _Guarded:
-    """Guarded memory for an array with the same strides and alignment."""
-    address = backend.address(array) if backend.owns(array) else array.ctypes.data
-    return _guarded(backend, array.shape, array.dtype, array.strides, address % 16)
-
-
-def _guarded(
-    backend: Backend,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    strides: Sequence[int],
-    alignment: int,
-) -> _Guarded:
-    low, high = extent(as_strided(np.empty(0, dtype), shape, strides))
+def _guarded(backend: Backend, like: Any) -> _Guarded:
+    """Guarded memory for an array with the shape, strides, dtype and alignment of another."""
+    low, high = extent(like)
     memory = backend.empty((MARGIN - low + 15 + high + MARGIN,), np.dtype(np.uint8))
     memory.fill(_ONES)
     offset = MARGIN - low
-    offset += (alignment - backend.address(memory) - offset) % 16
+    offset += (address_of(like) - backend.address(memory) - offset) % 16
     array, bits = (
-        backend.view(memory, shape, of, offset, strides)
-        for of in (dtype, np.dtype(f"u{dtype.itemsize}"))
+        backend.view(memory, like.shape, dtype, offset, like.strides)
+        for dtype in (like.dtype, np.dtype(f"u{like.dtype.itemsize}"))
     )
     return _Guarded(memory, offset, array, bits)
 

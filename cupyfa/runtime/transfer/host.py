@@ -134,13 +134,13 @@ def new_result(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.nd
 
 
 class _Buffer:
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.address = memory, memory.ctypes.data
-        self.mark: Mark | None = None  # after the last copy to or from it
+    memory: np.ndarray | None = None
+    address = 0
+    mark: Mark | None = None  # after the last copy to or from it
 
-    @property
-    def is_free(self) -> bool:
-        return self.mark is None or self.mark.done
+    def allocate(self, backend: Backend, size: int) -> None:
+        self.memory = backend.pinned(size)
+        self.address = self.memory.ctypes.data
 
     def copied(self, lane: Lane) -> None:
         """A copy to or from it was started."""
@@ -158,30 +158,34 @@ class Buffers:
     """
 
     def __init__(self, backend: Backend, chosen: Transfer) -> None:
-        self._backend = weakref.ref(backend)
-        self._size, self._most = chosen.chunk_bytes, chosen.buffers
+        self._backend, self._size = weakref.ref(backend), chosen.chunk_bytes
         self._busy: deque[_Buffer] = deque()  # each with a copy in progress
-        self._free: list[_Buffer] = []
+        self._all = [_Buffer() for _ in range(chosen.buffers)]
+        self._free = list(self._all)
         self._lock = threading.Lock()  # Ctrl-C cannot leave it held, unlike a Condition
-        self._given, self.made = threading.Condition(self._lock), 0
+        self._given = threading.Condition(self._lock)
+
+    @property
+    def made(self) -> int:
+        """How many have memory."""
+        return sum(x.memory is not None for x in self._all)
 
     def take(self) -> _Buffer:
-        """A buffer without a copy in progress."""
+        """A buffer without a copy in progress; its memory is allocated when it is first taken."""
         with self._lock:
-            while not self._busy and not self._free and self.made == self._most:
+            while not self._busy and not self._free:
                 self._given.wait()
-            while self._busy and self._busy[0].is_free:
+            while self._busy and ((mark := self._busy[0].mark) is None or mark.done):
                 self._free.append(self._busy.popleft())
-            if self._free:
-                return self._free.pop()
-            if make := self.made < self._most:
-                self.made += 1
-            else:
-                buffer = self._busy.popleft()
-        if make:
-            return self._new()
+            is_free = bool(self._free)
+            buffer = self._free.pop() if is_free else self._busy.popleft()
         try:
-            buffer.wait()
+            if not is_free:
+                buffer.wait()
+            if buffer.memory is None:
+                backend = self._backend()
+                assert backend is not None
+                buffer.allocate(backend, self._size)
         except BaseException:
             self.give(buffer)
             raise
@@ -191,17 +195,6 @@ class Buffers:
         with self._lock:
             self._busy.append(buffer)
             self._given.notify()
-
-    def _new(self) -> _Buffer:
-        backend = self._backend()
-        assert backend is not None
-        try:
-            return _Buffer(backend.pinned(self._size))
-        except BaseException:
-            with self._lock:
-                self.made -= 1
-                self._given.notify()  # a waiting thread may make one, or fail as well
-            raise
 
 
 def send(

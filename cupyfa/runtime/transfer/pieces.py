@@ -58,9 +58,8 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it.
     """
     p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
-    axes_of_outputs = [axes.split() for axes, _ in operation.outputs.values()]
     axes = [x.split() for x in operation.axes_of(p).values()]
-    by_rows = all("M" in x for x in axes_of_outputs)
+    by_rows = all("M" in x.split() for x, _ in operation.outputs.values())
     by_keys = (
         "O" in operation.outputs
         and "lse" in plan.outputs
@@ -114,7 +113,6 @@ class Cut:
         self._compiled = False
 
     def compile(self, backend: Backend) -> None:
-        """Compiles the kernels of all pieces."""
         if not self._compiled:
             for plan in self._distinct.values():
                 compiled(backend, plan)
