@@ -23,9 +23,9 @@ from cupyfa.analysis.formulas import (
     tiled_bytes,
 )
 from cupyfa.analysis.resources import gpu, limits_of
-from cupyfa.bench import devices, peaks, sweeps
+from cupyfa.bench import peaks, sweeps
 from cupyfa.bench.bench import bench
-from cupyfa.bench.devices import Device
+from cupyfa.bench.peaks import Device
 from cupyfa.bench.results import Measurement
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
@@ -165,7 +165,7 @@ def roofline(
     ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
     output is written once), names of kernels, ``script.py:name`` or records. The default is both
     and every rung that can do the problem.
-    ``device`` is a name of ``devices.DEVICES``, a Device, or "this", the GPU of this machine with
+    ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
     its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
     ``sizes`` are those of ``sweeps.problems``, each one value or several. On the device of this
     machine kernels are also measured, each for ``budget`` seconds, unless ``measure`` is False.
@@ -241,11 +241,11 @@ def _device(device: str | Device, engine: Backend | None) -> tuple[Device, bool]
         device = THIS if engine else "h100"
     if device == THIS:
         if engine is None:
-            known = ", ".join(devices.DEVICES)
+            known = ", ".join(peaks.DEVICES)
             raise Unsupported(f"there is no GPU here to measure; name a device: {known}")
         return measured_device(engine), True
-    chosen = device if isinstance(device, Device) else devices.named(device)
-    here = devices.known_as(engine.limits.device) if engine else None
+    chosen = device if isinstance(device, Device) else peaks.named(device)
+    here = peaks.known_as(engine.limits.device) if engine else None
     return chosen, chosen is here
 
 
@@ -257,7 +257,7 @@ def measured_device(engine: Backend) -> Device:
     if not bandwidth or "float32" not in rates:
         raise Unsupported(
             "measuring the rates of this device needs cuBLAS: pip install 'cupyfa[cublas]', or "
-            f"name a device: {', '.join(devices.DEVICES)}"
+            f"name a device: {', '.join(peaks.DEVICES)}"
         )
     limits = engine.limits
     return Device(

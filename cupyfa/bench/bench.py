@@ -384,7 +384,6 @@ class _Measuring:
             entry.fail(error)
 
     def time(self, entries: Sequence[_Entry]) -> None:
-        """Times the calls in alternation."""
         calls = [entry.call for entry in entries if entry.call]
         try:
             with self.engine.working_on(None):

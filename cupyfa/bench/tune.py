@@ -237,7 +237,6 @@ class _Tuning:
         return [x / y for x, y in rounds if x and y]
 
     def time_rounds(self, rivals: Sequence[str]) -> None:
-        """Times some rounds of all rivals and the pacer."""
         keys = list(dict.fromkeys([*rivals, self.pacer]))
         with self.engine.working_on(None):
             times = self.timed([self.keyed[key] for key in keys], **_ROUNDS)
@@ -302,7 +301,6 @@ def _is_sound(fact: Any) -> bool:
 
 
 def _file(engine: Backend, plan: Plan) -> Path:
-    """The file of the measurements of a kernel on a problem."""
     versions = environment.describe(engine)
     moment = ("time", "command", "system")
     about = [str(plan.problem), folder_of(plan.kernel)]

@@ -141,16 +141,15 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         table = [{"": i, **{x: row[x] for x in _COLUMNS}} for i, row in enumerate(rows, 1)]
         click.echo(f"{table_of(table, share=False)}\n", err=err)
         for i, failure in enumerate(shown, 1):
-            click.echo("\n".join(_lines(i, failure)) + "\n", err=err)
+            click.echo(f"{_lines(i, failure)}\n", err=err)
     if more := len(done.failures) - len(shown):
         click.echo(f"{more:,} more failures: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
-        rows = [tally.row() for tally in done.tallies]
-        click.echo(f"{render(rows, 'table')}\n", err=err)
+        click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
     click.echo(str(done), err=err)
 
 
-def _lines(number: int, failure: Failure) -> list[str]:
+def _lines(number: int, failure: Failure) -> str:
     """Case, message, command and file of a failure."""
     outcome = failure.outcome
     message = [] if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
@@ -162,4 +161,4 @@ def _lines(number: int, failure: Failure) -> list[str]:
         *([str(failure.file)] if failure.file else []),
     ]
     indent = " " * len(f"{number}  ")
-    return [f"{number}  {lines[0]}", *(f"{indent}{line}" for line in lines[1:])]
+    return f"{number}  " + f"\n{indent}".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import Any
 
 import click
 
@@ -14,21 +13,15 @@ from cupyfa.commands import WRONG, options
 from cupyfa.report.tables import comparisons, render
 
 
-class Percent(click.ParamType):
-    """A percentage, as a fraction: 5% is 0.05."""
-
-    name = "percent"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            share = float(value.removesuffix("%")) / 100
-        except ValueError:
-            share = -1.0
-        if not 0 <= share < 1e6:
-            self.fail(f"{value!r} is not a percentage; write 5%", param, ctx)
-        return share
+def _fraction(percentage: str) -> float:
+    """A percentage as a fraction: 5% is 0.05."""
+    try:
+        share = float(percentage.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise click.BadParameter(f"{percentage!r} is not a percentage; write 5%")
+    return share
 
 
 @click.command()
@@ -36,7 +29,7 @@ class Percent(click.ParamType):
 @click.argument("after", metavar="B.json", type=click.Path())
 @click.option(
     "--fail-slower",
-    type=Percent(),
+    type=_fraction,
     metavar="PERCENT",
     help="Exit with 1 if a row of B is slower by more than this beyond the noise, or is missing.",
 )

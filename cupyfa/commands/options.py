@@ -147,7 +147,6 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
 
 def size_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
-    """The option of one size."""
     short, text = _SIZES[name]
     long = _long(name) if len(name) > 1 else None
     attributes = {"type": click.IntRange(0), "help": text, **attributes}
@@ -173,7 +172,6 @@ def problem_options(
 
 
 def input_options(command: Command) -> Command:
-    """Values and layout of the inputs."""
     layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
     return _with(
         command,

@@ -10,7 +10,7 @@ import click
 
 from cupyfa.analysis.roofline import THIS, roofline as roofs_of, roofs
 from cupyfa.analysis.roofline_plot import draw_roofs
-from cupyfa.bench.devices import DEVICES
+from cupyfa.bench.peaks import DEVICES
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.bench import check_target, split, sweep_option
 from cupyfa.report import plots

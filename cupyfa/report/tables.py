@@ -8,11 +8,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.measure import Measurement as Widths
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +38,6 @@ def render(rows: Sequence[Row], form: str) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table."""
     columns = list(rows[0]) if rows else []
     head = [column.replace("_", " ") for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
@@ -76,7 +74,6 @@ def listing(rows: Sequence[Row]) -> str:
 
 
 def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
-    """One row of data for a trial."""
     plan = result.plan
     launches = [
         {
@@ -106,7 +103,6 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
 
 
 def trial_lines(result: Trial, case: Case, engine: Backend) -> str:
-    """The text of a trial."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -144,7 +140,6 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
 
 
 def comparisons(rows: Sequence[Comparison]) -> str:
-    """The table of a comparison."""
     table = [dict(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
     drop(table, "factor", "uncertainty")
@@ -172,14 +167,12 @@ def drop_followers(table: Sequence[dict[str, Any]]) -> None:
 
 
 def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
-    """Removes columns."""
     for row in table:
         for column in columns:
             del row[column]
 
 
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
-    """The text of one launch of a plan."""
     rounds = plan.rounds_of(launch)
     return fields(
         {
@@ -288,45 +281,42 @@ def table_of(rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = Tr
         return ""
     share = share and len(rows) > 1
     shared = {c: x for c, x in rows[0].items() if share and all(r[c] == x for r in rows)}
-    columns: dict[str, list[str]] = {}  # the heading and the cells of each
-    for column in [c for c in rows[0] if c not in shared]:
-        cells = [text(row[column]) for row in rows]
-        roomy = len(column) <= max(map(len, cells))  # else the heading has several lines
-        columns[column] = [column.replace("_", " " if roomy else "\n"), *cells]
-    room = Console().width
+    columns = [c for c in rows[0] if c not in shared]
     for column in spare:
-        if _width(columns) > room:
-            columns.pop(column, None)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, (heading, *cells) in columns.items():
-        values = [row[column] for row in rows]
-        number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
-        short = all(len(cell) < _LONG for cell in cells)
-        justify: Any = "right" if number else "left"
-        table.add_column(heading, justify=justify, no_wrap=short, overflow="fold")
-    for line in islice(zip(*columns.values()), 1, None):
-        table.add_row(*map(Text, line))
+        if column in columns and _widths(_table(rows, columns)).maximum > Console().width:
+            columns.remove(column)
     caption = text({c: x for c, x in shared.items() if x is not None})
     above = f"{_drawn(Text(caption))}\n" if caption else ""
-    return above + _drawn(table)
+    return above + _drawn(_table(rows, columns))
 
 
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Characters in a row of the table, with two between columns."""
-    lines = ([line for cell in cells for line in cell.split("\n")] for cells in columns.values())
-    return sum(max(map(cell_len, x)) for x in lines) + 2 * (len(columns) - 1)
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    cells = {column: [text(row[column]) for row in rows] for column in columns}
+    for column in columns:
+        widest, values = max(map(len, cells[column])), [row[column] for row in rows]
+        number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
+        heading = column.replace("_", " " if len(column) <= widest else "\n")
+        how: Any = {"justify": "right" if number else "left", "no_wrap": widest < _LONG}
+        table.add_column(heading, overflow="fold", **how)
+    for line in zip(*cells.values()):
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _widths(content: RenderableType) -> Widths:
+    """The characters that it needs at least, and at most."""
+    console = Console()
+    return console.measure(content, options=console.options.update(width=10_000))
 
 
 def _drawn(content: RenderableType) -> str:
     """The text by rich for this terminal, or for a wider one if the longest words need it."""
     console = Console(highlight=False)
-    unbounded = console.options.update(width=10_000)
-    needed = console.measure(content, options=unbounded).minimum
-    if isinstance(content, Table) and needed > console.width:
+    if isinstance(content, Table) and _widths(content).minimum > console.width:
         content.collapse_padding = True
-        needed = console.measure(content, options=unbounded).minimum
     indent = 2  # of indented names
-    console.width = max(console.width, needed + indent)
+    console.width = max(console.width, _widths(content).minimum + indent)
     with console.capture() as capture:
         console.print(content)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -45,7 +45,6 @@ class Task:
 
 
 def name_of(kernel: KernelOrName) -> str:
-    """A kernel's name, as it was given."""
     return kernel if isinstance(kernel, str) else kernel.name
 
 

@@ -10,7 +10,7 @@ import cupyfa
 from cupyfa import Problem
 from cupyfa.analysis import roofline as roofs, roofline_plot as plotting
 from cupyfa.analysis.formulas import tiled_bytes
-from cupyfa.bench.devices import DEVICES, EXP2_PER_CLOCK, known_as, named
+from cupyfa.bench.peaks import DEVICES, EXP2_PER_CLOCK, known_as, named
 from cupyfa.bench.results import Measurement
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
