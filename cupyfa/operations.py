@@ -88,7 +88,6 @@ class Operation:
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        """The inputs that a problem has, by name."""
         return {name: x for name, x in self.inputs.items() if x.when(p)}
 
     def axes_of(self, p: Problem) -> dict[str, str]:
@@ -97,7 +96,6 @@ class Operation:
         return inputs | {name: axes for name, (axes, _) in self.outputs.items()}
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
-        """Which rows of an output belong to an excerpt."""
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
 
     def excerpt_at(self, output: str, index: Sequence[int], p: Problem) -> Excerpt:

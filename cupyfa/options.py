@@ -309,7 +309,6 @@ class AttentionOptions:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self) -> list[str]:
-        """The arguments of the command line for these options."""
         row = self.row()
         return [f"--{name.replace('_', '-')}={row[name]}" for name in self.changed]
 

@@ -152,7 +152,6 @@ class Problem:
         return {**sizes, "dtype": self.dtype.name, **options}
 
     def with_options(self, **changes: Any) -> Problem:
-        """The problem with other values of some options."""
         return replace(self, options=replace(self.options, **changes))
 
     @classmethod
@@ -164,7 +163,6 @@ class Problem:
 
     @classmethod
     def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
-        """The softmax over M rows of N scores."""
         return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype), is_softmax=True)
 
     @property

@@ -129,30 +129,11 @@ def warm(
     is a record, a name, or "auto" for those that "auto" chooses on this device. Raises Unsupported
     if no kernel can do any of it.
     """
-    wanted = list(product(dtypes, ds, options, _SIZES))
-    launches = _launches(engine, kernels, wanted, dv, group)
-    start, new = time.perf_counter(), 0
-    for done, launch in enumerate(launches):
-        progress(done, len(launches), f"{launch.entry} {launch.dtype.name}")
-        before = set(_items("compiled"))
-        engine.prepare(launch)
-        new += bool(set(_items("compiled")) - before)
-    return Warmed(len(launches), new, time.perf_counter() - start)
-
-
-def _launches(
-    engine: Backend,
-    kernels: Sequence[Kernel | str],
-    wanted: Sequence[tuple[str, int, AttentionOptions, tuple[int, int, int]]],
-    dv: int | None,
-    group: int,
-) -> list[PlannedLaunch]:
-    """The launches with different texts, of all combinations that kernel and device can do."""
-    found: dict[tuple[str, str], PlannedLaunch] = {}
+    found: dict[tuple[str, str], PlannedLaunch] = {}  # launches with different texts
     refused: Exception = ValueError("there is nothing to compile")
-    for kernel, (dtype, d, options, sizes) in product(kernels, wanted):
+    for kernel, dtype, d, of_call, sizes in product(kernels, dtypes, ds, options, _SIZES):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, options, sizes, group)
+        problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group)
         try:
             record = select(kernel, operation, problem, engine.limits)
             programs = plan(record, problem, engine.limits).programs
@@ -162,7 +143,13 @@ def _launches(
             found |= {(text(launch), launch.entry): launch for launch in programs}
     if not found:
         raise refused
-    return list(found.values())
+    start, new = time.perf_counter(), 0
+    for done, launch in enumerate(found.values()):
+        progress(done, len(found), f"{launch.entry} {launch.dtype.name}")
+        before = set(_items("compiled"))
+        engine.prepare(launch)
+        new += bool(set(_items("compiled")) - before)
+    return Warmed(len(found), new, time.perf_counter() - start)
 
 
 def folder_of(kind: str) -> Path | None:

@@ -84,7 +84,6 @@ def doctor(progress: Progress = no_progress) -> list[Finding]:
 
 
 def runs_on(findings: list[Finding]) -> list[str]:
-    """The backends that can run."""
     hindered = {backend for finding in findings for backend in finding.hinders}
     return [backend for backend in ("cuda", "simulator") if backend not in hindered]
 

@@ -164,7 +164,6 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
 
 
 def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]:
-    """The command line of ``launch_twice``."""
     installed = Path(__file__).resolve().parents[1] == ROOT
     start = ["-m", "cupyfa"] if installed else [str(ROOT / "cli.py")]
     fixed = [word for name, value in constants.items() for word in ("-c", f"{name}={value}")]
@@ -261,14 +260,8 @@ def read_nsys(output: str) -> list[KernelTime]:
         if len(cells) == len(head) and not line.strip().startswith("--"):
             numbers = _numbers(cells)
             middle = next(x for x in ("Med (ns)", "Avg (ns)", "Average") if x in numbers)
-            kernels.append(
-                KernelTime(
-                    kernel=cells["Name"],
-                    launches=int(numbers["Instances"]),
-                    median_ms=numbers[middle] / 1e6,
-                    total_ms=numbers["Total Time (ns)"] / 1e6,
-                )
-            )
+            milliseconds = (numbers[name] / 1e6 for name in (middle, "Total Time (ns)"))
+            kernels.append(KernelTime(cells["Name"], int(numbers["Instances"]), *milliseconds))
     return kernels
 
 
@@ -327,7 +320,6 @@ def _stalls(m: Metrics) -> str | None:
 
 
 def _limited_by(m: Metrics) -> str | None:
-    """The resource that limits the number of blocks on a multiprocessor."""
     if m.get(_WAVES, 1.0) < 1:
         return f"grid, {m[_WAVES]:.2f} waves"
     limits = [(m[x], what) for what, x in _LIMITS.items() if x in m]

@@ -111,7 +111,6 @@ class Roof:
 
     @property
     def bound(self) -> str | None:
-        """The cost that takes longest."""
         return max(self.times, key=lambda x: self.times[x]) if self.bytes else None
 
     @property
@@ -125,7 +124,6 @@ class Roof:
 
     @property
     def percent(self) -> float | None:
-        """Measured performance as a percentage of the attainable."""
         reached = self.measured and self.measured.time
         return 100 * self.time / reached if self.time and reached else None
 

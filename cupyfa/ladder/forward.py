@@ -424,19 +424,15 @@ def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return row_tiles(p, c) * c.Br * round_up(p.dv, width) if c.span < p.N else 0
 
 
-MMA_SLICES = Kernel(
+MMA_SLICES = rung(
+    MMA_SPLIT_Q,
     "mma_slices",
     "any head dimension: Q and K in slices of d, V in slices of keys",
-    (
-        Launch(
-            "mma_slices",
-            args="Q K V O lse O_sum.data sizes heads group scale mods",
-            grid=row_tiles,
-            threads=warps_of_scores,
-            shared=sliced_shared,
-            constants={"pack_gqa": lambda p, c: 1},
-        ),
-    ),
+    launch={
+        "args": "Q K V O lse O_sum.data sizes heads group scale mods",
+        "threads": warps_of_scores,
+        "shared": sliced_shared,
+    },
     tiles=named(
         "Br Bc Wr Wc Bd span stages",
         (128, 256, 64, 64, 32, 512, 4),
@@ -461,11 +457,10 @@ MMA_SLICES = Kernel(
         ),
         "stages is 2 or more": lambda c: c.stages >= 2,
     },
-    dtypes=HALF,
-    dtype_arch={"bfloat16": "80"},
-    features=EVERYTHING,
+    largest_d=None,
     scratch={"O_sum": (sliced_sums, "real")},
     tflops={"float16": {64: 151}, "bfloat16": {320: 211, 512: 252, 1024: 261}},
+    after=(),
 )
 
 # Hopper: warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA

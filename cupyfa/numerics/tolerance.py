@@ -1,7 +1,6 @@
 """The largest error that a result may have: a bound for each element, from the inputs.
 
-A fixed tolerance is too wide for large problems, where outputs are small, and too narrow for large
-scores. The bound of an element has two parts.
+docs/checking.md says why, and how correct and faulty kernels compare with these bounds.
 
 **Accumulation.** Let eps be the spacing at 1 of the format that the kernel accumulates in, n the
 number of keys that a query sees, and size the largest |scale| * sum(|q| * |k|) over those keys.
@@ -38,8 +37,7 @@ to the dtype of the arrays. Tensor cores keep about 14 bits of a sum of such pro
 the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
 infinity.
 
-Infinity and NaN must be exactly where the reference has them. Fully masked rows must be exactly 0
-and -inf.
+Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
@@ -56,8 +54,6 @@ on float16 or bfloat16 may round P and dS before it multiplies with them, by hal
 half of their smallest number, and rounds its results. Where a result is infinite or beyond its
 dtype's largest number, anything may stand; NaN must be NaN. A key that no query sees and a query
 that sees no key have gradients of exactly 0.
-
-docs/checking.md shows how correct and faulty kernels compare with these bounds.
 """
 
 import math

@@ -242,7 +242,6 @@ class _Planner:
     def check_formulas(
         self, launch: Launch, grid: tuple[int, ...], threads: int, shared_bytes: int
     ) -> None:
-        """Raises ValueError for sizes that no launch can have."""
         numbers = (*grid, threads, shared_bytes)
         whole = all(isinstance(number, int | np.integer) and number >= 0 for number in numbers)
         empty = 0 in self.problem.shape("batch heads M")
@@ -254,7 +253,6 @@ class _Planner:
             )
 
     def check_limits(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
-        """Raises Unsupported for a launch that is too large for the device."""
         limits, (x, y, z) = self.limits, grid
         constants = {**self.constants, "d": self.problem.d, "dv": self.problem.dv}
         needs = f"{self.kernel.name} with {_listed(constants)} needs"
