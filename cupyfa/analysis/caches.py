@@ -112,7 +112,7 @@ def clear(kind: str, *, dry_run: bool = False) -> Removed:
 
 
 def warm(
-    engine: Backend,
+    backend: Backend,
     kernels: Sequence[Kernel | str],
     dtypes: Sequence[str],
     ds: Sequence[int],
@@ -135,8 +135,8 @@ def warm(
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
         problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group)
         try:
-            record = select(kernel, operation, problem, engine.limits)
-            programs = plan(record, problem, engine.limits).programs
+            record = select(kernel, operation, problem, backend.limits)
+            programs = plan(record, problem, backend.limits).programs
         except Unsupported as error:
             refused = error
         else:
@@ -147,7 +147,7 @@ def warm(
     for done, launch in enumerate(found.values()):
         progress(done, len(found), f"{launch.entry} {launch.dtype.name}")
         before = set(_items("compiled"))
-        engine.prepare(launch)
+        backend.prepare(launch)
         new += bool(set(_items("compiled")) - before)
     return Warmed(len(found), new, time.perf_counter() - start)
 

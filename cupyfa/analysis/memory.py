@@ -112,20 +112,20 @@ def memory(
     if len(several) != 1:
         raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
-    engine = gpu() if backend == "auto" else backend_named(backend)
-    limits = engine.limits if engine else limits_of("90")
-    if engine and engine.stream is None:  # the simulator has no memory to measure
-        engine = None
+    on = gpu() if backend == "auto" else backend_named(backend)
+    limits = on.limits if on else limits_of("90")
+    if on and on.stream is None:  # the simulator has no memory to measure
+        on = None
     if named and not any(can(x, problem, limits) for x in named.values()):
         plan(next(iter(named.values())), problem, limits)  # raises the reason
     chosen = named or {x: k for x, k in LADDER[operation].items() if can(k, problem, limits)}
     rows = _by_formula(operation, problem, limits)
-    counting = ncu and _can_count(engine)
+    counting = ncu and _can_count(on)
     for done, (name, kernel) in enumerate(chosen.items()):
         progress(done, len(chosen), kernel.name)
         row = _planned(kernel, operation, problem, limits)
-        if row.scratch is not None and engine is not None:
-            row = _measured(row, engine, kernel)
+        if row.scratch is not None and on is not None:
+            row = _measured(row, on, kernel)
             if counting and not any(isinstance(x, Matmul) for x in kernel.launches):
                 row, counting = _with_dram(row, name)
         rows.append(row)
@@ -162,28 +162,28 @@ def _planned(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Foot
     )
 
 
-def _measured(row: Footprint, engine: Backend, kernel: Kernel) -> Footprint:
+def _measured(row: Footprint, backend: Backend, kernel: Kernel) -> Footprint:
     """The row with the most memory that is allocated while the kernel runs."""
-    made = plan(kernel, row.problem, engine.limits)
+    made = plan(kernel, row.problem, backend.limits)
     try:
-        with engine.working_on(None):
-            return replace(row, peak=engine.peak(lambda: _run(engine, made)))
+        with backend.working_on(None):
+            return replace(row, peak=backend.peak(lambda: _run(backend, made)))
     except DeviceLost:
         raise
     except (Unsupported, DeviceError, MemoryError) as error:
         return replace(row, note=str(error))
 
 
-def _run(engine: Backend, plan: Plan) -> None:
+def _run(backend: Backend, plan: Plan) -> None:
     p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
     zeros = {name: np.zeros(x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
-    inputs = {name: engine.upload(x) for name, x in readable_inputs(plan, zeros).items()}
-    outputs = {name: allocated(engine, plan, name) for name in plan.outputs}
-    run(engine, plan, readable_inputs(plan, inputs), outputs)
+    inputs = {name: backend.upload(x) for name, x in readable_inputs(plan, zeros).items()}
+    outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
+    run(backend, plan, readable_inputs(plan, inputs), outputs)
 
 
-def _can_count(engine: Backend | None) -> bool:
-    if engine is None:
+def _can_count(backend: Backend | None) -> bool:
+    if backend is None:
         return False
     if shutil.which("ncu"):
         return True

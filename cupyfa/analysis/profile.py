@@ -151,16 +151,16 @@ def nsys_command(
 
 def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     """Runs a kernel twice: the program that is profiled."""
-    engine = backend_named("cuda")
+    backend = backend_named("cuda")
     record = record_named(kernel)
-    plan = plan_of(record, case.problem, engine.limits, **constants)
-    with engine.working_on(None):
-        readable = readable_inputs(plan, case.inputs(engine))
-        inputs = timing.placed(engine, readable, {})
-        outputs = {name: allocated(engine, plan, name) for name in plan.outputs}
+    plan = plan_of(record, case.problem, backend.limits, **constants)
+    with backend.working_on(None):
+        readable = readable_inputs(plan, case.inputs(backend))
+        inputs = timing.placed(backend, readable, {})
+        outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
         for _ in range(2):
-            run(engine, plan, inputs, outputs)
-        engine.synchronize()
+            run(backend, plan, inputs, outputs)
+        backend.synchronize()
 
 
 def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]:
@@ -179,11 +179,11 @@ def _checked(
     if shutil.which(tool) is None:
         raise Unsupported(f"{tool} is not on the PATH; it is part of {TOOLS[tool]}")
     try:
-        engine = backend_named("cuda")
+        backend = backend_named("cuda")
     except DeviceError as error:
         remedy = "profile on another machine: --print prints the commands"
         raise DeviceError(f"{str(error).partition(';')[0]}; {remedy}") from None
-    plan = plan_of(record, case.problem, engine.limits, **(tiles or {}))
+    plan = plan_of(record, case.problem, backend.limits, **(tiles or {}))
     if not all(all(launch.grid) for launch in plan.launches):
         raise ValueError(f"{case.problem} has no rows and launches nothing; give sizes from 1")
     return record, case, tiles or {}

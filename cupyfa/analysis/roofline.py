@@ -185,12 +185,12 @@ def roofline(
         able = [x for x in DTYPES if all(k.takes(x) for k in records)] or ["float16"]
         sizes["dtype"] = "float32" if sizes.get("precision") else able[0]
     problems = sweeps.problems(operation, sizes)
-    engine = gpu()
-    target, is_here = _device(device, engine)
+    backend = gpu()
+    target, is_here = _device(device, backend)
     limits = limits_of(target.arch)
     limits = replace(limits, device=target.name, multiprocessors=target.multiprocessors)
-    if engine and is_here:
-        limits = engine.limits
+    if backend and is_here:
+        limits = backend.limits
     rows: list[Roof] = []
     for done, problem in enumerate(problems):
         progress(done, len(problems), str(problem))
@@ -200,8 +200,8 @@ def roofline(
         ]
         if not chosen:
             found = [row for row in found if not row.note]
-        if engine and is_here and measure:
-            found = _with_measurements(found, problem, chosen or rungs, engine, budget)
+        if backend and is_here and measure:
+            found = _with_measurements(found, problem, chosen or rungs, backend, budget)
         rows += found
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
@@ -233,31 +233,31 @@ def _precision(plan: Plan) -> str:
     return plan.rounding or plan.problem.dtype.name
 
 
-def _device(device: str | Device, engine: Backend | None) -> tuple[Device, bool]:
+def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool]:
     """The device of a name, and whether it is the one of this machine."""
     if device == "auto":
-        device = THIS if engine else "h100"
+        device = THIS if backend else "h100"
     if device == THIS:
-        if engine is None:
+        if backend is None:
             known = ", ".join(peaks.DEVICES)
             raise Unsupported(f"there is no GPU here to measure; name a device: {known}")
-        return measured_device(engine), True
+        return measured_device(backend), True
     chosen = device if isinstance(device, Device) else peaks.named(device)
-    here = peaks.known_as(engine.limits.device) if engine else None
+    here = peaks.known_as(backend.limits.device) if backend else None
     return chosen, chosen is here
 
 
-def measured_device(engine: Backend) -> Device:
+def measured_device(backend: Backend) -> Device:
     """The device here, with its measured rates of large products and copies, which are stored."""
-    measured = {x: peaks.product_rate(engine, x) for x in (*DTYPES, "tf32")}
+    measured = {x: peaks.product_rate(backend, x) for x in (*DTYPES, "tf32")}
     rates = {name: rate for name, rate in measured.items() if rate}
-    bandwidth = peaks.copy_rate(engine)
+    bandwidth = peaks.copy_rate(backend)
     if not bandwidth or "float32" not in rates:
         raise Unsupported(
             "measuring the rates of this device needs cuBLAS: pip install 'cupyfa[cublas]', or "
             f"name a device: {', '.join(peaks.DEVICES)}"
         )
-    limits = engine.limits
+    limits = backend.limits
     return Device(
         limits.device,
         limits.arch or "",
@@ -291,7 +291,7 @@ def _with_measurements(
     rows: Sequence[Roof],
     p: Problem,
     kernels: Sequence[str | Kernel],
-    engine: Backend,
+    backend: Backend,
     budget: float,
 ) -> list[Roof]:
     able = {row.computation for row in rows if row.bytes}
@@ -300,7 +300,12 @@ def _with_measurements(
         return list(rows)
     sizes = {x: getattr(p, x) for x in SIZES} | vars(p.options)
     found = bench(
-        list(timed.values()), backend=engine, budget=budget, alone=True, dtype=p.dtype.name, **sizes
+        list(timed.values()),
+        backend=backend,
+        budget=budget,
+        alone=True,
+        dtype=p.dtype.name,
+        **sizes,
     )
     by_name = {row.kernel: row for row in found}
     return [replace(row, measured=by_name.get(row.computation)) for row in rows]

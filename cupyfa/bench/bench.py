@@ -72,7 +72,7 @@ def bench(
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
     kernel's error if no named kernel can run at all.
     """
-    engine = backend_named(backend)
+    backend = backend_named(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
     named = cache(record_named)  # a script makes another record each time
@@ -82,12 +82,12 @@ def bench(
     _check(chosen, operations, given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
-    on = partial(_Measuring, engine, labels, given, against, cold, graph, budget, patience, alone)
+    on = partial(_Measuring, backend, labels, given, against, cold, graph, budget, patience, alone)
     noted: set[str] = set()
     cases: list[Case] = []
     for operation in operations:
         able = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
-        problems = sweeps.problems(operation, sizes, *able, small=engine.name == "simulator")
+        problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
         cases += [Case(operation, problem, seed, values, layout) for problem in problems]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []
@@ -214,7 +214,7 @@ class _Entry:
 class _Measuring:
     """The arguments of ``bench``, and what the kernels of one case share."""
 
-    engine: Backend
+    backend: Backend
     labels: Sequence[tuple[Kernel, str]]
     constants: Mapping[str, Sequence[int]]
     against: tuple[str, ...]
@@ -230,7 +230,7 @@ class _Measuring:
 
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
-        return self.case.inputs(self.engine)
+        return self.case.inputs(self.backend)
 
     def judge(self, plan: Plan) -> Judge:
         """The judge of all kernels, on the inputs as the first plan has them."""
@@ -249,7 +249,7 @@ class _Measuring:
     def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
         """The kernels to measure, each with every combination of its constants."""
         operation, problem = self.case.operation, self.case.problem
-        chosen = [select(x, operation, problem, self.engine.limits) for x in kernels]
+        chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
         joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
         combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
         for kernel in chosen:
@@ -264,7 +264,7 @@ class _Measuring:
 
     def measured(self, entries: Sequence[_Entry], earlier: Sequence[Measurement]) -> list[_Entry]:
         """The entries with their results, and those of peers."""
-        self.engine.trim()
+        self.backend.trim()
         peers.trim()
         for entry in entries:
             self.check(entry, earlier)
@@ -277,33 +277,33 @@ class _Measuring:
 
     def check(self, entry: _Entry, earlier: Sequence[Measurement]) -> None:
         """Checks the kernel of an entry; a correct one gets a call to time."""
-        engine, case, kernel = self.engine, self.case, entry.kernel
+        backend, case, kernel = self.backend, self.case, entry.kernel
         assert kernel is not None
         try:
-            plan = plan_of(kernel, case.problem, engine.limits, **entry.row.constants)
+            plan = plan_of(kernel, case.problem, backend.limits, **entry.row.constants)
             problem = case.problem.with_options(precision=plan.problem.precision)
             entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
             self.check_patience(entry.row, earlier)
         except (Unsupported, ValueError) as error:
             return entry.fail(error)
         try:
-            with engine.working_on(None):
-                used: Any = timing.resources(engine, plan)
+            with backend.working_on(None):
+                used: Any = timing.resources(backend, plan)
                 readable = readable_inputs(plan, self.inputs)
-                results = run_guarded(engine, plan, readable, {})
-                arrays = timing.arrays_of(engine, plan, readable, self.memory)
+                results = run_guarded(backend, plan, readable, {})
+                arrays = timing.arrays_of(backend, plan, readable, self.memory)
         except (*_NOT_HERE, *_WRONG) as error:
             return entry.fail(error)
         judge = self.judge(plan)
         used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
-        peak = _peak(engine, plan)
+        peak = _peak(backend, plan)
         entry.row = replace(entry.row, checked=judge.share, passed=True, peak=peak, **used)
         verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
         if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
             return entry.reject("; ".join(wrong))
         entry.plan, entry.results = plan, results
-        entry.call = replay(engine, plan, arrays)
-        entry.capture = partial(_captured, engine, plan, entry.call, arrays, results)
+        entry.call = replay(backend, plan, arrays)
+        entry.capture = partial(_captured, backend, plan, entry.call, arrays, results)
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
         """Raises Unsupported if the time on the last problem predicts too long a launch."""
@@ -325,9 +325,9 @@ class _Measuring:
             return []
         for name in self.against:
             try:
-                with self.engine.working_on(None):
-                    arrays = timing.placed(self.engine, self.inputs, self.memory)
-                    other = peers.peer(name, self.engine, case.problem, arrays, case.operation)
+                with self.backend.working_on(None):
+                    arrays = timing.placed(self.backend, self.inputs, self.memory)
+                    other = peers.peer(name, self.backend, case.problem, arrays, case.operation)
             except _NOT_HERE as error:
                 self.note(str(error))
                 continue
@@ -378,7 +378,7 @@ class _Measuring:
         try:
             if entry.capture is None:
                 raise Unsupported("it cannot be captured as a CUDA graph")
-            with self.engine.working_on(None):
+            with self.backend.working_on(None):
                 entry.call = entry.capture()
         except (*_NOT_HERE, *_WRONG) as error:
             entry.fail(error)
@@ -386,8 +386,8 @@ class _Measuring:
     def time(self, entries: Sequence[_Entry]) -> None:
         calls = [entry.call for entry in entries if entry.call]
         try:
-            with self.engine.working_on(None):
-                times = timing.measure(self.engine, calls, budget=self.budget, cold=self.cold)
+            with self.backend.working_on(None):
+                times = timing.measure(self.backend, calls, budget=self.budget, cold=self.cold)
         except DeviceError as error:
             for entry in entries:
                 entry.fail(error)
@@ -396,27 +396,27 @@ class _Measuring:
             entry.row = replace(entry.row, milliseconds=milliseconds)
 
 
-def _peak(engine: Backend, plan: Plan) -> float | None:
+def _peak(backend: Backend, plan: Plan) -> float | None:
     """The device's peak rate for the operation: products, for a softmax copies."""
     if plan.kernel.operation == "softmax":
-        return peaks.copy_rate(engine)
-    return peaks.product_rate(engine, plan.rounding or plan.problem.dtype.name)
+        return peaks.copy_rate(backend)
+    return peaks.product_rate(backend, plan.rounding or plan.problem.dtype.name)
 
 
 def _captured(
-    engine: Backend,
+    backend: Backend,
     plan: Plan,
     call: timing.Call,
     arrays: Mapping[str, Any],
     results: Mapping[str, np.ndarray],
 ) -> timing.Call:
     """A call as a CUDA graph; one replay checks that it writes all outputs."""
-    replay = engine.capture(call)
+    replay = backend.capture(call)
     for name in plan.outputs:
-        arrays[name][...] = engine.upload(np.full_like(results[name], np.nan))
+        arrays[name][...] = backend.upload(np.full_like(results[name], np.nan))
     replay()
     for name in plan.outputs:
-        if (np.isnan(engine.download(arrays[name])) != np.isnan(results[name])).any():
+        if (np.isnan(backend.download(arrays[name])) != np.isnan(results[name])).any():
             raise WrongResult(f"{plan.kernel.name}: its CUDA graph does not write all of {name}")
     return replay
 

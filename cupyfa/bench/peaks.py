@@ -103,41 +103,41 @@ def known_as(name: str) -> Device | None:
     return next((device for device in DEVICES.values() if short in device.called), None)
 
 
-def product_rate(engine: Backend, precision: str) -> float | None:
+def product_rate(backend: Backend, precision: str) -> float | None:
     """TFLOP/s of a large product in a precision: a dtype, or "tf32"; None without a library."""
-    if engine.limits.no_matmul or precision not in (*DTYPES, "tf32"):
+    if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
     dtype = DTYPES["float32" if tf32 else precision].numpy
 
     def call(size: int) -> timing.Call:
-        a, b = (_random(engine, (1, 1, size, size), dtype, seed) for seed in (1, 2))
-        out = engine.empty((1, 1, size, size), dtype)
-        return partial(engine.matmul, a, b, out, 1.0, tf32=tf32)
+        a, b = (_random(backend, (1, 1, size, size), dtype, seed) for seed in (1, 2))
+        out = backend.empty((1, 1, size, size), dtype)
+        return partial(backend.matmul, a, b, out, 1.0, tf32=tf32)
 
-    return _best(engine, precision, _SIZES, call, lambda size: 2 * size**3 / 1e9)
+    return _best(backend, precision, _SIZES, call, lambda size: 2 * size**3 / 1e9)
 
 
-def copy_rate(engine: Backend) -> float | None:
+def copy_rate(backend: Backend) -> float | None:
     """GB/s of a large copy in the device's memory, counting bytes read and bytes written."""
 
     def call(size: int) -> timing.Call:
-        source = _random(engine, (size // 4,), np.dtype(np.float32), 1)
-        target = engine.empty((size // 4,), np.dtype(np.float32))
+        source = _random(backend, (size // 4,), np.dtype(np.float32), 1)
+        target = backend.empty((size // 4,), np.dtype(np.float32))
         return partial(target.__setitem__, slice(None), source)
 
-    return _best(engine, "copy", _BYTES, call, lambda size: 2 * size / 1e6)
+    return _best(backend, "copy", _BYTES, call, lambda size: 2 * size / 1e6)
 
 
 def _best(
-    engine: Backend,
+    backend: Backend,
     what: str,
     sizes: Sequence[int],
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
     """The stored rate, work per millisecond, or else the best of growing sizes, which is stored."""
-    file = store.facts_file("peaks", engine.limits.device)
+    file = store.facts_file("peaks", backend.limits.device)
     fact = store.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
         return float(fact)
@@ -146,8 +146,8 @@ def _best(
         if i and took * work(size) / work(sizes[i - 1]) > _LONGEST:
             break
         try:
-            with engine.working_on(None):
-                (times,) = timing.measure(engine, [call(size)], budget=_BUDGET, cold=False)
+            with backend.working_on(None):
+                (times,) = timing.measure(backend, [call(size)], budget=_BUDGET, cold=False)
         except (DeviceError, MemoryError):
             break
         took = median(times)
@@ -157,7 +157,7 @@ def _best(
     return best or None
 
 
-def _random(engine: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
+def _random(backend: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
     """A million random numbers, repeated; zeros would need less power."""
     numbers = np.random.default_rng(seed).standard_normal(2**20, np.float32)
-    return engine.upload(np.resize(numbers.astype(dtype), shape))
+    return backend.upload(np.resize(numbers.astype(dtype), shape))

@@ -47,7 +47,7 @@ class Peer:
 
 
 def peer(
-    name: str, engine: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
+    name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
     """The peer of a name on arrays of the backend: Q, K, V, and dO for gradients.
 
@@ -63,10 +63,10 @@ def peer(
         if others:
             raise Unsupported(f"its attention has no {others} here")
         if operation == "forward":
-            return prepare(name, engine, p, inputs)
+            return prepare(name, backend, p, inputs)
         if name not in _TORCH:
             raise Unsupported("its gradients are not timed here")
-        return _torch(name, engine, p, inputs, arrays["dO"])
+        return _torch(name, backend, p, inputs, arrays["dO"])
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
 
 
 def _torch(
-    name: str, engine: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
+    name: str, backend: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
 ) -> Peer:
     """torch's attention, or its gradients after a forward pass.
 
@@ -131,7 +131,7 @@ def _torch(
             return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
 
     def on_stream(function: Callable[[], Any]) -> Any:
-        with _torch_stream(torch, engine):
+        with _torch_stream(torch, backend):
             return function()
 
     def differentiable() -> Callable[[], Any]:
@@ -196,14 +196,14 @@ def _numpy(torch: Any, tensor: Any, p: Problem) -> np.ndarray:
     return tensor.detach().cpu().numpy().view(p.dtype.numpy)
 
 
-def _torch_stream(torch: Any, engine: Backend) -> Any:
-    if engine.stream is None:
+def _torch_stream(torch: Any, backend: Backend) -> Any:
+    if backend.stream is None:
         return nullcontext()
-    stream = torch.cuda.ExternalStream(engine.stream) if engine.stream else None
+    stream = torch.cuda.ExternalStream(backend.stream) if backend.stream else None
     return torch.cuda.stream(stream or torch.cuda.default_stream())
 
 
-def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+def _jax(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
     """JAX's attention, which takes contiguous arrays [batch, rows, heads, columns].
 
     It has a stream of its own, so each call waits for the result; its time includes the host's.
@@ -222,7 +222,7 @@ def _jax(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
         function = jax.jit(attention)
 
         def call() -> Any:
-            engine.synchronize()
+            backend.synchronize()
             return function(*inputs).block_until_ready()
 
         output = np.asarray(call()).swapaxes(1, 2)
@@ -242,16 +242,16 @@ def _jax_array(jax: Any, array: Any) -> Any:
     return jax.lax.bitcast_convert_type(bits, jax.numpy.bfloat16)
 
 
-def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
     """cuDNN's attention graph, built by its Python interface and run on pointers."""
     cudnn = import_module("cudnn")
-    if engine.stream is None:
+    if backend.stream is None:
         raise Unsupported("it needs a GPU")
     kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
     if p.dtype.name not in kinds:
         raise Unsupported(f"its dtypes are {', '.join(kinds)}")
     kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
-    out = engine.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
+    out = backend.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
 
     def layout(array: Any) -> dict[str, list[int]]:
         strides = [stride // p.itemsize for stride in array.strides]
@@ -270,12 +270,12 @@ def _cudnn_frontend(name: str, engine: Backend, p: Problem, arrays: Sequence[Any
     placed = layout(out)
     o.set_output(True).set_dim(placed["dim"]).set_stride(placed["stride"])
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    workspace = engine.empty((max(graph.get_workspace_size(), 1),), np.dtype(np.uint8))
+    workspace = backend.empty((max(graph.get_workspace_size(), 1),), np.dtype(np.uint8))
 
     def call() -> None:
-        cudnn.set_stream(handle=handle, stream=engine.stream)
-        buffers = zip((q, k, v, o), map(engine.address, (*arrays, out)))
-        graph.execute(dict(buffers), engine.address(workspace), handle=handle)
+        cudnn.set_stream(handle=handle, stream=backend.stream)
+        buffers = zip((q, k, v, o), map(backend.address, (*arrays, out)))
+        graph.execute(dict(buffers), backend.address(workspace), handle=handle)
 
     call()
-    return Peer(label(name), call, {"O": engine.download(out)}, partial(engine.capture, call))
+    return Peer(label(name), call, {"O": backend.download(out)}, partial(backend.capture, call))

@@ -36,7 +36,7 @@ def checked_budget(budget: float) -> float:
 
 
 def measure(
-    engine: Backend, calls: Sequence[Call], *, budget: float, cold: bool, most: float = inf
+    backend: Backend, calls: Sequence[Call], *, budget: float, cold: bool, most: float = inf
 ) -> list[list[float]]:
     """Milliseconds of each call in each of its rounds.
 
@@ -44,7 +44,7 @@ def measure(
     end when every median is known to half a percent. A call is measured at least twice, or once if
     it takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
     """
-    lanes = [_Lane(engine, call, budget, cold, most) for call in calls]
+    lanes = [_Lane(backend, call, budget, cold, most) for call in calls]
     while not all(lane.ended or lane.known for lane in lanes):
         for lane in lanes:
             if not lane.ended:
@@ -55,8 +55,10 @@ def measure(
 class _Lane:
     """One call, its times so far, and the seconds spent on it."""
 
-    def __init__(self, engine: Backend, call: Call, budget: float, cold: bool, most: float) -> None:
-        self.engine, self.call, self.cold = engine, call, cold
+    def __init__(
+        self, backend: Backend, call: Call, budget: float, cold: bool, most: float
+    ) -> None:
+        self.backend, self.call, self.cold = backend, call, cold
         self.budget, self.most, self.fewest = budget, most, 2
         self.milliseconds: list[float] = []
         self.spent = 0.0
@@ -80,7 +82,7 @@ class _Lane:
 
     def timed(self) -> float:
         start = perf_counter()
-        milliseconds = self.engine.time(self.call, cold=self.cold)
+        milliseconds = self.backend.time(self.call, cold=self.cold)
         self.spent += perf_counter() - start
         return milliseconds
 
@@ -101,53 +103,53 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
     return median(x / y if y else inf for x, y in zip(a, b))
 
 
-def resources(engine: Backend, plan: Plan) -> dict[str, int]:
+def resources(backend: Backend, plan: Plan) -> dict[str, int]:
     """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor."""
     found: dict[str, int] = {}
     for launch in plan.programs:
-        prepared = engine.prepare(launch)
-        for name, value in engine.resources(prepared).items():
+        prepared = backend.prepare(launch)
+        for name, value in backend.resources(prepared).items():
             column = name.replace(" ", "_")
             found[column] = max(found.get(column, 0), value)
-        if (blocks := engine.blocks_per_sm(prepared, launch)) is not None:
+        if (blocks := backend.blocks_per_sm(prepared, launch)) is not None:
             found["blocks_per_sm"] = min(found.get("blocks_per_sm", blocks), blocks)
     return found
 
 
 def arrays_of(
-    engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+    backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
     """Every array of a plan on the backend; plans on the same inputs share those in ``memory``."""
-    arrays = placed(engine, inputs, memory)
+    arrays = placed(backend, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))
         if key not in memory:
-            memory[key] = allocated(engine, plan, name)
+            memory[key] = allocated(backend, plan, name)
         arrays[name] = memory[key]
     return arrays
 
 
 def placed(
-    engine: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+    backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
     """The inputs on the backend, from ``memory`` if they are there."""
     arrays = {}
     for name, array in inputs.items():
         key = (name, array.shape, array.strides)
         if key not in memory:
-            memory[key] = _placed(engine, array)
+            memory[key] = _placed(backend, array)
         arrays[name] = memory[key]
     return arrays
 
 
-def _placed(engine: Backend, array: np.ndarray) -> Any:
+def _placed(backend: Backend, array: np.ndarray) -> Any:
     """The array in the backend's memory, with the same strides and alignment."""
-    if engine.owns(array):
+    if backend.owns(array):
         return array
     low, high = extent(array)
-    memory = engine.empty((15 + high - low,), np.dtype(np.uint8))
-    offset = -low + (array.ctypes.data + low - engine.address(memory)) % 16
+    memory = backend.empty((15 + high - low,), np.dtype(np.uint8))
+    offset = -low + (array.ctypes.data + low - backend.address(memory)) % 16
     bits = np.dtype(f"u{array.dtype.itemsize}")
-    elements = engine.view(memory, array.shape, bits, offset, array.strides)
-    elements[...] = engine.upload(array.view(bits))
-    return engine.view(memory, array.shape, array.dtype, offset, array.strides)
+    elements = backend.view(memory, array.shape, bits, offset, array.strides)
+    elements[...] = backend.upload(array.view(bits))
+    return backend.view(memory, array.shape, array.dtype, offset, array.strides)

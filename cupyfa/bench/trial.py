@@ -47,7 +47,7 @@ class Trial:
 
 
 def trial(
-    engine: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
+    backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
 ) -> Trial:
     """Checks a plan on these inputs between guard zones, then times it.
 
@@ -55,13 +55,13 @@ def trial(
     in a bit; wrong values are in the verdicts.
     """
     readable = readable_inputs(plan, inputs)
-    results = run_guarded(engine, plan, readable, {})
-    if different := difference(engine, plan, readable, results, reruns):
+    results = run_guarded(backend, plan, readable, {})
+    if different := difference(backend, plan, readable, results, reruns):
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
     verdicts = Judge.of(plan, inputs).verdicts(results, plan.rounding)
-    call = replay(engine, plan, timing.arrays_of(engine, plan, readable, {}))
-    (times,) = timing.measure(engine, [call], budget=_LONGEST, cold=False, most=_MOST)
-    used = {launch.entry: engine.resources(engine.prepare(launch)) for launch in plan.programs}
+    call = replay(backend, plan, timing.arrays_of(backend, plan, readable, {}))
+    (times,) = timing.measure(backend, [call], budget=_LONGEST, cold=False, most=_MOST)
+    used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
     return Trial(plan, verdicts, row, used)
@@ -95,7 +95,7 @@ def accuracy(
     dtype="float16"``. All kernels get the same inputs. Raises ValueError for the arguments, and
     Unsupported if a kernel cannot do the problem.
     """
-    engine = backend_named(backend)
+    backend = backend_named(backend)
     named = [kernels] if isinstance(kernels, str | Kernel) else kernels
     chosen = [x if isinstance(x, Kernel) else record_named(x) for x in named]
     for record in chosen:
@@ -111,8 +111,8 @@ def accuracy(
         exact, _ = exact_attention(inputs, problem)
         rms = float(np.sqrt(np.mean(exact**2)))
         for record in chosen:
-            plan = plan_of(record, problem, engine.limits)
-            out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
+            plan = plan_of(record, problem, backend.limits)
+            out = run_guarded(backend, plan, readable_inputs(plan, inputs), {})["O"]
             rmse = float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2)))
             found.append(Accuracy(record.name, case, rmse, rms))
     return found

@@ -99,10 +99,10 @@ def tune(
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
     """
     timing.checked_budget(budget)
-    engine = backend_named(backend)
+    backend = backend_named(backend)
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     sweeps.refuse_foreign([record.operation], sizes)
-    small = engine.name == "simulator"
+    small = backend.name == "simulator"
     problems = sweeps.problems(record.operation, sizes, record, small=small)
     for problem in problems:
         if not OPERATIONS[record.operation].flops(problem):
@@ -113,8 +113,8 @@ def tune(
             "stored; set CUPYFA_CACHE_DIR to a writable folder",
             **AT_THE_CALLER,
         )
-    tried = [candidates(record, problem, engine.limits) for problem in problems]
-    return [x for plans in tried for x in _Tuning(engine, plans, fresh).run(budget, progress)]
+    tried = [candidates(record, problem, backend.limits) for problem in problems]
+    return [x for plans in tried for x in _Tuning(backend, plans, fresh).run(budget, progress)]
 
 
 def is_kept() -> bool:
@@ -126,7 +126,7 @@ def is_kept() -> bool:
 class _Tuning:
     """One problem: its plans by key, and what is known of each, which is stored in a file."""
 
-    engine: Backend
+    backend: Backend
     plans: Sequence[Plan]
     fresh: bool
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,12 +134,12 @@ class _Tuning:
 
     def run(self, budget: float, progress: Progress) -> list[Candidate]:
         start = perf_counter()
-        self.file = _file(self.engine, self.plans[0])
+        self.file = _file(self.backend, self.plans[0])
         self.keyed = {_key(plan): plan for plan in self.plans}
         self.own = next(iter(self.keyed))
         recalled = {} if self.fresh else store.recall(self.file)
         self.facts = {x: recalled[x] for x in self.keyed if _is_sound(recalled.get(x))}
-        self.engine.trim()
+        self.backend.trim()
         for done, (key, plan) in enumerate(self.keyed.items()):
             progress(done, len(self.keyed), _listed(plan))
             late = perf_counter() - start > _FIRST_SHARE * budget
@@ -157,7 +157,7 @@ class _Tuning:
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         plan = self.plans[0]
-        return readable_inputs(plan, Case(plan.kernel.operation, plan.problem).inputs(self.engine))
+        return readable_inputs(plan, Case(plan.kernel.operation, plan.problem).inputs(self.backend))
 
     @property
     def right(self) -> list[str]:
@@ -180,12 +180,12 @@ class _Tuning:
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
         fact["constants"] = dict(plan.constants)
         refusals: tuple[type[Exception], ...] = (errors.DeviceError, errors.Unsupported)
-        refusals += self.engine.compile_errors
+        refusals += self.backend.compile_errors
         lost: Exception | None = None
         try:
-            with self.engine.working_on(None):
-                _check(self.engine, plan)
-                fact |= timing.resources(self.engine, plan)
+            with self.backend.working_on(None):
+                _check(self.backend, plan)
+                fact |= timing.resources(self.backend, plan)
                 (fact["look"],) = self.timed([plan], **_FIRST)
         except errors.OutOfMemory:
             raise
@@ -201,10 +201,10 @@ class _Tuning:
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
         calls = [
-            replay(self.engine, x, timing.arrays_of(self.engine, x, self.inputs, self.memory))
+            replay(self.backend, x, timing.arrays_of(self.backend, x, self.inputs, self.memory))
             for x in plans
         ]
-        return timing.measure(self.engine, calls, cold=True, **how)
+        return timing.measure(self.backend, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
         """The best of the finalists, and those that are not known to be slower."""
@@ -238,7 +238,7 @@ class _Tuning:
 
     def time_rounds(self, rivals: Sequence[str]) -> None:
         keys = list(dict.fromkeys([*rivals, self.pacer]))
-        with self.engine.working_on(None):
+        with self.backend.working_on(None):
             times = self.timed([self.keyed[key] for key in keys], **_ROUNDS)
         before = max(len(fact["rounds"]) for fact in self.facts.values())
         for key, its in zip(keys, times):
@@ -252,9 +252,9 @@ class _Tuning:
         about_tiles = (p.arithmetic, p.d, p.dv, tuple(best.constants.items()), best.tflops)
         found = Tuned(record.name, folder_of(record), *about_tiles)
         about = {"milliseconds": best.time, "problem": str(p), "source": self.ranked[0]}
-        about |= environment.describe(self.engine)
-        tuned.remember(self.engine.limits.device, found, about)
-        self.engine.refresh()
+        about |= environment.describe(self.backend)
+        tuned.remember(self.backend.limits.device, found, about)
+        self.backend.refresh()
 
     def candidate(self, key: str) -> Candidate:
         plan, fact = self.keyed[key], self.facts.get(key)
@@ -277,7 +277,7 @@ class _Tuning:
         return Candidate(measured, fact["state"], factor, len(rounds), shared, blocks)
 
 
-def _check(engine: Backend, plan: Plan) -> None:
+def _check(backend: Backend, plan: Plan) -> None:
     """Checks a plan's constants on a small problem whose sizes are no multiples of its tiles."""
     p, largest = plan.problem, max(plan.constants.values(), default=32)
     if plan.kernel.operation == "softmax":
@@ -286,9 +286,9 @@ def _check(engine: Backend, plan: Plan) -> None:
         kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
         heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
         small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
-    checked = plan_of(plan.kernel, small, engine.limits, **plan.constants)
+    checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs()
-    guard.checked(engine, checked, readable_inputs(checked, inputs), {})
+    guard.checked(backend, checked, readable_inputs(checked, inputs), {})
 
 
 def _is_sound(fact: Any) -> bool:
@@ -300,8 +300,8 @@ def _is_sound(fact: Any) -> bool:
         return False
 
 
-def _file(engine: Backend, plan: Plan) -> Path:
-    versions = environment.describe(engine)
+def _file(backend: Backend, plan: Plan) -> Path:
+    versions = environment.describe(backend)
     moment = ("time", "command", "system")
     about = [str(plan.problem), folder_of(plan.kernel)]
     about += [f"{name} {versions[name]}" for name in versions if name not in moment]

@@ -84,9 +84,9 @@ def bench(
     Kernels alternate in rounds; a column "x ..." is the speedup over another kernel, the median
     over the rounds.
     """
-    engine = backend_named(backend)
+    on = backend_named(backend)
     check_target(save)
-    if how["graph"] and engine.name == "simulator":
+    if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
     sizes, constants = split(swept, how)
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
@@ -97,17 +97,17 @@ def bench(
         "caches": "hot" if hot else "cold",
         "launches": "a CUDA graph" if how["graph"] else "one by one",
     }
-    heading = {"device": engine.limits.device}
+    heading = {"device": on.limits.device}
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
     heading |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
 
     def show(rows: list[Measurement], *, err: bool = False) -> None:
         try:  # saves first, since there may be no time for more
             if save:
-                made_with = environment.describe(engine) | peers.versions(others) | about
+                made_with = environment.describe(on) | peers.versions(others) | about
                 Results(made_with, rows).save(save)
         finally:
-            data = [{"kernel": x.kernel, "device": engine.limits.device} | x.row() for x in rows]
+            data = [{"kernel": x.kernel, "device": on.limits.device} | x.row() for x in rows]
             table = measurements(rows, heading) if form == "table" else render(data, form)
             click.echo(table, err=err)
 
@@ -117,7 +117,7 @@ def bench(
     ):
         rows = measure(
             kernels,
-            backend=engine,
+            backend=on,
             against=others,
             constants=constants,
             cold=not hot,

@@ -104,10 +104,10 @@ def warm(
     base = AttentionOptions(**options.given_sizes(given))
     masks = (None, "bottom-right") if both else (base.causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
-    engine = backend_named(backend)
-    with options.progress_bar("compiling") as progress, engine.working_on(None):
+    on = backend_named(backend)
+    with options.progress_bar("compiling") as progress, on.working_on(None):
         done = caches.warm(
-            engine,
+            on,
             kernels,
             dtypes,
             sizes,

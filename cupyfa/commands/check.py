@@ -69,14 +69,14 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     default="cupyfa-failures",
     help="Folder for the files of failures, which `cupyfa replay` reads.",
 )
-@options.engine_options
+@options.backend_options
 @options.format_option
 def check(
     kernels: list[str],
     dtypes: tuple[str, ...],
     precision: Precision | None,
     jobs: int | None,
-    engine: Backend,
+    backend: Backend,
     form: str,
     **how: Any,
 ) -> None:
@@ -97,8 +97,8 @@ def check(
                 kernels,
                 dtypes=dtypes or None,
                 precision=precision,
-                backend=engine,
-                jobs=min(cores, _MOST_JOBS * engine.devices) if jobs is None else jobs,
+                backend=backend,
+                jobs=min(cores, _MOST_JOBS * backend.devices) if jobs is None else jobs,
                 progress=progress,
                 **how,
             )

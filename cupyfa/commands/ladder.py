@@ -71,8 +71,8 @@ def ladder(
             raise ValueError("--plot goes through lengths with N = M; leave -N out")
     results = Results.load(saved) if saved else None
     if readme:  # raises before time is spent on measuring
-        engine = results.environment.get("backend", "") if results else backend_named(backend).name
-        publish.pages_of(source.ROOT, engine)
+        on = results.environment.get("backend", "") if results else backend_named(backend).name
+        publish.pages_of(source.ROOT, on)
 
     def show(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
         try:
@@ -114,8 +114,8 @@ def _measure(
     show: Callable[[Results, int | None], object],
 ) -> Results:
     """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
-    engine, M = backend_named(backend), sizes["M"]
-    about = environment.describe(engine)
+    on, M = backend_named(backend), sizes["M"]
+    about = environment.describe(on)
     rungs = LADDER[operation].values()
     names = [x.name for x in rungs if x.takes(sizes["dtype"]) and x.suits(sizes["precision"])]
     if sweep:
@@ -127,7 +127,7 @@ def _measure(
     with partial_results(show_partial) as keep, options.progress_bar("measuring") as progress:
         rows = bench(
             names,
-            backend=engine,
+            backend=on,
             budget=budget,
             patience=_PATIENCE * budget if sweep else None,
             progress=progress,

@@ -86,10 +86,10 @@ def kernels_argument(command: Command) -> Command:
     )
 
 
-def engine_options(command: Command) -> Command:
-    """--backend and --schedule, as a backend ``engine``."""
+def backend_options(command: Command) -> Command:
+    """--backend and --schedule, as one argument ``backend``."""
     return _with(
-        _combined(command, ("backend", "schedule"), "engine", engine_named),
+        _combined(command, ("backend", "schedule"), "backend", backend_with),
         backend_option,
         click.option(
             "--schedule",
@@ -241,12 +241,12 @@ def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
-def engine_named(backend: str, schedule: int | None) -> Backend:
+def backend_with(name: str, schedule: int | None) -> Backend:
     """The backend; a schedule is the order of threads in the simulator."""
-    engine = backend_named(backend)
+    backend = backend_named(name)
     if schedule is None:
-        return engine
-    if not isinstance(engine, Simulator):
+        return backend
+    if not isinstance(backend, Simulator):
         raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
     return Simulator(schedule=schedule)
 

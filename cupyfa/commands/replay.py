@@ -16,13 +16,13 @@ from cupyfa.verify.failures import RIGHT, Outcome
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--kernel", help="Run this kernel instead of the one that failed.")
-@options.engine_options
-def replay(file: Path, kernel: str | None, engine: Backend) -> None:
+@options.backend_options
+def replay(file: Path, kernel: str | None, backend: Backend) -> None:
     """Run a failure of `cupyfa check` again on the inputs in its FILE.
 
     Prints the results of then and now. The exit code is 1 if it fails again.
     """
-    done = replayed(file, kernel, engine)
+    done = replayed(file, kernel, backend)
     then, now = done.stored.outcome, done.now
     made_with = done.stored.made_with
     click.echo(str(done.stored.case))

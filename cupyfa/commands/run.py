@@ -28,12 +28,12 @@ _USUAL_D = 64
 @options.input_options
 @click.option("--seed", type=click.IntRange(0), help="Of sizes and inputs.  [default: random]")
 @options.reruns_option
-@options.engine_options
+@options.backend_options
 @options.tile_options
 @options.format_option
 def run(
     kernel: str,
-    engine: Backend,
+    backend: Backend,
     seed: int | None,
     reruns: int,
     values: str,
@@ -52,18 +52,18 @@ def run(
     operation = record.operation if record else "forward"
     options.refuse_foreign([operation], *sizes)
     case = Case(operation, problem_of(operation, record, seed, sizes), seed, values, layout)
-    chosen = select(record or "auto", operation, case.problem, engine.limits)
-    planned = plan(chosen, case.problem, engine.limits, **constants)
+    chosen = select(record or "auto", operation, case.problem, backend.limits)
+    planned = plan(chosen, case.problem, backend.limits, **constants)
     try:
-        with engine.working_on(None):
-            result = trial(engine, planned, case.inputs(engine), reruns=reruns)
+        with backend.working_on(None):
+            result = trial(backend, planned, case.inputs(backend), reruns=reruns)
     except Exception:
         options.note(f"this was {case}")
         raise
     if form == "table":
-        click.echo(trial_lines(result, case, engine))
+        click.echo(trial_lines(result, case, backend))
     else:
-        click.echo(render([trial_row(result, case, engine)], form))
+        click.echo(render([trial_row(result, case, backend)], form))
     sys.exit(0 if result.passed else WRONG)
 
 

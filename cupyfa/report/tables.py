@@ -73,7 +73,7 @@ def listing(rows: Sequence[Row]) -> str:
     return _drawn(table)
 
 
-def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
+def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
     plan = result.plan
     launches = [
         {
@@ -85,8 +85,8 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
     return {
         "kernel": plan.kernel.name,
         **_as_planned(case, plan).problem.row(),
-        "backend": engine.name,
-        "device": engine.limits.device,
+        "backend": backend.name,
+        "device": backend.limits.device,
         **{name: getattr(case, name) for name in ("values", "layout", "seed")},
         "constants": dict(plan.constants),
         "launches": launches,
@@ -102,12 +102,12 @@ def trial_row(result: Trial, case: Case, engine: Backend) -> Row:
     }
 
 
-def trial_lines(result: Trial, case: Case, engine: Backend) -> str:
+def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
         "problem": str(_as_planned(case, plan)),
-        "device": engine.limits.device,
+        "device": backend.limits.device,
         "constants": plan.constants,
         **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
         "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",

@@ -63,15 +63,15 @@ class Case:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
 
-    def inputs(self, engine: Backend | None = None) -> dict[str, np.ndarray]:
+    def inputs(self, backend: Backend | None = None) -> dict[str, np.ndarray]:
         """The arrays of the operation, each [batch, heads, rows, columns].
 
         O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
         fastest kernel of a backend, if one is given, computes them: any O and lse define the
         right gradients. Raises Unsupported if the backend does not have this layout.
         """
-        if engine is not None:
-            self.require_reach(engine)
+        if backend is not None:
+            self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
         arrays = {
@@ -80,12 +80,12 @@ class Case:
             if name not in ("O", "lse")
         }
         if "lse" in inputs:
-            arrays |= _forward(p, arrays, engine)
+            arrays |= _forward(p, arrays, backend)
         return arranged({name: arrays[name] for name in inputs}, self.layout)
 
-    def require_reach(self, engine: Backend) -> None:
+    def require_reach(self, backend: Backend) -> None:
         """Raises Unsupported if the backend does not have this layout."""
-        if self.layout == "far" and engine.name == "simulator":
+        if self.layout == "far" and backend.name == "simulator":
             raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
 
     def options(self) -> list[str]:
@@ -138,25 +138,25 @@ def _drawn(
     return x.astype(dtype)
 
 
-def _forward(p: Problem, arrays: Arrays, engine: Backend | None) -> dict[str, np.ndarray]:
+def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:
     """O and lse of a correct forward pass, in their dtypes."""
-    if engine is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
+    if backend is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
-            return _forward_by_kernel(p, arrays, engine)
+            return _forward_by_kernel(p, arrays, backend)
     out, lse = exact_attention(arrays, p)
     with np.errstate(all="ignore"):
         return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 
 
-def _forward_by_kernel(p: Problem, arrays: Arrays, engine: Backend) -> dict[str, np.ndarray]:
+def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
     """O and lse of the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
-    kernel = select.select("auto", "forward", p, engine.limits)
-    plan = select.plan(kernel, p, engine.limits)
+    kernel = select.select("auto", "forward", p, backend.limits)
+    plan = select.plan(kernel, p, backend.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
-    with engine.working_on(None):
-        fill(engine, plan, inputs, outputs)
+    with backend.working_on(None):
+        fill(backend, plan, inputs, outputs)
     return outputs
 
 

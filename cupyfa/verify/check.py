@@ -144,7 +144,7 @@ def check(
         samples = whole("samples", samples, 1, MOST_SAMPLES)
     seed, jobs, reruns = whole("seed", seed, 0), whole("jobs", jobs, 0), whole("reruns", reruns, 0)
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
-    engine = backend_named(backend)
+    backend = backend_named(backend)
     given = {name: value for name, value in options.items() if value is not None}
     AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
@@ -156,21 +156,21 @@ def check(
         for case in grids.cases(grid, operation, **how)
     ]
     sheet = _Sheet(tasks, progress)
-    workers: list[Worker] = [Process(engine, i) for i in range(jobs)] or [Here(engine)]
+    workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
 
     found: list[Failure] = []
     ended: BaseException | None = None
     try:
         _run(workers, dict(enumerate(tasks)), sheet)
         folder = Path(failures) if failures is not None else None
-        found = _examined(workers, sheet, engine, folder, shrink=grid == "fuzz")
+        found = _examined(workers, sheet, backend, folder, shrink=grid == "fuzz")
     except (KeyboardInterrupt, SystemExit) as error:
-        found = [_failure(engine, task, outcome) for task, outcome in sheet.failed()]
+        found = [_failure(backend, task, outcome) for task, outcome in sheet.failed()]
         ended = error
     finally:
         for worker in workers:
             worker.stop()
-    seconds, device = time.monotonic() - start, engine.limits.device
+    seconds, device = time.monotonic() - start, backend.limits.device
     checked = Checked(grid, device, len(tasks), sheet.tallies(), tuple(found), seconds)
     if ended:
         raise Interrupted(checked) from ended
@@ -195,9 +195,9 @@ def replay(
     if the file cannot be read, ValueError if it is damaged or if its kernel is a record and none is
     given, and Unsupported if the kernel cannot run the case.
     """
-    engine, stored = backend_named(backend), read(file)
-    if isinstance(engine, Simulator) and engine.schedule is None:
-        engine = Simulator(schedule=stored.schedule, workers=engine.workers)
+    backend, stored = backend_named(backend), read(file)
+    if isinstance(backend, Simulator) and backend.schedule is None:
+        backend = Simulator(schedule=stored.schedule, workers=backend.workers)
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
@@ -213,17 +213,17 @@ def replay(
         )
     constants = stored.outcome.constants if kernel is None else {}
     try:
-        select.plan(record, case.problem, engine.limits, **constants)
+        select.plan(record, case.problem, backend.limits, **constants)
     except (Unsupported, ValueError):
         constants = {}
     task = Task(case, (chosen,), constants, stored.reruns)
     inputs = arranged(stored.inputs, case.layout)
-    *_, now = perform(engine, task, inputs)
+    *_, now = perform(backend, task, inputs)
     if now.kind == kinds.UNSUPPORTED:
         raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
     if now.kind == kinds.NO_MEMORY:
         raise OutOfMemory(now.message)
-    return Replayed(stored, now, engine.limits.device)
+    return Replayed(stored, now, backend.limits.device)
 
 
 def _by_operation(
@@ -322,19 +322,19 @@ def _only(task: Task, *names: str) -> Task:
 
 
 def _examined(
-    workers: Sequence[Worker], sheet: _Sheet, engine: Backend, folder: Path | None, *, shrink: bool
+    workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None, *, shrink: bool
 ) -> list[Failure]:
     """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
     failed = sheet.failed()
-    found = {i: _failure(engine, *one) for i, one in enumerate(failed)}
+    found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
 
     def job(worker: Worker, i: int) -> Failure:
-        return _closer(worker, engine, *failed[i], shrink=shrink)
+        return _closer(worker, backend, *failed[i], shrink=shrink)
 
     closer = dict(in_parallel(workers, job, _first(failed) if shrink or folder else []))
     found |= closer
     if folder and closer:
-        about, schedule = environment.describe(engine), getattr(engine, "schedule", None)
+        about, schedule = environment.describe(backend), getattr(backend, "schedule", None)
         try:
             for i, x in closer.items():
                 task = failed[i][0]
@@ -356,7 +356,7 @@ def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
 
 
 def _closer(
-    worker: Worker, engine: Backend, task: Task, outcome: Outcome, *, shrink: bool
+    worker: Worker, backend: Backend, task: Task, outcome: Outcome, *, shrink: bool
 ) -> Failure:
     """The failure again with its arrays, on a smaller case if ``shrink``."""
     quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
@@ -368,15 +368,15 @@ def _closer(
     again = worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
         flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
-        return _failure(engine, task, replace(outcome, message=flaky))
-    failure = _failure(engine, smaller, again)
+        return _failure(backend, task, replace(outcome, message=flaky))
+    failure = _failure(backend, smaller, again)
     return failure if smaller == task else replace(failure, found_on=task.case)
 
 
-def _failure(engine: Backend, task: Task, outcome: Outcome) -> Failure:
+def _failure(backend: Backend, task: Task, outcome: Outcome) -> Failure:
     reruns = task.reruns if outcome.kind == kinds.DIFFERS else None
-    schedule = getattr(engine, "schedule", None)
-    options = {"backend": engine.name, "schedule": schedule, "reruns": reruns}
+    schedule = getattr(backend, "schedule", None)
+    options = {"backend": backend.name, "schedule": schedule, "reruns": reruns}
     script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
     if outcome.kind == kinds.NO_ANSWER:  # the command would not end

@@ -53,7 +53,7 @@ def has_name(kernel: KernelOrName) -> bool:
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
-def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Outcome]:
+def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Outcome]:
     """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
 
     inputs: in place of the case's own. Raises CompilerNotFound without one for the simulator.
@@ -62,7 +62,7 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
     for kernel in task.kernels:
         name = name_of(kernel)
         try:
-            plans[name] = _planned(engine, kernel, task)
+            plans[name] = _planned(backend, kernel, task)
         except Unsupported as refused:
             yield Outcome(name, failures.UNSUPPORTED, refused.reason)
         except ValueError as error:  # a mistake in the record
@@ -70,7 +70,7 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
     if not plans:
         return
     try:
-        inputs = task.case.inputs(engine) if inputs is None else inputs
+        inputs = task.case.inputs(backend) if inputs is None else inputs
         judge = _judge(list(plans.values()), inputs, task.case)
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
@@ -79,30 +79,30 @@ def perform(engine: Backend, task: Task, inputs: Arrays | None = None) -> Iterat
         begun = Outcome(name, failures.RIGHT, constants=plan.constants)
         yield replace(begun, kind=failures.PREPARING)
         try:
-            with engine.working_on(None):
+            with backend.working_on(None):
                 for launch in plan.programs:
-                    engine.prepare(launch)
+                    backend.prepare(launch)
                 if task.keep:
                     begun = replace(begun, arrays=_kept(inputs, judge, plan))
                 yield replace(begun, kind=failures.RUNNING)
-                yield _outcome(engine, plan, inputs, judge, begun, task)
+                yield _outcome(backend, plan, inputs, judge, begun, task)
         except errors.CompilerNotFound:
             raise
         except Exception as error:
-            kind = _kind(engine, error)
+            kind = _kind(backend, error)
             yield replace(begun, kind=kind, message=str(error))
             if kind == failures.DEVICE_LOST:
                 return
-    engine.trim()
+    backend.trim()
 
 
-def _planned(engine: Backend, kernel: KernelOrName, task: Task) -> Plan:
+def _planned(backend: Backend, kernel: KernelOrName, task: Task) -> Plan:
     """The plan. Raises Unsupported if kernel or backend cannot run the case."""
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
-    plan = select.plan(record, p, engine.limits, **task.constants)
-    task.case.require_reach(engine)
-    if engine.name == "simulator":
+    plan = select.plan(record, p, backend.limits, **task.constants)
+    task.case.require_reach(backend)
+    if backend.name == "simulator":
         scores = p.batch * p.heads * p.M * p.N
         sizes = (scores * (p.d + p.dv), scores, p.batch * p.heads * p.M)
         if any(size > most for size, most in zip(sizes, _SIMULATED)):
@@ -120,23 +120,23 @@ def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
 
 
 def _outcome(
-    engine: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
+    backend: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
 ) -> Outcome:
     """The outcome of running a plan once and then ``task.reruns`` times more."""
     readable = readable_inputs(plan, inputs)
-    results = run_guarded(engine, plan, readable, {})
+    results = run_guarded(backend, plan, readable, {})
     actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
     verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
     done = replace(begun, verdicts=verdicts, arrays={**begun.arrays, **actual})
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return replace(done, kind=failures.WRONG_RESULT, message="; ".join(wrong))
-    if different := difference(engine, plan, readable, results, task.reruns):
+    if different := difference(backend, plan, readable, results, task.reruns):
         return replace(done, kind=failures.DIFFERS, message=different)
     return done
 
 
 def difference(
-    engine: Backend, plan: Plan, inputs: Arrays, results: Arrays, reruns: int
+    backend: Backend, plan: Plan, inputs: Arrays, results: Arrays, reruns: int
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
@@ -144,7 +144,7 @@ def difference(
     judges them. The simulator runs its threads in another order each time.
     """
     for again in range(1, reruns + 1):
-        others = run_guarded(engine.reordered(again), plan, inputs, {})
+        others = run_guarded(backend.reordered(again), plan, inputs, {})
         for name in results.keys() - set(plan.kernel.unordered):
             first, other = (x[name].view(f"u{x[name].itemsize}") for x in (results, others))
             if len(different := np.argwhere(first != other)):
@@ -156,7 +156,7 @@ def difference(
     return None
 
 
-def _kind(engine: Backend, error: Exception) -> str:
+def _kind(backend: Backend, error: Exception) -> str:
     kinds = {
         errors.WrongResult: failures.WROTE_OUTSIDE,
         errors.SimulatorFault: failures.FAULT,
@@ -164,7 +164,7 @@ def _kind(engine: Backend, error: Exception) -> str:
         MemoryError: failures.NO_MEMORY,
         errors.DeviceLost: failures.DEVICE_LOST,
         errors.DeviceError: failures.DEVICE_ERROR,
-        **dict.fromkeys(engine.compile_errors, failures.COMPILE_ERROR),
+        **dict.fromkeys(backend.compile_errors, failures.COMPILE_ERROR),
     }
     return next((kinds[x] for x in kinds if isinstance(error, x)), failures.ERROR)
 

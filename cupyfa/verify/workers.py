@@ -52,13 +52,13 @@ class Stopped(Exception):
 class Here:
     """Runs tasks in this process, which a kernel may crash or block."""
 
-    def __init__(self, engine: Backend) -> None:
-        self._engine = engine
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._is_lost = False
 
     def run(self, task: Task) -> list[Outcome]:
         """The outcomes of a task's kernels."""
-        steps = () if self._is_lost else perform(self._engine, task)
+        steps = () if self._is_lost else perform(self._backend, task)
         done = [step for step in steps if step.kind not in kinds.STEPS]
         self._is_lost |= any(outcome.kind == kinds.DEVICE_LOST for outcome in done)
         lost = (kinds.UNSUPPORTED, "the device was lost")
@@ -76,11 +76,11 @@ class Process:
     Several GPUs are assigned to processes in turn, by their number.
     """
 
-    def __init__(self, engine: Backend, number: int = 0) -> None:
-        self._variables = _ONE_THREAD | _one_of(engine.devices, number)
-        simulated = isinstance(engine, Simulator)
-        schedule = getattr(engine, "schedule", None)
-        self._backend = Simulator(schedule=schedule, workers=1) if simulated else engine.name
+    def __init__(self, backend: Backend, number: int = 0) -> None:
+        self._variables = _ONE_THREAD | _one_of(backend.devices, number)
+        simulated = isinstance(backend, Simulator)
+        schedule = getattr(backend, "schedule", None)
+        self._backend = Simulator(schedule=schedule, workers=1) if simulated else backend.name
         self._process: _Started | None = None
         self._is_stopped = False
 
@@ -217,10 +217,10 @@ def serve(handle: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)
     try:
-        engine = backend_named(pipe.recv())
+        backend = backend_named(pipe.recv())
         pipe.send(None)
         while True:
-            for step in perform(engine, pipe.recv()):
+            for step in perform(backend, pipe.recv()):
                 pipe.send(step)
             pipe.send(None)
     except EOFError:
