@@ -45,15 +45,11 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Input:
-    """An array of an operation, in most cases an input.
+    """An array of an operation, in most cases an input."""
 
-    ``axes`` are its sizes by name. ``kind`` says what it holds: "scalar" (the problem's dtype),
-    "real" (the dtype of sums), "int" (int32) or "bool". ``when`` says which problems take it.
-    """
-
-    axes: str
-    kind: str = "scalar"
-    when: Callable[[Problem], bool] = lambda p: True
+    axes: str  # its sizes by name
+    kind: str = "scalar"  # the problem's dtype; or "real" (that of sums), "int" (int32), "bool"
+    when: Callable[[Problem], bool] = lambda p: True  # the problems that take it
 
     def shape(self, p: Problem) -> tuple[int, ...]:
         return p.shape(self.axes)

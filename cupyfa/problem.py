@@ -83,17 +83,10 @@ class Problem:
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
-        return cls(
-            batch=batch,
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            M=M,
-            N=M if N is None else N,
-            d=d,
-            dv=d if dv is None else dv,
-            dtype=dtype_named(dtype),
-            options=AttentionOptions.of(options, keywords),
-        )
+        kv_heads = heads if kv_heads is None else kv_heads
+        N, dv = M if N is None else N, d if dv is None else dv
+        known, chosen = dtype_named(dtype), AttentionOptions.of(options, keywords)
+        return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen)
 
     @classmethod
     def of(
@@ -118,17 +111,8 @@ class Problem:
         _same("d, the last axis of q and k,", shapes, d, k_d)
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
-        return cls(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            M=M,
-            N=N,
-            d=d,
-            dv=dv,
-            dtype=_common_dtype(q=q, k=k, v=v),
-            options=AttentionOptions.of(options, keywords),
-        )
+        dtype, chosen = _common_dtype(q=q, k=k, v=v), AttentionOptions.of(options, keywords)
+        return cls(batch, heads, kv_heads, M, N, d, dv, dtype, chosen)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
@@ -211,12 +195,8 @@ class Problem:
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
         """The problem of this many batch elements and key heads, of some rows and some keys."""
-        sizes: dict[str, Any] = {
-            "batch": batch,
-            "kv_heads": kv_heads,
-            "heads": kv_heads * self.group,
-        }
-        part = replace(self, **sizes, M=len(rows), N=len(keys), shift=0)
+        heads, M, N = kv_heads * self.group, len(rows), len(keys)
+        part = replace(self, batch=batch, heads=heads, kv_heads=kv_heads, M=M, N=N, shift=0)
         if not self.is_masked:
             return part
         return replace(part, shift=self._position + rows.start - keys.start - part._position)

@@ -161,7 +161,6 @@ def folder_of(kind: str) -> Path | None:
 
 
 def _items(kind: str) -> Iterator[Path]:
-    """The files and folders of a kind, recognised by their names."""
     folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
     if kind == "cupy" and (base := store.chosen_folder()):
         folders.append(base / "cupy")  # the folder if CuPy's own is not writable

@@ -55,15 +55,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """What examines a thing, and the backends that need it.
-
-    A ``question``, "module:function", is called in another process; ``look`` then gets its answer,
-    or None and the error.
-    """
+    """What examines a thing, and the backends that need it."""
 
     thing: str
     look: Callable[..., Finding | list[Finding]]
     hinders: tuple[str, ...] = ()
+    # "module:function", called in another process; `look` gets its answer, or None and the error
     question: str | None = None
     seconds: float = 60.0
 

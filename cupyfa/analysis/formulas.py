@@ -33,7 +33,6 @@ def common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
 
 
 def input_sizes(operation: str, p: Problem) -> dict[str, int]:
-    """Bytes of each input."""
     return {name: x.bytes(p) for name, x in OPERATIONS[operation].inputs_of(p).items()}
 
 

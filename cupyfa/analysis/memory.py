@@ -163,7 +163,6 @@ def _planned(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Foot
 
 
 def _measured(row: Footprint, backend: Backend, kernel: Kernel) -> Footprint:
-    """The row with the most memory that is allocated while the kernel runs."""
     made = plan(kernel, row.problem, backend.limits)
     try:
         with backend.working_on(None):

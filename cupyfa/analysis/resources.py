@@ -146,18 +146,11 @@ def problem_to_compile(
     group: int = 1,
 ) -> Problem:
     """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles."""
-    kv_heads, M, N = sizes
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
+    kv, M, N = sizes
     return Problem.of_sizes(
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        M=M,
-        N=N,
-        d=d,
-        dv=dv,
-        dtype=dtype,
-        options=options,
+        heads=kv * group, kv_heads=kv, M=M, N=N, d=d, dv=dv, dtype=dtype, options=options
     )
 
 

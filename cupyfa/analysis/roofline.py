@@ -225,12 +225,8 @@ def planned_bytes(plan: Plan) -> int:
 def uses_tensor_cores(plan: Plan) -> bool:
     """Whether tensor cores compute the products: by their instructions, or in cuBLAS."""
     if any(isinstance(step, Matmul) for step in plan.steps):
-        return _precision(plan) != "float32"
+        return (plan.rounding or plan.problem.dtype.name) != "float32"
     return any(_TENSOR_HEADERS & headers(launch) for launch in plan.launches)
-
-
-def _precision(plan: Plan) -> str:
-    return plan.rounding or plan.problem.dtype.name
 
 
 def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool]:
@@ -283,7 +279,7 @@ def _roof(
     except Unsupported as error:
         return Roof(computation.name, operation, p, device, note=str(error))
     problem = replace(made.problem, d=p.d, dv=p.dv)
-    about = planned_bytes(made), _precision(made), uses_tensor_cores(made)
+    about = planned_bytes(made), made.rounding or p.dtype.name, uses_tensor_cores(made)
     return Roof(computation.name, operation, problem, device, *about)
 
 

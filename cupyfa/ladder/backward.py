@@ -188,11 +188,6 @@ def parts_of_rows(height: int, columns: int, warps: int) -> int:
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
 
 
-def _are_even(c: SimpleNamespace) -> bool:
-    """Whether every warp has equally many columns of S."""
-    return c.Bc % (16 * (c.warps // parts_of_rows(c.Br, c.Bc, c.warps))) == 0
-
-
 def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
     """The floats of a row tile in dQ_sum."""
     slices = 2 if p.d > 128 else 1
@@ -256,7 +251,8 @@ MMA_COLUMNS = Kernel(
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
         "warps are a power of two, and share out S evenly": lambda c: (
-            c.warps & (c.warps - 1) == 0 and _are_even(c)
+            c.warps & (c.warps - 1) == 0
+            and c.Bc % (16 * (c.warps // parts_of_rows(c.Br, c.Bc, c.warps))) == 0
         ),
         "stages is 1 or 2": lambda c: c.stages in (1, 2),
     },
@@ -355,11 +351,6 @@ WGMMA_RULES = {
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
     """Whether dK and dV of 64 keys take the registers of two warpgroups (query_parts.cuh)."""
     return max(sizes.d, sizes.dv) > 128
-
-
-def wgmma_rows(p: Problem, c: SimpleNamespace) -> int:
-    """The rows of all heads, padded to whole tiles in each head."""
-    return row_tiles(p, c) * c.Br
 
 
 def finishes(p: Problem) -> bool:
@@ -481,8 +472,8 @@ WGMMA_COLUMNS = Kernel(
     dtypes=HALF,
     features=FEATURES,
     scratch={
-        "row_sums": (lambda p, c: 2 * wgmma_rows(p, c), "real"),
-        "dQ_sum": (lambda p, c: wgmma_rows(p, c) * wgmma_sums_width(p, c), "real"),
+        "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
+        "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
         "counts": (lambda p, c: 4 * p.batch * p.kv_heads, "byte"),
     },
     arch="90a",

@@ -559,27 +559,24 @@ def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
 
 
-WGMMA_SLICES = Kernel(
+WGMMA_SLICES = rung(
+    WGMMA,
     "wgmma_slices",
     "any head dimension with wgmma and TMA; P in registers",
-    (
-        replace(
-            WGMMA_LAUNCH,
-            entry="wgmma_slices",
-            args="Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
-            boxes={"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
-            shared=wgmma_sliced_shared,
-        ),
-    ),
+    launch={
+        "args": "Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
+        "boxes": {"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
+        "shared": wgmma_sliced_shared,
+    },
     tiles=named(
         "Br Bc span stages",
         *((128, 256, 512, 3), (128, 256, 256, 4), (128, 128, 128, 4), (128, 64, 64, 2)),
     ),
+    candidates={},
     rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
-    dtypes=HALF,
-    features=EVERYTHING,
+    largest_d=None,
     scratch={"O_sum": (wgmma_sliced_sums, "real")},
-    arch="90a",
+    after=(),
     tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
 )
 

@@ -327,7 +327,7 @@ _KERNEL_RULES: Rules = {
         x.largest_d is None or is_size(x.largest_d)
     ),
     f"rounding is None or one of {', '.join(ROUNDINGS)}": lambda x: (
-        x.rounding is None or x.rounding in ROUNDINGS
+        x.rounding in (None, *ROUNDINGS)
     ),
     f"precisions are {', '.join(PRECISIONS)}": lambda x: (
         not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)

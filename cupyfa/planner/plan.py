@@ -125,7 +125,6 @@ class Plan:
 
     @cached_property
     def arrays(self) -> Allocations:
-        """The shape and dtype of every input, output and temporary."""
         p = self.problem
         inputs = OPERATIONS[self.kernel.operation].inputs_of(p)
         own = {name: (x.shape(p), x.dtype(p)) for name, x in inputs.items()}
