@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -61,12 +62,12 @@ def bench(
     every combination is measured. ``against`` are peers of ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on the same inputs (``values``,
-    ``layout`` and ``seed`` as in ``Case``) between guard zones; if that would take long, on a
-    sample of rows. A wrong kernel is not timed. Kernels and peers then alternate in rounds, each
-    for ``budget`` seconds or until its median is known to half a percent. ``cold`` overwrites the
-    caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel is
-    left out if an earlier problem shows that it would take longer than ``patience`` seconds.
-    ``so_far`` is called after each problem with all rows so far.
+    ``layout`` and ``seed`` as in ``Case``); if that would take long, on a sample of rows. A wrong
+    kernel is not timed. Kernels and peers then alternate in rounds, each for ``budget`` seconds or
+    until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
+    ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
+    ``patience`` seconds, by an earlier problem, is left out. ``so_far`` gets all rows so far after
+    each problem.
 
     Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
@@ -78,25 +79,26 @@ def bench(
     named = cache(record_named)  # a script makes another record each time
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     given = {x: y if isinstance(y, Sequence) else [y] for x, y in (constants or {}).items()}
-    operations = list(dict.fromkeys(map(_operation, chosen)))
-    _check(chosen, operations, given, sizes, against)
+    by_operation: dict[str, list[str | Kernel]] = defaultdict(list)
+    for x in chosen:
+        by_operation[x.operation if isinstance(x, Kernel) else "forward"].append(x)
+    _check(chosen, list(by_operation), given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
     on = partial(_Measuring, backend, labels, given, against, cold, graph, budget, patience, alone)
     noted: set[str] = set()
     cases: list[Case] = []
-    for operation in operations:
-        able = [x for x in chosen if isinstance(x, Kernel) and x.operation == operation]
+    for operation, mine in by_operation.items():
+        able = [x for x in mine if isinstance(x, Kernel)]
         problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
         cases += [Case(operation, problem, seed, values, layout) for problem in problems]
     rows: list[Measurement] = []
     refusals: list[Exception | None] = []
     for done, case in enumerate(cases):
         progress(done, len(cases), str(case.problem))
-        of_case = [kernel for kernel in chosen if _operation(kernel) == case.operation]
         measuring = on(case, noted)
         try:
-            contenders = measuring.contenders(of_case)
+            contenders = measuring.contenders(by_operation[case.operation])
         except Unsupported as error:  # no kernel for "auto" to choose
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
@@ -117,10 +119,6 @@ def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
-
-
-def _operation(kernel: str | Kernel) -> str:
-    return kernel.operation if isinstance(kernel, Kernel) else "forward"
 
 
 def _check(

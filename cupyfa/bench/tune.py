@@ -40,6 +40,10 @@ _FINALISTS = 8
 _FIRST_SHARE = 2 / 3  # of the budget, at most, for first timings
 _FEWEST = 10  # rounds before two candidates are compared
 _SURE = 3.0  # standard errors
+_COLUMNS = (
+    *("state", "ms", "spread_%", "TFLOP/s", "x_own", "rounds", "registers", "spilled_bytes"),
+    *("shared_bytes", "blocks_per_sm", "note"),
+)
 _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
 
 
@@ -61,19 +65,10 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
-        row = self.measurement.row()
+        row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
-        return {
-            **{name: row[name] for name in ("kernel", *SIZES, "dtype", *options, "constants")},
-            "state": self.state,
-            **{name: row[name] for name in ("ms", "spread_%", "TFLOP/s")},
-            "x_own": self.factor,
-            "rounds": self.rounds,
-            **{name: row[name] for name in ("registers", "spilled_bytes")},
-            "shared_bytes": self.shared_bytes,
-            "blocks_per_sm": self.blocks_per_sm,
-            "note": row["note"],
-        }
+        columns = ("kernel", *SIZES, "dtype", *options, "constants", *_COLUMNS)
+        return {name: row[name] for name in columns}
 
 
 def tune(
@@ -264,14 +259,9 @@ class _Tuning:
         if fact is None:
             return Candidate(measured, UNTRIED, shared_bytes=shared)
         rounds = [x for x in fact["rounds"] if x]
-        measured = replace(
-            measured,
-            milliseconds=rounds or fact["look"],
-            passed=fact["state"] == RIGHT,
-            registers=fact.get("registers"),
-            spilled_bytes=fact.get("spilled_bytes"),
-            note=fact["note"],
-        )
+        known: Any = {name: fact.get(name) for name in ("registers", "spilled_bytes", "note")}
+        times, passed = rounds or fact["look"], fact["state"] == RIGHT
+        measured = replace(measured, milliseconds=times, passed=passed, **known)
         factor = self.pace(key) if {key, self.own} <= set(self.right) else None
         blocks = fact.get("blocks_per_sm")
         return Candidate(measured, fact["state"], factor, len(rounds), shared, blocks)

@@ -22,12 +22,8 @@ from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
 from cupyfa.runtime.select import backend_named
 
-DEFAULTS = {  # not printed
-    "values": "normal",
-    "layout": "bhsd",
-    "caches": "cold",
-    "launches": "one by one",
-}
+# Defaults, which are not printed:
+DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
 budget_option = click.option(
     "--budget", type=options.SECONDS, default=1.0, help="Seconds for each kernel and problem."
 )
@@ -90,13 +86,9 @@ def bench(
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
     sizes, constants = split(swept, how)
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
-    about = {
-        "values": how["values"],
-        "layout": how["layout"],
-        "seed": str(how["seed"]),
-        "caches": "hot" if hot else "cold",
-        "launches": "a CUDA graph" if how["graph"] else "one by one",
-    }
+    about = {name: str(how[name]) for name in ("values", "layout", "seed")}
+    about["caches"] = "hot" if hot else "cold"
+    about["launches"] = "a CUDA graph" if how["graph"] else "one by one"
     heading = {"device": on.limits.device}
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
     heading |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}

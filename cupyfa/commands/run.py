@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -60,6 +61,8 @@ def run(
     except Exception:
         options.note(f"this was {case}")
         raise
+    as_run = case.problem.with_options(precision=planned.problem.precision)
+    case = replace(case, problem=as_run)
     if form == "table":
         click.echo(trial_lines(result, case, backend))
     else:

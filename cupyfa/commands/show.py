@@ -53,13 +53,10 @@ def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> Non
     (problem,) = sweeps.problems(record.operation, {"N": given["M"], **given}, record)
     planned = plan(record, problem, limits_of(arch), **constants)
     for launch in planned.programs:
-        if view == "source":
-            click.echo(text(launch))
+        if view in ("sass", "resources"):
+            made = compile_launch(launch, arch)
+            click.echo(sass(made) if view == "sass" else fields(compiled_row(planned, made)))
         elif view == "plan":
             click.echo(plan_lines(planned, launch))
-        elif view == "ptx":
-            click.echo(ptx(launch, arch))
-        elif view == "sass":
-            click.echo(sass(compile_launch(launch, arch)))
         else:
-            click.echo(fields(compiled_row(planned, compile_launch(launch, arch))))
+            click.echo(text(launch) if view == "source" else ptx(launch, arch))

@@ -7,7 +7,6 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -84,7 +83,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
     ]
     return {
         "kernel": plan.kernel.name,
-        **_as_planned(case, plan).problem.row(),
+        **case.problem.row(),
         "backend": backend.name,
         "device": backend.limits.device,
         **{name: getattr(case, name) for name in ("values", "layout", "seed")},
@@ -106,7 +105,7 @@ def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
-        "problem": str(_as_planned(case, plan)),
+        "problem": str(case),
         "device": backend.limits.device,
         "constants": plan.constants,
         **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
@@ -117,11 +116,6 @@ def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
     }
     verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
     return fields(lines) + _drawn(verdict)
-
-
-def _as_planned(case: Case, plan: Plan) -> Case:
-    """The case with the precision that the kernel chooses."""
-    return replace(case, problem=case.problem.with_options(precision=plan.problem.precision))
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
