@@ -44,7 +44,6 @@ def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) 
 
 
 def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
-    """The value of an argument that is an array."""
     if form == "map":
         return backend.tensor_map(mapped(backend, step, name, array))
     address = backend.address(array)

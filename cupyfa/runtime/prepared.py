@@ -329,11 +329,7 @@ class Prepared:
         return {name: self._views[name](x) for name, x in names}
 
     def _closely(
-        self,
-        arrays: Sequence[Any],
-        targets: Sequence[Any],
-        check: bool,
-        progress: Progress | None,
+        self, arrays: Sequence[Any], targets: Sequence[Any], check: bool, progress: Progress | None
     ) -> Any:
         """The call for results that cannot be written at once; views of other libraries' arrays."""
         views = [
@@ -350,11 +346,7 @@ class Prepared:
         return tuple(x if mine is None else mine for x, mine in zip(results, targets))
 
     def _in_general(
-        self,
-        arrays: Sequence[Any],
-        targets: Sequence[Any],
-        check: bool,
-        progress: Progress | None,
+        self, arrays: Sequence[Any], targets: Sequence[Any], check: bool, progress: Progress | None
     ) -> Any:
         backend = self._backend
         with backend.working_on(arrays[0]):

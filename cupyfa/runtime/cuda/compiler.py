@@ -24,8 +24,6 @@ _ATTRIBUTE = "CU_FUNC_ATTRIBUTE_"
 
 
 class Kernel:
-    """A kernel of a loaded module."""
-
     def __init__(self, binary: bytes, entry: str) -> None:
         self._module = Module()
         self._module.load(binary)

@@ -179,11 +179,7 @@ class Cuda(Backend):
 
     name = "cuda"
     compile_errors = (compiler.CompileException,)
-    failures = (
-        cupy.cuda.memory.OutOfMemoryError,
-        runtime.CUDARuntimeError,
-        driver.CUDADriverError,
-    )
+    failures = (cupy.cuda.memory.OutOfMemoryError, runtime.CUDARuntimeError, driver.CUDADriverError)
     form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
     address = staticmethod(attrgetter("data.ptr"))
     empty = staticmethod(cupy.ndarray)

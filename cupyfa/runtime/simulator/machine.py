@@ -74,17 +74,13 @@ _CLANG_FLAGS = [
     "-fno-sanitize-trap=all",
     "-fno-vectorize",  # vectorised accesses may include elements that the kernel guards
     "-fno-slp-vectorize",
-    "-mllvm",
-    "-tsan-instrument-func-entry-exit=0",
-    "-mllvm",
-    "-tsan-instrument-read-before-write=1",
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write=1"),
 ]
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel, ready to launch."""
-
     entry: str
     path: Path
     argument_bytes: tuple[int, ...]
@@ -372,7 +368,6 @@ def _runtime() -> tuple[Path, ctypes.CDLL]:
 
 
 def _kernel_flags() -> list[str]:
-    """How kernels are compiled; flags of ``CUPYFA_COMPILER_FLAGS`` come last."""
     version = compiler_version()
     flags = [*_BASE_FLAGS, *_KERNEL_FLAGS]
     flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
@@ -449,7 +444,6 @@ def _useless(what: str, said: str) -> CompilerNotFound:
 
 
 def _runtime_key() -> str:
-    """What the compiled runtime depends on."""
     system = [*compiler(), compiler_version(), platform.machine(), *_libc()]
     return includes.hashed(*system, *_BASE_FLAGS, *(x.read_bytes() for x in _RUNTIME_FILES))
 

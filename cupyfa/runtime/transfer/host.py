@@ -167,7 +167,6 @@ class Buffers:
 
     @property
     def made(self) -> int:
-        """How many have memory."""
         return sum(x.memory is not None for x in self._all)
 
     def take(self) -> _Buffer:
@@ -269,8 +268,6 @@ class Copies:
 
 
 class Host:
-    """The buffers and threads of a backend."""
-
     def __init__(self, backend: Backend, chosen: Transfer) -> None:
         self.chosen = chosen
         self.buffers = {move: Buffers(backend, chosen) for move in (send, bring)}
@@ -303,7 +300,6 @@ class Host:
 
 
 def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
-    """Makes copies until the queue ends."""
     while (task := tasks.get()) is not None:
         copies, *arguments = task
         error = None
