@@ -20,7 +20,7 @@ Arrays = Mapping[str, np.ndarray]
 class Excerpt:
     """Some rows of the outputs of one head: an index of [batch, heads, rows, …].
 
-    ``keys`` are rows of the key head; by default as many, at the same relative position.
+    ``keys`` are rows of the key head; by default the same number, at the same relative position.
     """
 
     batch: int

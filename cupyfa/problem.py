@@ -215,7 +215,7 @@ class Problem:
         """Bytes of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
         size = self.dtype.sums.itemsize
         align = align or (size if reals else self.itemsize)
-        return _round_up(reals * size, align) + _round_up(scalars * self.itemsize, align)
+        return round_up(reals * size, align) + round_up(scalars * self.itemsize, align)
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
@@ -223,7 +223,7 @@ class Problem:
 
     def _extent(self, axis: str) -> int:
         name = axis.rstrip("0123456789")
-        return _round_up(getattr(self, name), int(axis[len(name) :] or 1))
+        return round_up(getattr(self, name), int(axis[len(name) :] or 1))
 
     def __str__(self) -> str:
         if self.is_softmax:
@@ -246,7 +246,8 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below ``size``."""
     return -(-size // multiple) * multiple
 
 

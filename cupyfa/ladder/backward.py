@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from cupyfa.ladder import rounds
 from cupyfa.ladder.common import HALF, WARP, key_tiles, row_tiles, rung
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
-from cupyfa.ladder.tiles import TileChoice, cdiv, named, round_up
-from cupyfa.problem import Problem
+from cupyfa.ladder.tiles import TileChoice, cdiv, named
+from cupyfa.problem import Problem, round_up
 
 FEATURES = ("causal", "window", "score", "gqa", "strides", "dv")
 THREADS = 256
@@ -37,8 +37,8 @@ def odd_width(width: int, itemsize: int) -> int:
 def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
     """The sums of gradients, P and dS, lse and delta, and the tiles of Q, dO, K and V."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
-    weights = odd_width(c.Bc, p.dtype.sums.itemsize)
-    return p.bytes(reals=sums + 2 * c.Br * weights + 2 * c.Br, scalars=(c.Br + c.Bc) * widths)
+    rows = 2 * c.Br * (odd_width(c.Bc, p.dtype.sums.itemsize) + 1)
+    return p.bytes(reals=sums + rows, scalars=(c.Br + c.Bc) * widths)
 
 
 def columns_launch(

@@ -10,9 +10,9 @@ from typing import Any
 from cupyfa.ladder.common import HALF, WARP, even_width, row_tiles, rung, warps_of_scores
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
 from cupyfa.ladder.softmax import softmax_launch
-from cupyfa.ladder.tiles import TileChoice, cdiv, named, round_up
+from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.options import FLOAT8
-from cupyfa.problem import MOST, Problem
+from cupyfa.problem import MOST, Problem, round_up
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
 EVERYTHING = (*ALL_BUT_WINDOWS, "window")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from cupyfa.ladder.common import even_width, warps_of_scores
 from cupyfa.ladder.kernel import Formula, Launch
-from cupyfa.ladder.tiles import TileChoice, cdiv, named, round_up
-from cupyfa.problem import Problem
+from cupyfa.ladder.tiles import TileChoice, cdiv, named
+from cupyfa.problem import Problem, round_up
 
 ANY_D = 2**31 - 1
 _TILES = named(
@@ -47,9 +47,7 @@ def scores_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The keys of a round: all, rounded up to a multiple of 8; or, if one group of heads has more
-    than `room` tiles of scores, as many whole tiles as fit.
-    """
+    """The keys of a round: all, in multiples of 8, or the whole tiles that fit `room`."""
     column = p.group * cdiv(p.M, c.Br)
     if column * cdiv(p.N, c.Bc) <= c.room:
         return round_up(p.N, 8)

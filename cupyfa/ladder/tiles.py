@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupyfa.options import PLAIN
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, round_up
 
 Tile = Mapping[str, int]
 Tiles = Sequence[Tile]
@@ -31,11 +31,6 @@ _FEW = 4  # tiles of keys in a row; a mask hides a large part of one
 def cdiv(count: int, size: int) -> int:
     """How many tiles of ``size`` cover ``count``."""
     return -(-count // size)
-
-
-def round_up(count: int, size: int) -> int:
-    """The least multiple of ``size`` that is not below ``count``."""
-    return cdiv(count, size) * size
 
 
 def is_size(value: Any) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import DType
-from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
+from cupyfa.ladder.kernel import Kernel, Launch, Matmul
 from cupyfa.operations import OPERATIONS
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, round_up
 
 BOX_ALIGNMENT = 16  # bytes
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -143,8 +143,7 @@ class Plan:
 
 def aligned_width(columns: int, itemsize: int) -> int:
     """The least number of columns, from this one, that are a multiple of BOX_ALIGNMENT bytes."""
-    step = max(BOX_ALIGNMENT // itemsize, 1)
-    return cdiv(columns, step) * step
+    return round_up(columns, max(BOX_ALIGNMENT // itemsize, 1))
 
 
 def rounding_of(kernel: Kernel, problem: Problem) -> str | None:

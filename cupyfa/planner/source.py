@@ -16,7 +16,7 @@ KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
 # Comments, strings and characters, whichever begins first.
 _NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
-# Where macros may make names: by joining pieces, and in the name of an include.
+# Where macros may make names: by ##, and in the name of an include.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 
 
@@ -78,7 +78,7 @@ def _read(path: Path, entry: str) -> str:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); save it as that") from None
 
 
-@lru_cache(maxsize=128)  # of as many files: there are some 50, with 30 headers
+@lru_cache(maxsize=128)  # more than all files of the project
 def _words(code: str) -> frozenset[str] | None:
     """The words of a text without comments and strings; None if macros may make others."""
     bare = _NO_CODE.sub(" ", code)

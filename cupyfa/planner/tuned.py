@@ -26,7 +26,7 @@ def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
 
 
 def _parsed(fact: Any) -> Tuned | None:
-    """The entry of a file that anybody may have changed; None if it is not valid."""
+    """The entry of a file that a user may have changed; None if it is not valid."""
     try:
         given = {field.name: fact[field.name] for field in fields(Tuned)}
         tuned = Tuned(**{**given, "constants": tuple(fact["constants"].items())})
