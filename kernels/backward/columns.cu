@@ -9,7 +9,7 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum [batch, heads, M, d]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/gradients.cuh>
 #include <tile/shared.cuh>
 

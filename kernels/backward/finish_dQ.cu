@@ -4,7 +4,7 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
-//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/finish_dQ.cuh>
 
 using Part = RegisterTile<QueryParts<Br, d, dv>::width>;

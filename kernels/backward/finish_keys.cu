@@ -7,7 +7,7 @@
 //   sums, gradient [batch, kv_heads, N, width]    left [batch, heads, M, N]
 //   right [batch, heads, M, width]    lse [batch, heads, M]
 //   grid (max(cdiv(N * width, threads), 1) * kv_heads * batch)    block (threads)
-//   the host sets: scalar, real, width, scaled, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, width, scaled, threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 

@@ -7,7 +7,7 @@
 //   dQ_sum, dQ [batch, heads, M, d]    dS [batch, heads, M, N]    K [batch, kv_heads, N, d]
 //   lse [batch, heads, M]
 //   grid (max(cdiv(M * d, threads), 1) * heads * batch)    block (threads)
-//   the host sets: scalar, real, d, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, d, threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 

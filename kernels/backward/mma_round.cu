@@ -3,8 +3,8 @@
 //   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, causal, windowed, threads,
-//   shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
+//   options (score.cuh)
 #include <backward/parts/query_part.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/stats_in_memory.cuh>

@@ -7,8 +7,8 @@
 //   P, dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   grid (max(cdiv(keys of the round, Br), 1) * (tiles of dv + tiles of d) * kv_heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc))
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
+//   shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>

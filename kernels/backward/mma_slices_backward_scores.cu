@@ -7,8 +7,8 @@
 //   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, causal,
-//   windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <tile/store.cuh>

@@ -6,8 +6,8 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, causal, windowed, threads,
-//   shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, threads, shared_bytes
+//   and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/store_part.cuh>
 #include <ptx/cp_async.cuh>

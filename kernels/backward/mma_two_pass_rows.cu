@@ -7,8 +7,8 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, causal, windowed, threads,
-//   shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
+//   options (score.cuh)
 #include <backward/parts/call_rarely.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_gradients.cuh>

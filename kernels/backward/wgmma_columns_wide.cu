@@ -9,8 +9,8 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, causal, windowed,
-//   threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, stages, dO_stages, finishes, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <backward/parts/own_parts.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>

@@ -8,7 +8,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
-//   the host sets: scalar, real, Br, Bc, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/padding.cuh>
@@ -28,16 +28,16 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// Keys, or columns of O, that a thread sums at a time: it reads an element of its own row once for
-// all of them.
+// The sums that a thread has in registers at a time, for keys or for columns of O: all of them use
+// an element of its own row that is read once.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
 
-// This thread's row of S, the scores of Q K^T; returns the maximum of keys first_seen … keys - 1.
-__device__ real scores(Shared& shared, int first_seen, int keys, const Scorer<real>& scorer) {
+// Computes this thread's row of S in whole groups; returns the maximum from first_seen to end_seen.
+__device__ real scores(Shared& shared, int first_seen, int end_seen, const Scorer<real>& scorer) {
   real largest = -infinity;
-  for (int first = first_seen / keys_together * keys_together; first < keys;
+  for (int first = first_seen / keys_together * keys_together; first < end_seen;
        first += keys_together) {
     real dots[keys_together] = {};
 #pragma unroll 4
@@ -50,17 +50,17 @@ __device__ real scores(Shared& shared, int first_seen, int keys, const Scorer<re
     for (int i = 0; i < keys_together; ++i) {
       const real score = scorer(dots[i]);
       shared.S[first + i][threadIdx.x] = score;
-      if (first + i >= first_seen && first + i < keys) largest = fmax(largest, score);
+      if (first + i >= first_seen && first + i < end_seen) largest = fmax(largest, score);
     }
   }
   return largest;
 }
 
-// This thread's row of P = exp(S - maximum); returns its sum.
-__device__ real exponentiate(Shared& shared, int first_seen, int keys,
+// Turns this thread's row of S into P = exp(S - maximum); returns its sum.
+__device__ real exponentiate(Shared& shared, int first_seen, int end_seen,
                              const OnlineSoftmax& softmax) {
   real sum = 0;
-  for (int key = first_seen; key < keys; ++key) {
+  for (int key = first_seen; key < end_seen; ++key) {
     const real p = softmax.p(shared.S[key][threadIdx.x]);
     shared.S[key][threadIdx.x] = p;
     sum += p;
@@ -68,14 +68,14 @@ __device__ real exponentiate(Shared& shared, int first_seen, int keys,
   return sum;
 }
 
-// `cols` columns of this thread's row of O = O * factor + P V.
+// Computes `cols` columns of this thread's row of O = O * factor + P V.
 template <int cols>
-__device__ void accumulate(Shared& shared, int first, int first_seen, int keys, real factor) {
+__device__ void accumulate(Shared& shared, int first, int first_seen, int end_seen, real factor) {
   real sums[cols];
 #pragma unroll
   for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
 #pragma unroll 4
-  for (int key = first_seen; key < keys; ++key) {
+  for (int key = first_seen; key < end_seen; ++key) {
     const real p = shared.S[key][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.KV[key][first + i]);
@@ -84,12 +84,12 @@ __device__ void accumulate(Shared& shared, int first, int first_seen, int keys, 
   for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
 }
 
-__device__ void accumulate_row(Shared& shared, int first_seen, int keys, real factor) {
+__device__ void accumulate_row(Shared& shared, int first_seen, int end_seen, real factor) {
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
-    accumulate<cols_together>(shared, first, first_seen, keys, factor);
+    accumulate<cols_together>(shared, first, first_seen, end_seen, factor);
   }
   constexpr int rest = dv % cols_together;
-  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, first_seen, keys, factor);
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, first_seen, end_seen, factor);
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
@@ -98,7 +98,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M, Br);
   const Scorer<real> scorer = {scale, mods};
-  const unsigned all = unsigned(tiles) * heads * batches;  // int could overflow
+  const unsigned all = unsigned(tiles) * heads * batches;  // index + gridDim.x may pass 2^31
 
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);
@@ -116,14 +116,14 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
       __syncthreads();  // K is there
 
       const int first_seen = extent.first_in_tile(row, first_key);
-      const int keys = row < M ? extent.end_in_tile(row, first_key, Bc) : 0;
-      const real factor = softmax.raise(scores(shared, first_seen, keys, scorer));
-      softmax.sum += exponentiate(shared, first_seen, keys, softmax);
+      const int end_seen = row < M ? extent.end_in_tile(row, first_key, Bc) : 0;
+      const real factor = softmax.raise(scores(shared, first_seen, end_seen, scorer));
+      softmax.sum += exponentiate(shared, first_seen, end_seen, softmax);
 
       __syncthreads();  // before V overwrites keys that a slower thread still reads
       load_tile<threads, dv>(shared.KV, V, batch, head / group, first_key, N);
       __syncthreads();  // V is there
-      accumulate_row(shared, first_seen, keys, factor);
+      accumulate_row(shared, first_seen, end_seen, factor);
     }
 
     shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();

@@ -11,7 +11,7 @@
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, a lane four columns of each 128
-//   the host sets: scalar, operand, real, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
 #include <tile/math.cuh>

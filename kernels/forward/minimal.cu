@@ -7,7 +7,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch): one block per head, so most of the GPU is idle    block (Bc)
-//   the host sets: scalar, real, Br, Bc, d, dv, causal, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -28,7 +28,7 @@ __device__ void load_row(scalar (&tile)[width], const scalar* row) {
   for (int col = 0; col < width; ++col) tile[col] = row[col];
 }
 
-// This thread's row of S: the scores of Q K^T; returns its maximum.
+// Computes this thread's row of S, the scores of Q K^T; returns its maximum.
 __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
   real largest = -infinity;
   for (int col = 0; col < keys; ++col) {
@@ -41,7 +41,7 @@ __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
   return largest;
 }
 
-// This thread's row of P = exp(S - maximum); returns its sum.
+// Turns this thread's row of S into P = exp(S - maximum); returns its sum.
 __device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& softmax) {
   real sum = 0;
   for (int col = 0; col < keys; ++col) {

@@ -10,7 +10,7 @@
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d, dv,
-//   causal, windowed, threads, shared_bytes
+//   threads, shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>

@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   });
 }
 
-// D += A B for 16 columns of A. `load` brings the fragments of 16 columns of B.
+// D += A B for 16 columns of A; load(b, j) brings the two fragments of columns 16 * j … of B.
 template <int m, int n, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                               Load load) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigne
     unsigned b[4];
     load(b, j);
 #pragma unroll
-    for (int i = 0; i < 2 * m; ++i)
+    for (int i = 0; i < 2 * m; ++i)  // each 16 rows of A, with each fragment of B
       multiply_add<scalar>(D[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
   }
 }
@@ -77,12 +77,12 @@ __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (
                                                 Fragments<Wr, Bc>& S, int first_row, int lane) {
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
-    unsigned a[Wr / step][4];
+    unsigned a[Wr / step][4];  // of rows 0-7 and 8-15; then the same of the next 8 columns
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i)
       ldmatrix(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
-    multiply_step(S, a, [&](unsigned (&b)[4], int n) {
-      ldmatrix(b, at(K, n * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+    multiply_step(S, a, [&](unsigned (&b)[4], int j) {  // 8 keys, 16 columns; the next 8 keys
+      ldmatrix(b, at(K, j * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
     });
   }
 }
@@ -95,11 +95,11 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fr
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step * 4; ++i) {
-      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];
+      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];  // keys 0-7; then 8-15
       a[i / 4][i % 4] = pack<scalar>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
     }
-    multiply_step(O, a, [&](unsigned (&b)[4], int n) {
-      ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * n + lane / 16));
+    multiply_step(O, a, [&](unsigned (&b)[4], int j) {  // 16 keys, 8 columns; the next 8 columns
+      ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * j + lane / 16));
     });
   }
 }

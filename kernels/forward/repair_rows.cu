@@ -6,7 +6,7 @@
 //
 //   P [batch, heads, M, N]    V [batch, kv_heads, N, dv]    O [batch, heads, M, dv]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, dv, causal, windowed, threads, shared_bytes
+//   the host sets: scalar, real, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 

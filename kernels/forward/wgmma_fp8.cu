@@ -10,8 +10,8 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed, threads,
-//   shared_bytes
+//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads, shared_bytes
+//   and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -120,14 +120,14 @@ struct Consumer {
   int warpgroup;
   Scales scales;
   Units units = {};
-  Rows<step> rows = {0, {}, 0};
+  Rows<step> rows = {0, {}, 0};  // run() sets them
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
                       scorer.scale2());

@@ -7,13 +7,13 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, causal, windowed,
-//   threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
-#include <forward/parts/ping_pong.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/ping_pong.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
@@ -70,14 +70,14 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0};
+  Rows<step> rows = {0, {}, 0};  // run() sets them
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
                       scorer.scale2());
@@ -136,7 +136,7 @@ struct Consumer {
     wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
-    wgmma_wait_group<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
     release_values();
     pack_operands<operand>(flat(S), P);
     if (risen) scale_rows(O, factor);
@@ -151,7 +151,7 @@ struct Consumer {
       for (int first_key = task.kv_begin + Bc; first_key < task.kv_end; first_key += Bc)
         advance(task, first_key);
       begin_output();
-      wgmma_wait_group<0>(flat(O));
+      wgmma_wait_group<0>(flat(O));  // no load waits for this buffer
     }
     finish(O, rows, task);
   }

@@ -6,14 +6,14 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, pack_gqa, d, dv, causal,
-//   windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, pack_gqa, d, dv,
+//   threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
-#include <forward/parts/epilogue.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
@@ -82,7 +82,7 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0};
+  Rows<step> rows = {0, {}, 0};  // run() sets them
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
@@ -90,7 +90,7 @@ struct Consumer {
   PipelineState<stages> keys, values;
   bool added = false;  // whether O holds sums of the row tile
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
                       scorer.scale2());

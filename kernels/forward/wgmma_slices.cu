@@ -9,8 +9,8 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid: any number of blocks, which share out cdiv(M, Br) * heads * batch row tiles
 //   block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv, causal,
-//   windowed, threads, shared_bytes
+//   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>

@@ -6,7 +6,7 @@
 #include <tile/warp.cuh>
 
 // A score may exceed the maximum that exponents are relative to by this much, as a power of two.
-// P stays below 2^8, and float16 holds 2^16.
+// P is at most 2^8; float16 holds numbers up to almost 2^16.
 constexpr int slack = 8;
 
 // Turns of `consumers` warpgroups, with named barriers 1 … consumers.

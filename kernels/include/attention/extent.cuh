@@ -2,6 +2,12 @@
 // The geometry of one batch element: how many queries and keys it has, and which keys each query
 // sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: kv_end is what a causal mask and the ends of
 // the keys leave, kv_begin is the left end of a window.
+//
+// What the host writes above the text of every kernel:
+//  - types: scalar, that of the tensors; real, that of sums and lse (float; double for float64);
+//    operand, what tensor cores multiply (scalar, or the type to which it is rounded);
+//  - constants of sizes and tiles, which the first comment of a .cu file names;
+//  - options: causal and windowed here; positive_scale, has_softcap and struct Mods in score.cuh.
 
 #include <tile/math.cuh>
 
@@ -29,8 +35,8 @@ struct Extent {
     return 0;
   }
 
-  // The mask of one pair. Left of the window the unsigned difference is larger than any inside, so
-  // one comparison checks both ends.
+  // The mask of one pair. A key left of the window makes `inside` negative: as unsigned, it is
+  // larger than any distance in the window, so one comparison checks both ends.
   __device__ __forceinline__ bool sees(int row, int key) const {
     if constexpr (windowed) {
       const int inside = key - row - window_offset;
@@ -54,7 +60,7 @@ struct Extent {
            first_key < kv_begin(min(first_row + rows, M) - 1);
   }
 
-  // Of the keys of a tile, how many at its beginning and from which one on a row does not see.
+  // Of a tile of keys, a row sees first_in_tile … end_in_tile - 1, counted from the tile's first.
   __device__ __forceinline__ int first_in_tile(int row, int first_key) const {
     if constexpr (windowed) return max(0, kv_begin(row) - first_key);
     return 0;
@@ -81,7 +87,8 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   return {sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
 }
 
-// A tile of rows of one head, and the keys that some of its rows see, from the start of a tile.
+// A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
+// the first key of a tile.
 struct RowTile {
   int row, head, batch, kv_begin, kv_end;
 };
@@ -92,8 +99,8 @@ __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int h
           extent.kv_end(min(row + rows, extent.M) - 1)};
 }
 
-// The last tile of `size` keys that a row takes part in. Tile 0 always counts, so that a row that
-// sees no key is still written.
+// The last tile of `size` keys that a row sees. Tile 0 always counts, so that a row that sees no
+// key is still written.
 __device__ __forceinline__ int last_tile(int kv_end, int size) {
   return max(cdiv(kv_end, size), 1) - 1;
 }

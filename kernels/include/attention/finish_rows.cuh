@@ -16,14 +16,14 @@ __device__ __forceinline__ void finish_rows(float (&O)[m][n][4],
     float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    const float inverse = sum == 0 ? 0.0f : __fdividef(1.0f, sum);
+    const float inverse = sum == 0 ? 0.0f : __fdividef(1.0f, sum);  // sums are below 2^126
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) O[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     if (lane % 4 == i % 4) {
       own_sum = sum;
       own_maximum = rows.maximum[i / 2][i % 2];
     }
-    if (i % 4 < 3 && i + 1 < 2 * m) continue;
+    if (i % 4 < 3 && i + 1 < 2 * m) continue;  // lse is written after each four rows, or all
     const int own = i / 4 * 4 + lane % 4, row = rows.row(0, 0) + own * 8;
     if (own < 2 * m && row < rows.extent.M * pack_gqa)
       *lse.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa) =

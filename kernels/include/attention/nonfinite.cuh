@@ -2,8 +2,8 @@
 // Rows that come out wrong are computed again, one score after the other. That is rare, and keeps
 // the products simple: they take all keys of a tile. Two things make a row wrong:
 //  - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so its V shows in O.
-//  - S * scale2 - maximum is rounded once. For the largest score it is not 0 but the rounding error
-//    of the maximum, which above 2^26 is more than 2, and 2 to the power of it may overflow.
+//  - S * scale2 - maximum is rounded once, and the maximum before that. For the largest score it is
+//    then up to half an ulp of the maximum, 4 from 2^26 on: P, 2 to the power of it, may overflow.
 
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
@@ -15,7 +15,7 @@ __device__ __forceinline__ bool is_huge(float maximum) {
   return !(fabs(maximum) < float(1 << 26));
 }
 
-// Whether scores of one of the lane's rows were too large. A row that sees no key is right.
+// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right.
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;

@@ -6,13 +6,13 @@
 
 struct OnlineSoftmax {
   real maximum = -infinity;  // of the scores so far
-  real sum = 0;              // of exp(score - maximum)
+  real sum = 0;              // of p(score)
 
   // The maximum that exponents are relative to. Before any finite score it is 0, because
   // -infinity - -infinity is NaN.
   __device__ __forceinline__ real origin() const { return maximum == -infinity ? 0 : maximum; }
 
-  // exp(score - maximum), an element of P before the division. NaN stays NaN.
+  // An element of P before the division: exp(score - origin()). NaN stays NaN.
   __device__ __forceinline__ real p(real score) const { return exp(score - origin()); }
 
   // Raises the maximum to `largest`; returns the factor that rescales earlier sums.
@@ -24,9 +24,9 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The factor of the output at the end. A row that sees no key has sum 0 and output 0.
+  // The factor of the output at the end: 0 if no key was seen, or only scores of -infinity.
   __device__ __forceinline__ real inverse_sum() const { return sum == 0 ? real(0) : 1 / sum; }
 
-  // The natural logarithm of the sum of exp(score); -infinity if no key was seen.
+  // The natural logarithm of the sum of exp(score), then -infinity.
   __device__ __forceinline__ real lse() const { return maximum + log(sum); }
 };

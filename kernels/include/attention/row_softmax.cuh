@@ -21,7 +21,7 @@ __device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
       const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
       float &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
       if (masked && !rows.sees(i / 4, half, key)) score = -infinity;
-      x = j * 8 + i % 2 < parts ? score : fmax(x, score);
+      x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first key of a part begins it
     }
   }
 #pragma unroll

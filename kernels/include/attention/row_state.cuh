@@ -12,8 +12,8 @@ template <int rows, int columns>
 using Fragments = float[rows / step][columns / 8][4];
 
 // The softmax of a warp's Wr rows: a lane holds parts of two rows in each 16, and their maxima and
-// sums. Exponents are powers of two: scores are multiplied by scale2. Row r is query r / pack_gqa
-// of query head r % pack_gqa, of the `pack_gqa` heads that share a head of K and V.
+// sums. Exponents are powers of two: scores are multiplied by scale2. If a tile takes the rows of
+// pack_gqa heads that share K and V, its row r is query r / pack_gqa of head r % pack_gqa.
 template <int Wr, int pack_gqa = 1>
 struct Rows {
   int first;  // the lane's first row

@@ -1,11 +1,12 @@
 #pragma once
 // From a product of Q and K to the score that the softmax takes, and the derivative of that step.
-// Every kernel, forward and backward, asks here; with no modification wanted, nothing is left of it
-// but the scale.
+// Every kernel, forward and backward, asks here. Without modifications only the scale remains.
 //
 //   score = scale * q·k  ->  softcap * tanh(score / softcap)  ->  -infinity where it is masked
 //
-// The struct Mods holds what modifications need; the host writes it above a kernel's text.
+// The host writes above a kernel's text: has_softcap and positive_scale (whether the scale is known
+// to be above 0), and struct Mods, whose members are the numbers that modifications need. Where an
+// argument is __grid_constant__, the compiler makes no copy of it.
 
 #include <attention/extent.cuh>
 
@@ -17,7 +18,9 @@ struct Scored {
   T score, slope;
 };
 
-// cap * tanh(score / cap), with an absolute error of a few units in the last place of cap in float.
+// cap * tanh(score / cap), with an absolute error of a few units in the last place of cap in float:
+// 1 - 2 / (1 + exp(2 * x)) takes fewer instructions than tanhf. Where exp overflows, 2 / infinity
+// is 0, and the result is cap.
 template <class T, class Mods>
 __device__ __forceinline__ Scored<T> capped(T score, const Mods& mods) {
   const T cap = mods.softcap, x = score / cap;
@@ -54,10 +57,13 @@ struct Scorer {
     return {score * T(log2e), slope};
   }
 
-  // Kernels on tensor cores take exponents of two, exp2(x * scale2 - maximum), and fold the scale
-  // into scale2: x is the product, with the sign of the scale so that maxima stay maxima, or the
-  // modified score if there is a modification. A positive scale, the usual one, is known to the
-  // compiler: with a branch in the loop wgmma_persistent is up to 2 % slower.
+  // Kernels on tensor cores compute P = exp2(x * scale2 - maximum), with x from applied().
+  //  - Without a modification x is the product, and scale2 = |scale| * log2e. A negative scale
+  //    turns the sign of x, so that the largest x is that of the largest score.
+  //  - With one x is the modified score, and scale2 = log2e.
+  // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
+  // That a scale is positive, as usual, is a constant: with a branch in the loop wgmma_persistent
+  // is up to 2 % slower.
   __device__ __forceinline__ T scale2() const {
     return T(log2e) * (has_score_mod    ? T(1)
                        : positive_scale ? scale

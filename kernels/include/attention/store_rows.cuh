@@ -4,7 +4,7 @@
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
 
-// Each lane writes its elements of the `cols` columns of O.
+// Each lane writes its elements of the `cols` columns of O singly: rows of a view may be unaligned.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void store_rows(const float (&O)[m][n][4],
                                            const Rows<m * step, pack_gqa>& rows, Tensor<scalar> out,

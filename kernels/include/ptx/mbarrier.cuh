@@ -35,7 +35,7 @@ __device__ __forceinline__ void arrive_expect_tx(Barrier& barrier, int bytes) {
       : "memory");
 }
 
-// Waits until the phase is complete; phase 1 of a new barrier is.  mbarrier.try_wait.parity
+// Waits until a phase is complete; a new barrier has completed phase 1.  mbarrier.try_wait.parity
 __device__ __forceinline__ void wait(Barrier& barrier, int phase) {
   asm volatile(
       "{.reg .pred done;\n"

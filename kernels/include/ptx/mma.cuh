@@ -18,7 +18,7 @@ struct SharedAddress {
 
 // Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
 // l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix; of 8x4 matrices of floats it gets element l % 4.
+// each matrix. (Read as floats: 8x4 matrices, of which it gets element l % 4 of row l / 4.)
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16
 __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

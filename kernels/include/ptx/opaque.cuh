@@ -10,7 +10,7 @@ __device__ __forceinline__ long long opaque(long long value) {
   asm volatile("" : "+l"(value));
   return value;
 }
-// For maxima, whose order compilers change otherwise.
+// For maxima of two parts: compilers would make one chain of dependent steps of them.
 __device__ __forceinline__ float opaque(float value) {
   asm("" : "+f"(value));
   return value;

@@ -1,5 +1,5 @@
 #pragma once
-// How warps specialise: registers and roles.
+// Warp specialisation: a warpgroup's registers, and which thread of a warp acts.
 
 // Sets the registers of each thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
 // increase waits until others have decreased.  setmaxnreg.dec, setmaxnreg.inc

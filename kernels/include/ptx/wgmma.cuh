@@ -1,12 +1,12 @@
 #pragma once
-// Tensor-core products of a warpgroup (four warps, the first of them a multiple of four):
+// Tensor-core products of a warpgroup (four warps, the first one's number a multiple of 4):
 // D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads start each
 // product together and go on; until the wait for it, it reads shared memory and writes D.
 //
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //
 //   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] of row r + 8
-//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp. Of numbers of
 // 8 bits, which are e4m3, a product takes as many bytes: A [64][32] B [32][n], and a[0] is
@@ -20,8 +20,8 @@ constexpr int wgmma_bytes = 32;  // of each row of A and B that one product take
 struct Matrix {
   unsigned long long descriptor;
 
-  // From the lower half, computed in 32 bits. The upper half is the same for all: the swizzle of
-  // boxes, and 1024 bytes from eight rows to the next eight.
+  // From the lower half: address / 16, and from bit 16 on the leading offset / 16. The upper one is
+  // the same for all: 1024 / 16 from eight rows to the next; bit 30 is the swizzle of 128 bytes.
   static __device__ __forceinline__ Matrix of(unsigned low) {
     Matrix matrix;
     asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(matrix.descriptor) : "r"(low));
@@ -35,13 +35,13 @@ __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
 }
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns (32 of e4m3) are 32 bytes on, up to the end of the box.
+// The next 16 columns (32 of e4m3) are 32 bytes further, in the same box. No leading offset counts.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
   return Matrix::of(1 << 16 | shared_address(box) / 16);
 }
 
 // For B [16][n] as its own rows, whose n columns are in boxes of `rows` rows: sums go across rows.
-// The next 16 rows are 2048 bytes on.
+// The next 16 rows are 2048 bytes further; the leading offset is that of the next box.
 __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
   return Matrix::of(unsigned(rows * 128 / 16) << 16 | shared_address(box) / 16);
 }
@@ -72,14 +72,14 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   settle(d);
 }
 
-// The same where D goes on being written: what the other groups read may then be overwritten.
+// The same without reading D: operands of the groups that have ended may be overwritten.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
 // The registers of D, which an instruction names one by one, as text and as operands. Operands 0 to
-// 6 are A and B, whether to add, and A in registers.
+// 6 are A and B, whether to add, and A in registers: as "+" operands they are numbered before D.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
 #define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
 #define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])

@@ -1,5 +1,5 @@
 #pragma once
-// Constants and integer arithmetic that NVRTC lacks.
+// Constants, for which NVRTC has no header, and a division that rounds up.
 
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float log2e = 1.44269504f, ln2 = 0.693147181f;

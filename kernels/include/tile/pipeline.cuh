@@ -44,7 +44,7 @@ struct Pipeline {
     ::wait(full[part][state.stage], state.phase);
   }
 
-  // A thread has read the stage; release() does it for a warpgroup.
+  // A thread has read the stage; release() says so for a warpgroup, which multiplies as one.
   __device__ __forceinline__ void arrive(PipelineState<stages> state) {
     ::arrive(empty[state.stage]);
   }

@@ -1,5 +1,5 @@
 #pragma once
-// The block's dynamic shared memory, seen as one struct.
+// The block's dynamic shared memory as one struct. TMA's swizzle needs multiples of 1024 bytes.
 
 template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {

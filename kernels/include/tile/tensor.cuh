@@ -19,7 +19,7 @@ __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
 
-// Blocks are counted along one axis, tiles fastest, then heads, then batch: no grid limit but 2^31.
+// Blocks are counted along one axis, tiles fastest, then heads, then batch: at most 2^31 - 1.
 struct Place {
   int tile, head, batch;
 };

@@ -3,7 +3,7 @@
 
 constexpr unsigned full_warp = 0xffffffffu;
 constexpr int warp_size = 32;
-constexpr int warpgroup_size = 128;  // four warps, the first of them a multiple of four
+constexpr int warpgroup_size = 128;  // four warps; the first one's number is a multiple of 4
 
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {

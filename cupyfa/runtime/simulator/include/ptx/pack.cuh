@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-constexpr int step = 16;  // rows, keys and depth of a product of 16-bit numbers
+constexpr int step = 16;  // rows of A, keys and depth that two mma.sync of 16-bit numbers take
 
 template <class T>
 constexpr bool is_half = false;
