@@ -6,7 +6,8 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <backward/parts/own_keys.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <ptx/bulk_copy.cuh>

@@ -6,7 +6,8 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bk, stages, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>

@@ -7,7 +7,8 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <cuda_fp16.h>
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>

@@ -149,7 +149,7 @@ struct Consumer {
     wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
-    wgmma_wait_group<0>(flat(O));
+    wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
     release_values();
     pack_operands<operand>(flat(S), P);
     if (risen) scale_rows(O, factor);
