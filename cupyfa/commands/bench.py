@@ -1,7 +1,5 @@
 """``cupyfa bench``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``cupyfa cache``."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``cupyfa compare``."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """``cupyfa doctor``."""
 
-from __future__ import annotations
-
 import sys
 
 import click

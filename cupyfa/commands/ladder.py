@@ -1,7 +1,5 @@
 """``cupyfa ladder``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """``cupyfa list``."""
 
-from __future__ import annotations
-
 import click
 
 from cupyfa.bench.sweeps import usual_dtype

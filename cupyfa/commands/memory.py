@@ -1,7 +1,5 @@
 """``cupyfa memory``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,7 +1,5 @@
 """Options that several commands have, and their values for the library."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``cupyfa profile``."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from typing import Any

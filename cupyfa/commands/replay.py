@@ -1,7 +1,5 @@
 """``cupyfa replay``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``cupyfa run``."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

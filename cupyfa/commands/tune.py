@@ -1,7 +1,5 @@
 """``cupyfa tune``."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
