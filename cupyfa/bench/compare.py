@@ -88,8 +88,7 @@ def compare(
     olds, news = _keyed(before), _keyed(after)
     both = [_compared(olds[key], news[key]) for key in olds if key in news]
     gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
-    new = [Comparison(None, news[key], "only after") for key in news if key not in olds]
-    return both + gone + new
+    return both + gone + [Comparison(None, news[x], "only after") for x in news if x not in olds]
 
 
 def differences(before: Results, after: Results) -> list[str]:

@@ -255,8 +255,8 @@ class _Sheet:
     """The outcomes so far, by kernel and by the number of the task."""
 
     def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
-        self._tasks, self._progress = tasks, progress
         names = [name_of(kernel) for task in tasks for kernel in task.kernels]
+        self._tasks, self._progress = tasks, progress
         self._total, self._count = len(names), Counter[bool]()
         self._done: dict[str, dict[int, Outcome]] = {name: {} for name in names}
 

@@ -109,10 +109,8 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     pick, last = random.Random(seed), p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
-    places += [
-        (pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1))
-        for _ in range(max(2, int(_WORK / each) - len(places)))
-    ]
-    return [
-        Excerpt(batch, head, slice(row, row + _ROWS)) for batch, head, row in sorted(set(places))
-    ]
+    ends = (p.batch, p.heads, last + 1)
+    for _ in range(max(2, int(_WORK / each) - len(places))):
+        batch, head, row = map(pick.randrange, ends)
+        places.append((batch, head, row))
+    return [Excerpt(b, head, slice(row, row + _ROWS)) for b, head, row in sorted(set(places))]
