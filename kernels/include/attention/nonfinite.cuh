@@ -45,7 +45,8 @@ __device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
 }
 
 // A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
-// unscaled scores, so that exponents are right for scores of any size.
+// unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
+// on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
 template <int d, int dv, class T, class Scores>
 __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T> V,
                            Tensor<scalar> O, Tensor<real> lse, const Extent& extent, int query,
@@ -54,7 +55,7 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
   const int lane = threadIdx.x % warp_size;
   const float scale2 = scorer.scale2();
   const T* q = Q.row(batch, head, query);
-  for (int first_col = lane; first_col < dv + lane; first_col += count * warp_size) {
+  for (int first_col = lane, i = 0; i < columns; i += count, first_col += count * warp_size) {
     float maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key) + first_col;
@@ -80,8 +81,7 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
   }
 }
 
-// The same as a call, for kernels whose loops need the registers that an inlined one takes. (In a
-// kernel with wgmma a call would serialise the products.)
+// The same as a call, which leaves more registers to the kernel's loops but would serialise wgmma.
 template <int d, int dv, class... Args>
 __device__ __noinline__ void call_repair_row(Args... args) {
   repair_row<d, dv>(args...);
