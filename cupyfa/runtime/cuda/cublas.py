@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -51,32 +50,24 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     compute = _FAST_TF32 if tf32 else compute
     sums = np.float64 if out.dtype == np.float64 else np.float32
     alpha, none, once = np.array([scale, 0, 1], sums).reshape(3, 1)
-    size = a.dtype.itemsize
     operations = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
     transposed = operations[b_transposed], operations[a_transposed]
     gemm, handle = _gemm(), device.get_cublas_handle()
-    batches = _batches(a, b, out)
-    with _sums_in_full(handle):
-        for start_a, start_b, start_out, step_a, step_b, step_out, count, adds in batches:
-            beta = once if adds else none
-            step = step_out // out.dtype.itemsize
-            gemm(
-                *(handle, *transposed, N, M, K),
-                *(alpha.ctypes.data, b.data.ptr + start_b, element, lda, step_b // size),
-                *(a.data.ptr + start_a, element, ldb, step_a // size),
-                *(beta.ctypes.data, out.data.ptr + start_out, out_element, row_length, step),
-                *(count, compute, _DEFAULT_ALGORITHM),
-            )
-
-
-@contextmanager
-def _sums_in_full(handle: int) -> Iterator[None]:
-    """Keeps partial sums in float32: in float16, which cuBLAS may choose, they can overflow where
-    the whole sum does not. Restores the mode of CuPy's handle."""
     mode = cublas.getMathMode(handle)
+    # In float16, which cuBLAS may choose, partial sums can overflow where the whole sum does not.
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        yield
+        for starts, steps, count, adds in _batches(a, b, out):
+            beta = once if adds else none
+            at_a, at_b, at_out = (x.data.ptr + start for x, start in zip((a, b, out), starts))
+            step_a, step_b, step_out = (s // x.dtype.itemsize for x, s in zip((a, b, out), steps))
+            gemm(
+                *(handle, *transposed, N, M, K),
+                *(alpha.ctypes.data, at_b, element, lda, step_b),
+                *(at_a, element, ldb, step_a),
+                *(beta.ctypes.data, at_out, out_element, row_length, step_out),
+                *(count, compute, _DEFAULT_ALGORITHM),
+            )
     finally:
         cublas.setMathMode(handle, mode)
 
@@ -129,7 +120,7 @@ def _readable(array: Any) -> tuple[Any, bool, int]:
     return _readable(array.copy())
 
 
-def _batches(a: Any, b: Any, out: Any) -> list[tuple[int, ...]]:
+def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, bool]]:
     """(starts of a, b, out; steps of a, b, out; count; whether it adds to out), one for each call
     of cuBLAS; starts and steps in bytes.
 
@@ -140,18 +131,14 @@ def _batches(a: Any, b: Any, out: Any) -> list[tuple[int, ...]]:
     arrays = (a, b, out)
     fewest = min(x.shape[1] for x in arrays)
     group = heads // fewest
+    sums = out.shape[1] < heads
     even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
     if even and group == 1:
-        return [(0, 0, 0, *(x.strides[1] for x in arrays), batch * heads, False)]
+        return [([0, 0, 0], [x.strides[1] for x in arrays], batch * heads, False)]
     own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # of the heads of a group
     steps = [group * x.strides[1] if x.shape[1] == heads else x.strides[1] for x in arrays]
     return [
-        (
-            *(i * x.strides[0] + g * step for x, step in zip(arrays, own)),
-            *steps,
-            fewest,
-            g > 0 and out.shape[1] < heads,
-        )
+        ([i * x.strides[0] + g * y for x, y in zip(arrays, own)], steps, fewest, sums and g > 0)
         for i in range(batch)
         for g in range(group)
     ]
