@@ -15,14 +15,7 @@ from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import (
-    OPTIONS,
-    AttentionOptions,
-    Causal,
-    OptionKeywords,
-    Precision,
-    Window,
-)
+from cupyfa.options import OPTIONS, AttentionOptions, Causal, OptionKeywords, Precision, Window
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem

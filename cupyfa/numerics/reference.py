@@ -49,12 +49,7 @@ def modified_scores(scores: Array, options: AttentionOptions) -> tuple[Array, Ar
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    precision: str = "float64",
-    **score: Any,
+    q: Array, k: Array, v: Array, *, precision: str = "float64", **score: Any
 ) -> tuple[Array, Array]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
 
@@ -217,8 +212,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array) -> Gradients:
     """
     left_out = np.isneginf(lse)[..., None]
     left_out = np.broadcast_to(
-        left_out if tile.masked is None else tile.masked | left_out,
-        (*lse.shape, tile.k.shape[1]),
+        left_out if tile.masked is None else tile.masked | left_out, (*lse.shape, tile.k.shape[1])
     )
     scores, derivative = modified_scores((tile.q @ tile.k.mT) * tile.scale, tile.options)
     P = np.exp(scores - lse[..., None])

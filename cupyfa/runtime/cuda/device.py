@@ -31,6 +31,7 @@ from cupy_backends.cuda.api import driver, runtime  # noqa: E402
 from cupyfa.runtime.cuda import compiler  # noqa: E402
 
 ARRAY = cupy.ndarray
+_raw_kernel = cache(cupy.RawKernel)
 _STATIC_LIMIT = 48 * 1024  # bytes; more shared memory must be requested
 _CAPTURING = range(900, 909)  # errors of calls that are not allowed during a capture
 # Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
@@ -281,9 +282,10 @@ class Cuda(Backend):
     def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
         for head_start in _HEAD_STARTS:
-            if cold:
-                _flush()
-            _hold_kernel()((1,), (1,), (head_start,))
+            if cold:  # everything in the L2 cache is overwritten
+                size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
+                cupy.empty(size, np.uint8).data.memset_async(0, size)
+            _raw_kernel(_HOLD, "hold")((1,), (1,), (head_start,))
             start.record()
             call()
             end.record()
@@ -480,17 +482,6 @@ def _encode_tiled() -> Any:
         *(ctypes.c_int,) * 4,
     ]
     return function
-
-
-@cache
-def _hold_kernel() -> Any:
-    return cupy.RawKernel(_HOLD, "hold")
-
-
-def _flush() -> None:
-    """Overwrites four times the size of the L2 cache."""
-    size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
-    cupy.empty(size, np.uint8).data.memset_async(0, size)
 
 
 # For ``doctor``, which calls each of these in its own process.
