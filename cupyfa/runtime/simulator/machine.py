@@ -88,7 +88,6 @@ class CompiledKernel:
     code: ctypes.CDLL = field(repr=False)
 
 
-# -------------------------------------------------------------------------------------------------
 # Launching
 
 
@@ -221,7 +220,6 @@ class _Report(ctypes.Structure):
     )
 
 
-# -------------------------------------------------------------------------------------------------
 # Faults
 
 # Stands for the folder that the compiler ran in; messages leave it out.
@@ -264,7 +262,6 @@ def _source_line(path: Path, address: str) -> str:
     return shown[0] if shown else ""
 
 
-# -------------------------------------------------------------------------------------------------
 # Building
 
 _memo: dict[tuple[str, ...], CompiledKernel] = {}
@@ -385,7 +382,6 @@ def _kernel_flags() -> list[str]:
         ) from None
 
 
-# -------------------------------------------------------------------------------------------------
 # The compiler
 
 
@@ -507,7 +503,6 @@ def _environment(folder: Path | None) -> dict[str, str]:
     return environment
 
 
-# -------------------------------------------------------------------------------------------------
 # The cache
 
 _Make = Callable[[Path], None]  # makes an object at a path, in a folder of its own
