@@ -83,8 +83,10 @@ class Launch(_Record):
     args: the arguments in order, separated by blanks:
 
         - arrays: those of the operation (``Q K V O lse``; of gradients also ``dO dQ dK dV``; of a
-          softmax ``S P lse``) and the kernel's scratch. ``Q`` is passed as the struct Tensor of
-          tensor.cuh, ``Q.data`` as a bare pointer, ``Q.map`` as the struct TensorMap of tma.cuh;
+          softmax ``S P lse``), inputs of options, by their names in operations.py, and the kernel's
+          scratch. ``Q`` is passed as the struct Tensor of tensor.cuh, ``Q.data`` as a bare pointer,
+          ``Q.map`` as the struct TensorMap of tma.cuh; all are null for an input that the problem
+          lacks;
         - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``
           (also named ``diagonal lower``), and the names in ``numbers``;
         - ``scale`` as float (double for float64);
