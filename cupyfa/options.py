@@ -27,7 +27,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """The properties of one option; an option that is a number needs no other code in Python.
+    """The properties of one option; docs/options.md says what else an option takes.
 
     help: the text of the command line.
     read: the normal form of an argument; raises TypeError or ValueError for a wrong one.

@@ -6,7 +6,7 @@
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //
 //   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] of row r + 8
-//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same 8 columns on
+//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp.
 //
@@ -37,13 +37,13 @@ inline Matrix operator+(Matrix matrix, int bytes) {
 }
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns (32 of e4m3) are 32 bytes on, up to the end of the box.
+// The next 16 columns (32 of e4m3) are 32 bytes further, up to the end of the box.
 inline Matrix by_rows(const void* box) {
   return {static_cast<const unsigned char*>(box), 0};
 }
 
 // For B [16][n] as its own rows, whose n columns are in boxes of so many rows: sums go across rows.
-// The next 16 rows are 2048 bytes on.
+// The next 16 rows are 2048 bytes further.
 inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
 }
