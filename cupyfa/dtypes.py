@@ -1,7 +1,5 @@
 """The element types; every fact about a type is in its row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import ml_dtypes

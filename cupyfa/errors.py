@@ -1,7 +1,5 @@
 """The exceptions of the library, besides ValueError and TypeError for wrong arguments."""
 
-from __future__ import annotations
-
 import numbers
 import reprlib
 

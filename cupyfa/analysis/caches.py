@@ -1,7 +1,5 @@
 """The files of the library and of CuPy on disk: counted, removed, and compiled in advance."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Calls that may hang or crash in a driver or a compiler run in processes of their own.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

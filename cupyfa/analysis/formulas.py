@@ -6,8 +6,6 @@ every input is read once and every output is written once. Scale and mask are ap
 are computed and move nothing. The log-sum-exp that a forward kernel returns is not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from cupyfa.ladder.kernel import Kernel

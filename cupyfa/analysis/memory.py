@@ -1,7 +1,5 @@
 """The memory that attention needs: inputs, outputs, temporaries and peak, counted and measured."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ time of every kernel. Both profile a program: ``cupyfa profile`` itself, which t
 kernel twice, once to warm up and once to be measured.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Compiles kernels with NVRTC for any architecture, without a GPU: resources, PTX, machine code."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

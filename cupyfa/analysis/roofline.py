@@ -7,8 +7,6 @@ device's rate. All may overlap, so the longest is the least time.
 Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The picture of a roofline: the roofs of a device, and where computations lie below them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

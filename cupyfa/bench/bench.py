@@ -1,7 +1,5 @@
 """Benchmarks: kernels are checked, then timed in alternation with others on the same problem."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Comparison of two benchmarks: faster, slower, or the same within the noise."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

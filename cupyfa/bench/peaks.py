@@ -1,7 +1,5 @@
 """Peak rates of devices: published ones, and those of products and copies measured here."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ All of them are optional: Unsupported says why one cannot be used. Arrays are sh
 without a copy; masks mean the same as here.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Sweeps: sizes with several values, and the problems of all combinations."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import prod

@@ -4,8 +4,6 @@ The speed of a device drifts by several percent within seconds. So calls alterna
 …), and ratios compare times of the same round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, sqrt
 from statistics import median

@@ -1,7 +1,5 @@
 """Single kernels: checked and timed on one problem, or compared with float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tuning: measures a kernel's tile sizes on a device and stores the fastest."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Sequence

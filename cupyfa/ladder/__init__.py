@@ -1,7 +1,5 @@
 """Every kernel of the project, in teaching order: ``LADDER[operation][name]``."""
 
-from __future__ import annotations
-
 from cupyfa.ladder import backward, forward, softmax
 from cupyfa.ladder.kernel import Kernel
 

@@ -1,7 +1,5 @@
 """The backward ladder: the gradients of Q, K and V, by what the forward pass left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

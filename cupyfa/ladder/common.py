@@ -1,7 +1,5 @@
 """What records of several families share: formulas, and the step from one rung to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The forward ladder: each rung adds one idea to the rung before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ A record gives arguments, grid, threads and shared memory of each launch as one-
 problem ``p`` and the constants ``c``. Users write records for their own files.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Kernels by name, which is also how they are pickled: records hold functions."""
 
-from __future__ import annotations
-
 import copyreg
 import runpy
 import sys

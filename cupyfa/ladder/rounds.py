@@ -1,7 +1,5 @@
 """The launches of `mma_slices_backward`: P and dS in memory, for a round of heads or keys."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from cupyfa.ladder.common import even_width, warps_of_scores

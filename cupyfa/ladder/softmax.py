@@ -1,7 +1,5 @@
 """Softmax over rows: operations of their own, and the middle of the baselines."""
 
-from __future__ import annotations
-
 from cupyfa.ladder.common import WARP, rung
 from cupyfa.ladder.kernel import Kernel, Launch
 

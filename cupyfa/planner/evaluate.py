@@ -1,7 +1,5 @@
 """Evaluates the formulas of a record: launches, scratch and outputs, as plain integers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite, prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Follows the includes of a text, and hashes the files that it reaches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The types of planning: devices, launches and plans."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

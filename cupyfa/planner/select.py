@@ -1,7 +1,5 @@
 """Chooses the kernel and its constants for a problem and a device, or says why there are none."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Finds kernels/, and writes a launch's source text: typed constants above an unchanged file."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The constants that ``tune`` measured fastest on each device, kept on disk for later plans."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields

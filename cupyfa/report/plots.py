@@ -1,7 +1,5 @@
 """Pictures of measurements, to be looked at on light and on dark ground."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from itertools import cycle, product

@@ -1,7 +1,5 @@
 """The generated tables of measurements in README.md and its translations."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of data as a table, or as JSON, CSV or Markdown."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

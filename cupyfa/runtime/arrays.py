@@ -1,7 +1,5 @@
 """The arrays of a call: checks, and the views and copies that kernels can read and write."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The environment of a result: device, versions, command."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import re

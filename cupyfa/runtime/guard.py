@@ -7,8 +7,6 @@ write out of bounds changes a margin. Inputs are compared before and after. All 
 the backend's memory; only outputs are copied to the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

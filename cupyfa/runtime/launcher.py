@@ -5,8 +5,6 @@ keeps launches whose addresses are fixed. Everything that runs a plan goes this 
 and benchmarks, on CUDA and in the simulator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence

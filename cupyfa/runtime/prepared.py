@@ -1,7 +1,5 @@
 """Prepared calls: the plan is made and the kernels are compiled; only the arrays are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """Calls on the very arrays of an earlier call: their launches, and small results used again."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Chooses the backend of a call by its name and by the memory of its arrays."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

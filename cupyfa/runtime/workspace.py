@@ -4,8 +4,6 @@ Work in one stream runs in order, so calls in a stream share this memory. A grap
 for it may be launched in any stream.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """A case: a problem, and the seed, values and memory layout of its inputs."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass

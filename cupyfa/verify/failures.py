@@ -1,7 +1,5 @@
 """Failures of a check: the outcome, the command that repeats it, and the file that stores it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -8,8 +8,6 @@ sequences or a window one random combination of dtype, shared keys and layout is
 sequences have fewer batch elements.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Shrinks a case that fails: smaller sizes and default options, while the failure stays."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A task, the unit of work of a check: one case and the kernels to run on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

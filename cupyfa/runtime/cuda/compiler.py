@@ -1,7 +1,5 @@
 """Compiles kernels with NVRTC; the binaries are kept in the cache directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache

@@ -1,7 +1,5 @@
 """Matrix products of the baselines through cuBLAS, sums in float32 (float64 for float64)."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

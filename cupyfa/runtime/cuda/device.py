@@ -1,7 +1,5 @@
 """The CUDA backend, on CuPy: device arrays, launches, streams and events."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

@@ -5,8 +5,6 @@ and the kernel is linked with an object that has thread-local memory of this nam
 worker has its own.
 """
 
-from __future__ import annotations
-
 import re
 
 CAPACITY = 227 * 1024  # bytes that a block can have, as on an H100

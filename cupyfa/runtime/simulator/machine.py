@@ -5,8 +5,6 @@ each kernel's text behind ``simulator.h``, with the compiler's own checks of eve
 directory has both, under names made from everything that went into them.
 """
 
-from __future__ import annotations
-
 import _thread
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """One call: a problem on its way through the device, piece by piece."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
