@@ -51,11 +51,11 @@ template <int d, int dv, class T, class Scores>
 __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T> V,
                            Tensor<scalar> O, Tensor<real> lse, const Extent& extent, int query,
                            int batch, int head, int kv_head, const Scores& scorer) {
-  constexpr int columns = cdiv(dv, warp_size), count = columns < 8 ? columns : 8;  // at a time
+  constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
   const int lane = threadIdx.x % warp_size;
   const float scale2 = scorer.scale2();
   const T* q = Q.row(batch, head, query);
-  for (int first_col = lane, i = 0; i < columns; i += count, first_col += count * warp_size) {
+  for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     float maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key) + first_col;
