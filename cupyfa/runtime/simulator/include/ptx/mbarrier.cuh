@@ -32,7 +32,7 @@ inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here =
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
-// Waits until the phase is complete; phase 1 of a new barrier is.
+// Waits until a phase is complete; a new barrier has completed phase 1.
 inline void wait(Barrier& barrier, int phase, simulator::Here here = {}) {
   simulator_wait(&barrier, phase, here.file, here.line);
 }

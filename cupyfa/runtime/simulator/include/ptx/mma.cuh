@@ -114,7 +114,7 @@ struct SharedAddress {
 
 // Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
 // l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix; of 8x4 matrices of floats it gets element l % 4.
+// each matrix. (Read as floats: 8x4 matrices, of which it gets element l % 4 of row l / 4.)
 inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }

@@ -69,7 +69,7 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// The same where D goes on being written: what the other groups read may then be overwritten.
+// The same without reading D: operands of the groups that have ended may be overwritten.
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
