@@ -52,7 +52,7 @@ __device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& soft
   return sum;
 }
 
-extern "C" __global__ __launch_bounds__(threads) void minimal(
+extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
