@@ -9,9 +9,12 @@ from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
+import cupy
 import numpy as np
+from cupy.cuda import nvrtc
+from cupy.cuda.stream import get_current_stream
+from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa import store
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
@@ -19,14 +22,7 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Region, Start
-
-store.give_cupy_a_folder()
-import cupy  # noqa: E402
-from cupy.cuda import nvrtc  # noqa: E402
-from cupy.cuda.stream import get_current_stream  # noqa: E402
-from cupy_backends.cuda.api import driver, runtime  # noqa: E402
-
-from cupyfa.runtime.cuda import compiler  # noqa: E402
+from cupyfa.runtime.cuda import compiler
 
 ARRAY = cupy.ndarray
 _raw_kernel = cache(cupy.RawKernel)
