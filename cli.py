@@ -22,7 +22,7 @@ from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
-from cupyfa.commands.options import with_flag_values
+from cupyfa.commands.options import misplaced_value, with_flag_values
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -46,6 +46,8 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
+ARGUMENTS = "cupyfa.arguments"  # of the command line, in the context of a command
+
 # Errors of a full disk, not of arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -54,6 +56,7 @@ class Program(click.Group):
     """Ends with one line on stderr and the exit code of an error."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = args
         return super().parse_args(ctx, with_flag_values(args))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +71,12 @@ class Program(click.Group):
                 click.echo(error.format_message())
                 sys.exit(0)
             context = getattr(error, "ctx", None)
-            remedy = f". See {context.command_path} --help." if context else ""
-            fail(f"{error.format_message().removesuffix('.')}{remedy}", BAD_ARGUMENTS)
+            message = error.format_message().removesuffix(".")
+            if context:
+                message += misplaced_value(message, context.meta.get(ARGUMENTS, ()))
+                end = "" if message.endswith("?") else "."
+                message += f"{end} See {context.command_path} --help."
+            fail(message, BAD_ARGUMENTS)
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             known = next((name for name in names if name in EXIT_CODES), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from math import prod
@@ -136,7 +136,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     if unknown:
-        raise _unknown("attention", unknown)
+        raise unknown_argument(attention, unknown)
     how: How = ("forward", kernel, backend, options, layout, tiles, return_lse)
     how += (precision, causal, window, scale, softcap)  # in the order of OPTIONS
     return _call(how, (q, k, v), out, None, check, progress)
@@ -166,7 +166,7 @@ def compile(
     refuses arrays of other shapes, strides, dtypes or devices.
     """
     how = ("forward", kernel, backend, options, layout, tiles, return_lse)
-    return _compiled((*how, *_values("compile", keywords)), (q, k, v), dtype)
+    return _compiled((*how, *_values(compile, keywords)), (q, k, v), dtype)
 
 
 def compile_backward(
@@ -193,7 +193,7 @@ def compile_backward(
     grads=None)``.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic)
-    how += _values("compile_backward", keywords)
+    how += _values(compile_backward, keywords)
     return _compiled(how, (dout, q, k, v, out, lse), dtype)
 
 
@@ -231,7 +231,7 @@ def attention_backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic)
-    how += _values("attention_backward", keywords)
+    how += _values(attention_backward, keywords)
     return _call(how, (dout, q, k, v, out, lse), None, grads, check)
 
 
@@ -257,6 +257,9 @@ def attention_vjp(
             f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
             "lse; call attention and attention_backward to have them"
         )
+    both = (*OPTIONS, *("options", "backend", "layout", "tiles", "check"))
+    if not options.keys() <= set(both):
+        raise unknown_argument(attention_vjp, options, both)
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, **options)
 
     def pullback(dout: Any) -> tuple[Any, Any, Any]:
@@ -291,7 +294,7 @@ def softmax(
     Online softmax: Milakov and Gimelshein, 2018, arXiv:1805.02867.
     """
     if unknown:
-        raise _unknown("softmax", unknown)
+        raise unknown_argument(softmax, unknown)
     how = ("softmax", kernel, backend, None, None, tiles, return_lse)
     return _call(how, (x,), out, None, check)
 
@@ -318,7 +321,7 @@ def plan(
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
     by default the backend's. Raises what ``attention`` raises.
     """
-    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values("plan", keywords))))
+    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values(plan, keywords))))
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     problem = Problem.of_sizes(**sizes, kv_heads=kv_heads, dtype=dtype, options=chosen)
     limits = limits or backend_named(backend).limits
@@ -479,12 +482,12 @@ def _given(tiles: Tiles | None) -> Tiles:
     return tiles
 
 
-def _values(function: str, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+def _values(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
     """The values of OPTIONS in a call of a function, each None if it is not given."""
     if not keywords:
         return _NOT_GIVEN
     if not keywords.keys() <= OPTIONS.keys():
-        raise _unknown(function, keywords)
+        raise unknown_argument(function, keywords, OPTIONS)
     return tuple(map(keywords.get, OPTIONS))
 
 
@@ -505,16 +508,19 @@ _ELSEWHERE = {
 }
 
 
-def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
-    """The error for a keyword argument that a function does not have, with what to write."""
-    parameters = signature(globals()[function]).parameters
-    names = [name for name in parameters if name not in ("keywords", "unknown")]
-    names += OPTIONS if "keywords" in parameters else []
+def unknown_argument(
+    function: Callable[..., Any], given: Mapping[str, Any], keywords: Iterable[str] = ()
+) -> TypeError:
+    """The error for a keyword argument that a function does not have, with what to write.
+
+    ``keywords`` are the names that it takes besides those of its signature.
+    """
+    parameters = signature(function).parameters.values()
+    names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)
-    tiles = {tile for record in lookup.kernels() for tile in record.choice.names}
     close = get_close_matches(name, names, 1)
-    if name in tiles:
-        remedy = f'give tile sizes as tiles={{"{name}": {described(given[name])}}}'
+    if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
+        remedy = tiles
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]
     elif name in OPTIONS and "options" in names:
@@ -523,7 +529,7 @@ def _unknown(function: str, given: Mapping[str, Any]) -> TypeError:
         remedy = f"did you mean {close[0]}?"
     else:
         remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
-    return TypeError(f"{function}() has no argument {name!r}; {remedy}")
+    return TypeError(f"{function.__name__}() has no argument {name!r}; {remedy}")
 
 
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -68,5 +68,6 @@ def described(value: object) -> str:
         return reprlib.repr(value)
     if isinstance(value, tuple | list) and len(value) <= _FEW:
         inner = ", ".join(map(described, value))
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        end = "," if len(value) == 1 else ""
+        return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
     return f"of type {type(value).__name__}"

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cupyfa.api import unknown_argument
 from cupyfa.bench import sweeps, timing
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel, Launch
@@ -70,6 +71,7 @@ def profile(
     *,
     tiles: Mapping[str, int] | None = None,
     progress: Progress = no_progress,
+    **unknown: Any,
 ) -> list[Counter]:
     """Counts with Nsight Compute what each launch of a kernel does; cuBLAS is left out.
 
@@ -80,6 +82,8 @@ def profile(
     Raises ValueError for the arguments, Unsupported if the kernel cannot do the problem, if ncu is
     missing or may not read the counters, DeviceError if there is no GPU.
     """
+    if unknown:
+        raise unknown_argument(profile, unknown)
     record, case, tiles = _checked("ncu", kernel, case, tiles)
     progress(0, 1, f"ncu {record.name}")
     metrics = METRICS
@@ -100,11 +104,14 @@ def timeline(
     *,
     tiles: Mapping[str, int] | None = None,
     progress: Progress = no_progress,
+    **unknown: Any,
 ) -> list[KernelTime]:
     """Times with Nsight Systems every kernel of a warm-up and of one call, those of cuBLAS too.
 
     Large gradients include the forward kernel. Arguments and errors are those of ``profile``.
     """
+    if unknown:
+        raise unknown_argument(timeline, unknown)
     record, case, tiles = _checked("nsys", kernel, case, tiles)
     progress(0, 1, f"nsys {record.name}")
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
-_SPARE = ("GFLOP", "measured_TFLOP/s", "ms", "balance", "MB")  # columns, in narrow terminals
+_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns, in narrow terminals
 _TENSOR_HEADERS = {"mma.cuh", "wmma.cuh", "wgmma.cuh"}
 
 

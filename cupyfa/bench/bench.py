@@ -130,7 +130,7 @@ def _check(
     if not kernels:
         raise ValueError("there is no kernel to measure; name kernels")
     peers.check_names(against)
-    sweeps.refuse_foreign(operations, sizes)
+    sweeps.refuse_foreign(operations, sizes, tiles="constants")
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
     for name in constants:
         if "auto" not in kernels and name not in known:

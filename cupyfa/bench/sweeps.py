@@ -7,6 +7,7 @@ from typing import Any
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import tile_remedy
 from cupyfa.options import OPTIONS
 from cupyfa.problem import SIZES, Problem
 
@@ -77,12 +78,18 @@ def problems(
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 
-def refuse_foreign(operations: Collection[str], sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for given sizes that none of the operations has."""
+def refuse_foreign(
+    operations: Collection[str], sizes: Mapping[str, Any], *, tiles: str | None = None
+) -> None:
+    """Raises ValueError for given sizes that none of the operations has.
+
+    ``tiles`` is the argument for tile sizes, of a function that has one.
+    """
     known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
     unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
     if names := ", ".join(unknown):
-        has = f"{' and '.join(operations)} has no {names}; leave it out"
+        remedy = tile_remedy({name: sizes[name] for name in unknown}, tiles) or "leave it out"
+        has = f"{' and '.join(operations)} has no {names}; {remedy}"
         raise ValueError(f"{has}. The sizes and options are {', '.join(known)}")
 
 

@@ -2,6 +2,7 @@
 
 import click
 
+from cupyfa.analysis.resources import gpu
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.commands import options
 from cupyfa.ladder import LADDER
@@ -14,14 +15,14 @@ from cupyfa.runtime.select import backend_named
 @click.option(
     "--dtype",
     type=options.dtype_choice,
-    show_default=options.DTYPE,
-    help="The dtype of the largest d.",
+    help=f"The dtype of the largest d.  [default: {options.DTYPE}]",
 )
 @options.backend_option
 @options.format_option
 def list_kernels(dtype: str | None, backend: str, form: str) -> None:
     """List the kernels: what each adds, and what it can do."""
-    limits = backend_named(backend).limits
+    gpu_here = gpu() if backend == "auto" else None  # without a note, since nothing runs
+    limits = (gpu_here or backend_named("simulator" if backend == "auto" else backend)).limits
     rows = [
         kernel_row(kernel, largest_d(kernel, dtype or usual_dtype(kernel), limits))
         for kernels in LADDER.values()

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,19 +130,29 @@ def _long(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_FLAGS = {_long(name): x for name, x in OPTIONS.items() if x.flag}  # may stand without a value
+
+
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command line, with a value for each option that may stand without one.
 
     Else such an option would take the next argument as its value, for example a kernel's name.
     """
-    flags = {_long(name): x for name, x in OPTIONS.items() if x.flag}
     following = [*arguments[1:], ""]
     return [
-        f"{word}={flags[word].flag}"
-        if word in flags and after not in (flags[word].choices or ())
+        f"{word}={_FLAGS[word].flag}"
+        if word in _FLAGS and after not in (_FLAGS[word].choices or ())
         else word
         for word, after in zip(arguments, following)
     ]
+
+
+def misplaced_value(message: str, arguments: Sequence[str]) -> str:
+    """The values of an option, for a message that refuses the word after it; else empty."""
+    for word, after in pairwise(arguments):
+        if word in _FLAGS and f"extra argument ({after})" in message:
+            return f"; {word} takes {' or '.join(_FLAGS[word].choices or ())}"
+    return ""
 
 
 def size_option(name: str, **attributes: Any) -> Callable[[Command], Command]:

@@ -10,7 +10,7 @@ from cupyfa.commands import options
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan
 from cupyfa.planner.source import text
-from cupyfa.report.tables import fields, plan_lines
+from cupyfa.report.tables import plan_lines, table_or_fields
 
 VIEWS = {
     "source": "The exact text that is compiled.",
@@ -53,7 +53,9 @@ def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> Non
     for launch in planned.programs:
         if view in ("sass", "resources"):
             made = compile_launch(launch, arch)
-            click.echo(sass(made) if view == "sass" else fields(compiled_row(planned, made)))
+            click.echo(
+                sass(made) if view == "sass" else table_or_fields([compiled_row(planned, made)])
+            )
         elif view == "plan":
             click.echo(plan_lines(planned, launch))
         else:

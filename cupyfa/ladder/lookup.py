@@ -4,7 +4,7 @@ import copyreg
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
@@ -12,6 +12,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
+from cupyfa.errors import described
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Launch
 
@@ -40,10 +41,8 @@ def kernel(name: str) -> Kernel:
         if name in records:
             return records[name]
     known = [record.name for record in kernels()]
-    raise ValueError(
-        f"kernel {name!r} is unknown{nearest(name, known)}; there are {', '.join(known)}, and "
-        "script.py:name"
-    )
+    there_are = f"; there are {', '.join(known)}, and script.py:name"
+    raise ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
 
 
 record_named = kernel  # where `kernel` is the name of a variable
@@ -55,6 +54,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f" (it is now called {RENAMED[name]!r})"
     close = get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
+    """What to write for the tile sizes among keyword arguments; empty if there are none.
+
+    ``argument`` is the one that takes tile sizes in the function that was called, if it has one.
+    """
+    names = {name for record in kernels() for name in record.choice.names}
+    sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
+    if not sizes or argument:
+        return sizes and f"give tile sizes as {argument}={{{sizes}}}"
+    return (
+        "leave it out; tile sizes are arguments of attention, compile, plan and profile, as "
+        f"tiles={{{sizes}}}, and of bench, as constants={{{sizes}}}"
+    )
 
 
 def operation_of(name: str) -> str:

@@ -62,9 +62,9 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
     known = LADDER[operation]
     if kernel not in known:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
-        wrong = f"computes {other}" if other else f"is unknown{nearest(kernel, known)}"
-        names = f"the {operation} kernels are {', '.join(known)}, or 'auto'"
-        raise ValueError(f"kernel {kernel!r} {wrong}; {names}")
+        names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
+        unknown = f"is unknown{nearest(kernel, known) or names}"
+        raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
     return known[kernel]
 
 

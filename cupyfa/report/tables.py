@@ -184,8 +184,8 @@ def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
 
 
 def fields(row: Row) -> str:
-    """One row of data, a line for each field that is not empty."""
-    shown = {name.replace("_", " "): text(value) for name, value in row.items() if text(value)}
+    """A line for each name whose value is not empty."""
+    shown = {name: text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
     widest = max(map(len, shown), default=0)  # names may have several words
     table.add_column(no_wrap=True, min_width=widest)
@@ -196,7 +196,9 @@ def fields(row: Row) -> str:
 
 def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = ()) -> str:
     """A table, or for a single row its fields."""
-    return fields(rows[0]) if len(rows) == 1 else table_of(rows, spare=spare)
+    if len(rows) == 1:
+        return fields({name.replace("_", " "): x for name, x in rows[0].items()})
+    return table_of(rows, spare=spare)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:

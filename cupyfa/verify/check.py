@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupyfa.errors import OutOfMemory, Unsupported
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.ladder.lookup import record_named
+from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import AttentionOptions, OptionKeywords
 from cupyfa.planner import select
 from cupyfa.problem import whole
@@ -146,6 +146,8 @@ def check(
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     backend = backend_named(backend)
     given = {name: value for name, value in options.items() if value is not None}
+    if remedy := tile_remedy(given, None):
+        raise TypeError(f"check() takes no tile sizes; {remedy}")
     AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
         dtypes = ("float32",)

@@ -179,6 +179,8 @@ def test_the_command_prints_the_table():
     shown = cli("roofline", "naive", "tiled", *args).stdout
     assert "NVIDIA A100 40GB" in shown and "balance=201" in shown and "data sheet" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    shown = cli("roofline", "-d", 64, "--device", "h100").stdout.splitlines()
+    assert " ms " in shown[1] and max(map(len, shown)) <= 80
 
 
 def test_the_dtype_is_one_that_the_kernels_can_do():
