@@ -74,8 +74,8 @@ class Program(click.Group):
             message = error.format_message().removesuffix(".")
             if context:
                 message += misplaced_value(message, context.meta.get(ARGUMENTS, ()))
-                end = "" if message.endswith("?") else "."
-                message += f"{end} See {context.command_path} --help."
+                mark = "" if message.endswith("?") else "."
+                message += f"{mark} See {context.command_path} --help."
             fail(message, BAD_ARGUMENTS)
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]

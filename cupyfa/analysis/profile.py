@@ -89,8 +89,8 @@ def profile(
     metrics = METRICS
     while True:
         output = _run(ncu_command(kernel, case, tiles, metrics))
-        unknown = re.search(r"Failed to find metric (?:regex:\^?)?(\w+)", output)
-        known = tuple(x for x in metrics if not (unknown and x.startswith(unknown[1])))
+        refused = re.search(r"Failed to find metric (?:regex:\^?)?(\w+)", output)
+        known = tuple(x for x in metrics if not (refused and x.startswith(refused[1])))
         if known == metrics or not known:
             break
         metrics = known  # ncu stops at the first name that it does not know
