@@ -35,6 +35,7 @@ from cupyfa.runtime.transfer import (
     held as held_buffers,
     release as free_buffers,
 )
+from cupyfa.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cupyfa.analysis.doctor import doctor
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.verify.case import Case
     from cupyfa.verify.check import check, replay
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttentionOptions",

@@ -1,7 +1,9 @@
 """Rules of the code that a test can check."""
 
 import ast
+import graphlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import INCLUDE, KERNELS
 
 PACKAGE = Path(cupyfa.__file__).parent
-# Each layer imports from layers above it only, inside packages too; the modules of the first one
-# from those that stand before them.
+# Each layer imports only from layers that stand before it; a module of the first one only from
+# those that stand before it there.
 LAYERS = [
-    ["errors", "store", "dtypes", "options", "problem"],
+    ["version", "errors", "store", "dtypes", "options", "problem"],
     {"numerics"},
     {"operations"},
     {"ladder"},
@@ -47,22 +49,30 @@ def level_of(name: str) -> tuple[int, int]:
     return LEVEL[name.split(".")[0]]
 
 
-def imports(path: Path, *, everywhere: bool = True) -> set[str]:
-    """Modules that a file imports; only at its top if not everywhere."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree)) if everywhere else tree.body
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and those inside it, in functions too, without what only type checkers read."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from executed(child)
+
+
+def imports(path: Path) -> set[str]:
+    """Names that a file imports when it runs, anywhere in it."""
     names = set()
-    for node in nodes:
+    for node in executed(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write out the package in {ast.unparse(node)}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
 def own_module(name: str) -> str | None:
     """The project's module that an import names, or None for other people's."""
-    if not name.startswith("cupyfa."):
+    if name.split(".")[0] != "cupyfa":
         return None
     parts = name.split(".")[1:]
     while parts and not (
@@ -73,14 +83,27 @@ def own_module(name: str) -> str | None:
     return ".".join(parts) or "__init__"
 
 
+def own_imports(path: Path) -> set[str]:
+    return {other for name in imports(path) if (other := own_module(name))}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_modules_import_only_from_layers_above(path):
     here = module_name(path)
-    for name in imports(path, everywhere=False):
-        other = own_module(name)
-        if other is None or other.split(".")[0] == here.split(".")[0]:
-            continue
-        assert level_of(other) < level_of(here), f"{here} imports {other}"
+    others = {x for x in own_imports(path) if x.split(".")[0] != here.split(".")[0]}
+    assert not {x for x in others if level_of(x) >= level_of(here)}, f"{here} imports them"
+
+
+def test_no_module_imports_itself_through_others():
+    graphlib.TopologicalSorter({module_name(x): own_imports(x) for x in MODULES}).prepare()
+
+
+def test_every_import_statement_counts_except_those_for_type_checkers(tmp_path):
+    file = tmp_path / "x.py"
+    lines = ["import cupyfa", "def f():", "    from cupyfa.planner import plan"]
+    typing = ["if TYPE_CHECKING:", "    from cupyfa.api import softmax"]
+    file.write_text("\n".join([*lines, *typing]))
+    assert own_imports(file) == {"__init__", "planner.plan"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

@@ -1,16 +1,12 @@
 """How a kernel receives its arguments: arrays as a struct Tensor, a pointer or a TMA tensor map."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cupyfa.planner.plan import BOX_ALIGNMENT, PlannedLaunch, aligned_width
-
-if TYPE_CHECKING:
-    from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.backend import Backend, Mapped
 
 # The struct Tensor of tensor.cuh, strides in elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
@@ -18,21 +14,6 @@ BOX_ROW_BYTES = 128  # of tma.cuh
 _BOXED = ("float16", "bfloat16", "uint8")  # dtypes that TMA tiles can have
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
-
-
-class Mapped(NamedTuple):
-    """The contents of a tensor map: sizes, and strides in bytes, innermost first."""
-
-    address: int  # 0 if there are no elements
-    dtype: str
-    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
-    strides: tuple[int, int, int]  # of rows, heads, batch
-    box_rows: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 1 if self.dtype == "uint8" else 2
 
 
 def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:

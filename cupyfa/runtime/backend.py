@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cupyfa.planner.plan import Limits, PlannedLaunch
-from cupyfa.runtime.arguments import Mapped
 
 # Starts a launch: (stream, address of a table with each argument's address, 0).
 Start = Callable[[int | None, int, int], Any]
@@ -30,6 +29,21 @@ class Region(NamedTuple):
     argument: int  # which begins with the address of the array's element 0
     low: int  # bytes from there to the region
     bytes: int
+
+
+class Mapped(NamedTuple):
+    """The contents of a tensor map: sizes, and strides in bytes, innermost first."""
+
+    address: int  # 0 if there are no elements
+    dtype: str
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
+    strides: tuple[int, int, int]  # of rows, heads, batch
+    box_rows: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1 if self.dtype == "uint8" else 2
 
 
 class Mark(Protocol):

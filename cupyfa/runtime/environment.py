@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cupyfa.runtime.backend import Backend
+from cupyfa.version import __version__
 
 PROC = Path("/proc/driver/nvidia")
 
@@ -25,8 +26,6 @@ def no_progress(done: int, total: int, what: str) -> None:
 
 def describe(backend: Backend) -> dict[str, str]:
     """The device, all versions, the time and the command."""
-    from cupyfa import __version__  # the package imports this module
-
     return {
         "device": backend.limits.device,
         "backend": backend.name,

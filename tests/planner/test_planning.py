@@ -1,7 +1,6 @@
 """Plans are integers: what the records compute, and how they refuse."""
 
 import ast
-import contextlib
 import itertools
 from dataclasses import replace
 
@@ -169,9 +168,14 @@ def test_auto_uses_the_nearest_measured_head_dimension():
     assert chosen(1) == chosen(64) and chosen(1000) == chosen(1024) and chosen(140) == chosen(128)
 
 
-@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
-@pytest.mark.parametrize("precision", [None, "float16", "tf32"])
-@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "operation, precision, arch",
+    [
+        *itertools.product(("forward", "backward"), (None,), ("75", "80", "90", "120")),
+        *itertools.product(("forward",), ("float16",), ("75", "80", "90", "120")),
+        *itertools.product(("forward",), ("tf32",), ("80", "90", "120")),
+    ],
+)
 def test_auto_makes_at_most_three_plans_of_a_call(monkeypatch, operation, precision, arch):
     """Those made to choose a kernel, and the one of the call."""
     made = []
@@ -179,20 +183,20 @@ def test_auto_makes_at_most_three_plans_of_a_call(monkeypatch, operation, precis
     monkeypatch.setattr(
         planning, "_first_fit", lambda *args: made.append(args[0].name) or first_fit(*args)
     )
-    limits, chosen = limits_of(arch), set()
+    limits = limits_of(arch)
     for dtype, d, M, heads in itertools.product(
-        ("float32",) if precision else ("float16", "float32"), (1, 64, 200, 512), (1, 2048), (1, 32)
+        ("float32",) if precision else ("float16", "float32"),
+        (1, 64, 200) if precision == "tf32" else (1, 64, 200, 512),
+        (1, 2048),
+        (1, 32),
     ):
         problem = Problem.of_sizes(
             M=M, N=4096, d=d, heads=heads, dtype=dtype, precision=precision, causal=True
         )
         made.clear()
-        with contextlib.suppress(Unsupported):
-            kernel = planning.select("auto", operation, problem, limits)
-            planning.plan(kernel, problem, limits)
-            chosen.add(kernel.name)
-            assert len(made) <= 3, (problem, made)
-    assert chosen or precision
+        kernel = planning.select("auto", operation, problem, limits)
+        planning.plan(kernel, problem, limits)
+        assert 1 <= len(made) <= 3, (problem, made)
 
 
 def test_auto_never_rounds_coarser_than_the_dtype():

@@ -18,8 +18,9 @@ from cupyfa.bench import timing, trial
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
-from cupyfa.runtime.arguments import Mapped, arguments
+from cupyfa.runtime.arguments import arguments
 from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.backend import Mapped
 from cupyfa.runtime.launcher import Launcher, _Arguments, replay
 from cupyfa.runtime.select import backend_named
 

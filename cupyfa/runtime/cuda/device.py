@@ -19,9 +19,9 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
-from cupyfa.runtime.arguments import BOX_ROW_BYTES, Mapped, blank_map
+from cupyfa.runtime.arguments import BOX_ROW_BYTES, blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start
+from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.cuda import compiler
 
 ARRAY = cupy.ndarray

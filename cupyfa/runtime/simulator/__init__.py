@@ -19,9 +19,9 @@ from cupyfa.errors import CompileError
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
-from cupyfa.runtime.arguments import Mapped, blank_map
+from cupyfa.runtime.arguments import blank_map
 from cupyfa.runtime.arrays import extent
-from cupyfa.runtime.backend import Backend, Region, Start
+from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.simulator import dynamic_shared, machine
 
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
