@@ -22,7 +22,6 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.analysis import caches
-from cupyfa.bench.peers import PACKAGES
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import gist
 from cupyfa.runtime.environment import Progress, no_progress, version_of
@@ -132,9 +131,9 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _package(name: str, use: str = "") -> Finding:
+def _package(name: str) -> Finding:
     version = version_of(name)
-    return Finding(name, OK if version else MISSING, version or f"not installed{use}")
+    return Finding(name, OK if version else MISSING, version or "not installed")
 
 
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
@@ -147,7 +146,7 @@ def _folder(thing: str, path: Path | None, variable: str) -> Finding:
 def _cupy() -> Finding:
     wheels = sorted(set(packages_distributions().get("cupy", [])))
     if not wheels:
-        return Finding("CuPy", MISSING, "not installed: pip install cupy-cuda12x")
+        return Finding("CuPy", MISSING, "not installed")
     if len(wheels) > 1:
         return Finding("CuPy", FAULT, f"several are installed; keep one: {', '.join(wheels)}")
     with warnings.catch_warnings():
@@ -200,7 +199,7 @@ def _nvrtc(answer: Mapping[str, str] | None, error: str | None) -> Finding:
 
 
 def _cublas(answer: str | None, error: str | None) -> Finding:
-    missing = "not found; the baselines need it: pip install 'cupyfa[cublas]'"
+    missing = "not found; the baselines need it"
     return Finding("cuBLAS", OK if answer else MISSING, answer or missing)
 
 
@@ -229,8 +228,4 @@ PROBES = (
     Probe("cuBLAS", _cublas, (), f"{_CUDA}:cublas_version"),
     Probe("simulator", _simulator, ("simulator",), "cupyfa.runtime.simulator:try_out", 180.0),
     Probe("cache", lambda: _folder("cache", store.chosen_folder(), "CUPYFA_CACHE_DIR")),
-    *(
-        Probe(package, partial(_package, package, "; used by cupyfa bench --against"))
-        for package in dict.fromkeys(PACKAGES.values())
-    ),
 )

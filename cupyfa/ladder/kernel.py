@@ -73,7 +73,7 @@ class _Record:
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Launch(_Record):
     """One launch of a kernel.
 
@@ -124,6 +124,9 @@ class Launch(_Record):
 
     def __post_init__(self) -> None:
         self.check(_LAUNCH_RULES)
+
+    def __repr__(self) -> str:
+        return f"<launch {self.entry}({self.args})>"
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:

@@ -223,6 +223,10 @@ class Prepared:
             repeat.spares.append(spare)
         return results[0] if len(results) == 1 else tuple(results)
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<prepared {plan.kernel.name} on {self._backend.name}: {plan.problem}>"
+
     def forget(self) -> None:
         """Drops the launches and results that are kept for calls on the same arrays."""
         self._repeats.known.clear()

@@ -193,9 +193,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 
 def test_missing_packages_do_not_prevent_running(monkeypatch):
     monkeypatch.setattr(diagnosis, "version_of", lambda name: None)
-    for thing in ("torch", "jax", "nvidia-cudnn-frontend"):
-        assert look(thing).state == MISSING and "bench --against" in look(thing).found
-        assert not look(thing).hinders
+    assert look("ml_dtypes") == Finding("ml_dtypes", MISSING, "not installed")
 
 
 @pytest.fixture
@@ -222,7 +220,7 @@ def test_the_other_probes_run_if_cupy_is_broken(monkeypatch):
 
 def test_no_cupy_is_missing_and_two_are_a_fault(wheels):
     wheels()
-    assert look("CuPy").state == MISSING and "pip install cupy-cuda12x" in look("CuPy").found
+    assert look("CuPy") == Finding("CuPy", MISSING, "not installed")
     wheels("cupy-cuda13x", "cupy-cuda12x")
     assert look("CuPy").state == FAULT
     assert "keep one: cupy-cuda12x, cupy-cuda13x" in look("CuPy").found

@@ -29,6 +29,10 @@ def test_a_rung_is_found_by_name_and_shown_in_one_line(kernel):
     assert "\n" not in repr(kernel) and len(repr(kernel)) <= 100
     for fact in (kernel.name, kernel.operation, kernel.arch, *kernel.dtypes):
         assert fact in repr(kernel)
+    for launch in kernel.launches:
+        assert "\n" not in repr(launch) and " at 0x" not in repr(launch)
+        if isinstance(launch, cupyfa.Launch):
+            assert repr(launch) == f"<launch {launch.entry}({launch.args})>"
 
 
 def test_unknown_names_get_a_suggestion():

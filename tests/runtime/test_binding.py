@@ -125,6 +125,8 @@ def compiled(near, *like, **options):
 def test_a_prepared_call_equals_attention(near, layout, return_lse):
     options = {"layout": layout, "return_lse": return_lse, "causal": True}
     bound = compiled(near, *arrays(2, 3, 3, 16), **options)
+    plan = bound.plan
+    assert repr(bound) == f"<prepared {plan.kernel.name} on {near.name}: {plan.problem}>"
     for seed in (1, 2):
         q, k, v = arrays(2, 3, 3, 16, seed=seed)
         got, expected = bound(q, k, v), right(q, k, v, **options)
