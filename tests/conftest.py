@@ -29,6 +29,12 @@ def called(value):
     return getattr(value, "name", None) or getattr(value, "entry", None) or repr(value)
 
 
+def pytest_configure(config):
+    """Idle processes of pytest-xdist take tests from others, unless --dist names another way."""
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "worksteal"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks runs of an ``each_choice`` test as slow if all their parameters have been seen before.

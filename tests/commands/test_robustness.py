@@ -44,6 +44,7 @@ from cupyfa.commands import signals
 from cupyfa.errors import CompileError, DeviceLost
 from cupyfa.planner import source as sources
 from cupyfa.problem import MOST
+from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import machine
 from cupyfa.verify import grids
 from cupyfa.verify.case import Case
@@ -51,14 +52,33 @@ from cupyfa.verify.case import Case
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
 
 
+def forget_kernels(patch):
+    """The simulator as in a process that has not loaded a kernel yet."""
+    patch.setattr(machine, "_memo", {})
+    patch.setattr(machine, "_key_locks", {})
+    backend_named("simulator").refresh()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    forget_kernels(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A cache with the kernels that RUN needs."""
-    folder = tmp_path_factory.mktemp("cache")
+def built(tmp_path_factory):
+    """A cache with the kernel of ``still_works`` and nothing else, for tests to copy."""
+    folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(folder))
+        forget_kernels(patch)
         still_works()
     return folder
+
+
+@pytest.fixture(scope="module")
+def warm(built, tmp_path_factory):
+    """A cache that tests share and fill."""
+    return shutil.copytree(built, tmp_path_factory.mktemp("cache"), dirs_exist_ok=True)
 
 
 @pytest.fixture
@@ -178,13 +198,6 @@ def test_a_deleted_working_directory(warm, tmp_path):
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
-@pytest.fixture
-def fresh(monkeypatch):
-    """The simulator as in a process that has not loaded a kernel yet."""
-    monkeypatch.setattr(machine, "_memo", {})
-    monkeypatch.setattr(machine, "_key_locks", {})
-
-
 def objects(folder):
     return sorted(folder.glob("fa2-*.so"))
 
@@ -209,9 +222,9 @@ def sealed_text(path):
     ],
     ids=["cut", "sealed text", "empty", "random bytes", "gone", "all gone"],
 )
-def test_a_damaged_object_is_rebuilt(tmp_path, monkeypatch, warm, fresh, spoil):
+def test_a_damaged_object_is_rebuilt(tmp_path, monkeypatch, built, fresh, spoil):
     folder = tmp_path / "cache"
-    shutil.copytree(warm, folder)
+    shutil.copytree(built, folder)
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(folder))
     (spoiled,) = objects(folder)
     spoil(spoiled)
