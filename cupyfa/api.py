@@ -536,8 +536,10 @@ def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) 
     """Raises if an array is not what the forward pass of the same q, k and v returns."""
     if tuple(array.shape) != tuple(shape):
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}, and q, k and v make it {tuple(shape)}; "
-            "give what attention makes of them"
+            f"{name} has shape {tuple(array.shape)}; expected is {tuple(shape)} for these q, k and "
+            "v: pass the out and lse that attention returned"
         )
     if str(array.dtype) != str(dtype):
-        raise TypeError(f"{name} is {array.dtype}, and q, k and v make it {dtype}; convert it")
+        raise TypeError(
+            f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: convert it"
+        )

@@ -105,8 +105,8 @@ def _read_window(value: Any) -> Window:
 def _read_side(side: Any) -> int | None:
     if isinstance(side, int | np.integer) and side < 0:
         raise ValueError(
-            f"a window's side is {side}, a negative number; give 0 or more keys to the left and to "
-            "the right, or no limit: None (- on the command line)"
+            f"window has a negative side, {side}; give 0 or more keys, or None for no limit (- on "
+            "the command line)"
         )
     return None if side is None else read_size("a window's side", side, 2**31 - 1)
 
@@ -182,8 +182,8 @@ class AttentionOptions:
 
     precision: str | None = _field(
         Option(
-            help="What float32 inputs may be computed in, and 16-bit ones, if that is "
-            "float8_e4m3.  [default: float32, if the kernel can]",
+            help="Format to which float32 inputs may be rounded; float8_e4m3 also applies to "
+            "16-bit inputs.  [default: float32, if the kernel can]",
             read=_read_precision,
             choices=PRECISIONS,
         ),
@@ -221,7 +221,7 @@ class AttentionOptions:
     )
     scale: float | None = _field(
         Option(
-            help="Scores are multiplied with it.  [default: 1/sqrt(d)]",
+            help="Factor of the scores.  [default: 1/sqrt(d)]",
             read=lambda value: read_number("scale", value, "1/sqrt(d)"),
             parse=lambda text: parse_number("scale", text),
             metavar="FLOAT",

@@ -52,7 +52,7 @@ class Problem:
             object.__setattr__(self, "options", replace(self.options, scale=None))
         elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
         if elements >= MOST_ELEMENTS:
-            raise ValueError(f"an array would have {elements:,} elements; the most are 2**59")
+            raise ValueError(f"an array would have {elements:,} elements; the limit is 2**59")
         if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "

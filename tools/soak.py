@@ -189,7 +189,7 @@ class Soak:
             yield
 
     def run(self, total: int, threads: int, patience: float) -> None:
-        """So many calls more. Ends the process, with what each thread was doing, if none ends."""
+        """Makes `total` further calls. Ends the process, with each thread's stack, if none ends."""
         numbers = itertools.count(1)
         workers = [
             threading.Thread(target=self.work, args=(numbers, total, i), daemon=True)

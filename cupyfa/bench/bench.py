@@ -135,7 +135,7 @@ def _check(
     for name in constants:
         if "auto" not in kernels and name not in known:
             raise ValueError(
-                f"{name!r} is no size, and no constant of these kernels; sizes are "
+                f"{name!r} is neither a size nor a constant of these kernels; sizes are "
                 f"{', '.join(sweeps.AXES)}, constants {', '.join(sorted(known)) or 'none'}"
             )
 

@@ -123,6 +123,5 @@ class Results:
             raise type(error)(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(
-                f"{path} is no file that cupyfa bench --save writes ({type(error).__name__}: "
-                f"{error})"
+                f"{path} was not written by cupyfa bench --save ({type(error).__name__}: {error})"
             ) from None

@@ -115,7 +115,7 @@ def _range(text: str) -> Iterator[int]:
         raise ValueError(f"{text!r} is not a range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
     first, last, by = map(int, whole)
     if by < 1 or (step[0] == "*" and (by < 2 or first < 1)) or first > last:
-        raise ValueError(f"{text!r} does not lead from {first} to {last}")
+        raise ValueError(f"range {text!r} never reaches {last}; use FIRST:LAST:+STEP or *FACTOR")
     while first <= last:
         yield first
         first = first * by if step[0] == "*" else first + by

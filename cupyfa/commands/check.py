@@ -38,14 +38,14 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     f"[default: all; of fuzz {FUZZ_SAMPLES}]",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Of the drawn cases and the inputs."
+    "--seed", type=click.IntRange(0), default=0, help="Seed of the drawn cases and of the inputs."
 )
 @click.option(
     "--dtype",
     "dtypes",
     multiple=True,
     type=options.dtype_choice,
-    help="Instead of those of the grid.",
+    help="Check this dtype instead of the grid's dtypes.",
 )
 @options.attention_options
 @options.reruns_option

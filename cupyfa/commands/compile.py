@@ -37,8 +37,8 @@ def compile_kernels(
     """Compile kernels with NVRTC, for any architecture and without a GPU.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Prints
-    registers, spilled bytes, shared memory and warnings of the compiler. For 90, a kernel for
-    sm_90a is compiled for sm_90a.
+    registers, spilled bytes, shared memory and warnings of the compiler. `--arch 90` includes
+    kernels that require sm_90a.
     """
     chosen = [record_named(name) for name in kernels]
     options.refuse_foreign({x.operation for x in chosen}, "d", "dv", *given)

@@ -39,7 +39,7 @@ SECONDS = click.FloatRange(0)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(
-    "--format", "form", type=click.Choice(FORMATS), default="table", help="Of the output."
+    "--format", "form", type=click.Choice(FORMATS), default="table", help="Output format."
 )
 backend_option = click.option(
     "--backend",
@@ -47,7 +47,9 @@ backend_option = click.option(
     default="auto",
     help="auto is cuda if there is a GPU, else the simulator.",
 )
-seed_option = click.option("--seed", type=click.IntRange(0), default=0, help="Of the inputs.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Seed of the random inputs."
+)
 reruns_option = click.option(
     "--reruns",
     type=click.IntRange(0),

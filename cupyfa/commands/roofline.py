@@ -54,7 +54,7 @@ def roofline(
         check_target(plot)
     several, constants = split(swept, sizes)
     if constants:
-        raise ValueError(f"{', '.join(constants)} is no size; -p takes sizes and options")
+        raise ValueError(f"{', '.join(constants)} is not a size; -p takes sizes and options")
     with options.progress_bar("measuring") as progress:
         rows = roofs_of(
             kernels,

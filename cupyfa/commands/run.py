@@ -25,7 +25,9 @@ _USUAL_D = 64
 @click.argument("kernel")
 @options.problem_options()
 @options.input_options
-@click.option("--seed", type=click.IntRange(0), help="Of sizes and inputs.  [default: random]")
+@click.option(
+    "--seed", type=click.IntRange(0), help="Seed of the random sizes and inputs.  [default: random]"
+)
 @options.reruns_option
 @options.backend_options
 @options.tile_options

@@ -36,7 +36,7 @@ def view_options(command: options.Command) -> options.Command:
 @options.problem_options()
 @options.tile_options
 def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> None:
-    """Show what KERNEL becomes: source text, plan, PTX, machine code or resources.
+    """Show the source text, plan, PTX, machine code or resources of KERNEL.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Needs no GPU.
     Default sizes: -B 1 -H 1 -M 1024 -d 64 and N = M.

@@ -32,7 +32,7 @@ def tune(kernel: str, form: str, **how: Any) -> None:
     --dtype may be repeated. The exit code is 1 if no candidate of a problem is right.
 
     \b
-    x own    speedup over the kernel's own choice of tiles
+    x own    speed-up over the default tiles
     rounds   how often a finalist was timed; 0 if only the first timing was made
     regs     registers of a thread
     shared   bytes of shared memory of a block

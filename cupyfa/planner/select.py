@@ -319,7 +319,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
     if lacking:
-        return f"it lacks {', '.join(lacking)}"
+        return f"it does not support {', '.join(lacking)}"
     if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
         return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
     if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):

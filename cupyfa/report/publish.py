@@ -41,7 +41,8 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     problems = {row.problem for row in chosen}
     is_twice = len(chosen) > len({row.kernel for row in chosen})
     if len(problems) > 1 and (is_twice or len({_unrounded(x) for x in problems}) > 1):
-        raise ValueError(f"a ladder is of one problem; here are {', '.join(map(str, problems))}")
+        found = ", ".join(map(str, problems))
+        raise ValueError(f"a ladder needs measurements of one problem; found {found}")
     if not chosen:
         raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")
     return chosen
@@ -98,7 +99,9 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
     if not pages or pages[0].name != README:
         raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
     if backend == "simulator":
-        raise ValueError(f"times of the simulator do not belong into {README}; measure on a GPU")
+        raise ValueError(
+            f"times of the simulator must not be written to {README}; measure on a GPU"
+        )
     return pages
 
 

@@ -235,10 +235,10 @@ class Prepared:
         """The caller's array for each result, ``out`` or three ``grads``; None for a new one."""
         if self._given == 1:
             if grads is not None:
-                raise TypeError("grads are of attention_backward; give out=")
+                raise TypeError("attention has no grads=; use out=")
             return self._all_new if out is None else (out, *self._others)
         if out is not None:
-            raise TypeError("out= is of attention; give grads=, three arrays")
+            raise TypeError("attention_backward has no out=; use grads=, three arrays")
         if grads is None:
             return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._given:
@@ -393,7 +393,7 @@ class Prepared:
             )
         for (one, a), (other, b) in combinations([x for x in named if x[1] is not None], 2):
             if overlap(a, b):
-                raise ValueError(f"{one} and {other} overlap; give each memory of its own")
+                raise ValueError(f"{one} and {other} share memory; pass arrays that do not overlap")
         return found
 
     def _fresh(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

@@ -64,7 +64,9 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     host = {name: _on_host(name, array) for name, array in arrays.items()}
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
-        raise TypeError(f"the arrays are of different kinds ({where}); move them to one side")
+        raise TypeError(
+            f"arrays in host and GPU memory are mixed ({where}); copy all to one of the two"
+        )
     if all(host.values()):
         return backend_named(backend), [
             np.asarray(x) if isinstance(x, np.ndarray) else _foreign(name, x, np.from_dlpack)

@@ -121,7 +121,7 @@ struct Consumer {
     wgmma_wait_group<1>(dQ);
     pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);
-    settle(dV);
+    read_after_here(dV);
     shared.Q_pipeline.release(rows);
     shared.dO_pipeline.release(rows);
     dS_tile.advance();

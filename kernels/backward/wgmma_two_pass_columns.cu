@@ -89,7 +89,7 @@ struct Consumer {
     begin_output(dO, P, dV);
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
-    settle(dV);
+    read_after_here(dV);
     shared.Q_pipeline.arrive(rows);
     shared.dO_pipeline.release(rows);
     rows.advance();

@@ -1,7 +1,7 @@
-// wgmma_two_pass_rows: dQ, of which a block keeps 128 rows and goes through tiles of keys.
+// wgmma_two_pass_rows: dQ; a block owns 128 rows and loops over tiles of keys.
 //
-// S = Q K^T and dP = dO V^T come out as fragments, dS of which is an operand of dQ += dS K where it
-// lies: nothing is passed on through shared memory, or added in global memory.
+// S = Q K^T and dP = dO V^T are fragments, and dS stays in registers as an operand of dQ += dS K:
+// nothing goes through shared memory, and nothing is added in global memory.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]

@@ -194,7 +194,7 @@ def test_the_dtype_is_one_that_the_kernels_can_do():
 def test_what_the_command_refuses(monkeypatch):
     monkeypatch.setattr(roofs, "gpu", lambda: None)
     assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
-    assert "Br is no size" in refused("roofline", "fa2", "-p", "Br=64", code=2)
+    assert "Br is not a size" in refused("roofline", "fa2", "-p", "Br=64", code=2)
     assert "h9" in refused("roofline", "--device", "h9", code=2)
 
 

@@ -231,7 +231,7 @@ def test_kernels_without_windows_name_those_with(kernel):
     with pytest.raises(cupyfa.Unsupported) as refused:
         planning.plan(kernel, problem(5, 9, window=(2, None)), H100)
     assert "window=2,-" in str(refused.value)
-    assert "it lacks window; kernels that can: " in str(refused.value)
+    assert "it does not support window; kernels that can: " in str(refused.value)
     assert (
         "mma_pipelined" in str(refused.value) and "v2" not in str(refused.value).split("can: ")[1]
     )

@@ -120,7 +120,7 @@ def test_no_page_is_written_unless_all_can_be(checkout):
 
 def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
     where = {**WHERE, "backend": "simulator"}
-    with pytest.raises(ValueError, match="times of the simulator do not belong into README.md"):
+    with pytest.raises(ValueError, match="times of the simulator must not be written to README.md"):
         pages.publish(checkout, Results(where, ROWS), ROWS)
     Results(where, ROWS).save(checkout / "a.json")
     message = refused("ladder", "--from", checkout / "a.json", "--readme", code=2)
@@ -156,7 +156,7 @@ def test_rows_of_one_length():
     with pytest.raises(ValueError, match="M=7 was not measured; there are 256, 2048, 4096"):
         pages.at_length(rows, 7)
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
-    with pytest.raises(ValueError, match="a ladder is of one problem"):
+    with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
         pages.at_length([*rows, other], 256)
     single, *rounded = (
         replace(x, problem=other.problem.with_options(precision=precision))
@@ -165,7 +165,7 @@ def test_rows_of_one_length():
     several = [single, replace(rounded[0], kernel="mma_tf32"), replace(rounded[1], kernel="v3")]
     assert pages.at_length(several, 256) == several
     assert pages.problem_of(several) == pages.problem_of([single]) == single.problem
-    with pytest.raises(ValueError, match="a ladder is of one problem"):
+    with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
         pages.at_length([single, *rounded], 256)
 
 

@@ -137,9 +137,9 @@ def test_features_that_a_kernel_lacks_are_refused():
     problem = Problem.of_sizes(**sizes)
     assert "lse" not in planning.plan(plain, problem, H100).outputs
     for change, lacking in (
-        ({"causal": "top-left"}, "lacks causal"),
-        ({"kv_heads": 2}, "lacks gqa"),
-        ({"dv": 4}, "lacks dv"),
+        ({"causal": "top-left"}, "does not support causal"),
+        ({"kv_heads": 2}, "does not support gqa"),
+        ({"dv": 4}, "does not support dv"),
     ):
         with pytest.raises(Unsupported, match=lacking):
             planning.plan(plain, Problem.of_sizes(**{**sizes, **change}), H100)

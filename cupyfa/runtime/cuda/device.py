@@ -454,10 +454,7 @@ def _encoded(mapped: Mapped) -> np.ndarray:
         _FILLED_WITH_ZEROS,
     )
     if error:
-        raise DeviceError(
-            f"the driver makes no tensor map of {mapped}: cuTensorMapEncodeTiled gives "
-            f"CUresult {error}"
-        )
+        raise DeviceError(f"cuTensorMapEncodeTiled failed for {mapped}: CUresult {error}")
     return encoded
 
 
@@ -468,7 +465,7 @@ def _encode_tiled() -> Any:
         function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise DeviceError(
-            f"the driver makes no tensor maps ({error}); they need one for CUDA 12 or newer"
+            f"the driver has no cuTensorMapEncodeTiled ({error}); install one for CUDA 12 or newer"
         ) from None
     function.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),

@@ -375,8 +375,8 @@ def _kernel_flags() -> list[str]:
         return flags + shlex.split(given)
     except ValueError as error:
         raise ValueError(
-            f"CUPYFA_COMPILER_FLAGS is {given!r}, which is no list of flags: {error}; write it as "
-            "for a shell, or unset it"
+            f"CUPYFA_COMPILER_FLAGS is {given!r}, which cannot be parsed as a list of flags: "
+            f"{error}; write it as for a shell, or unset it"
         ) from None
 
 

@@ -237,7 +237,7 @@ struct Store;
 struct Addition;
 struct Asynchronous;
 
-// Memory a twin keeps for one thread of the block.
+// Memory that a header of the simulator keeps for one thread of the block.
 struct Storage {
   Storage* next;
   const void* key;

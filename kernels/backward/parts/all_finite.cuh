@@ -1,5 +1,5 @@
 #pragma once
-// The check of finished sums. It shows what a masked pair's infinity or NaN has spoilt.
+// Detects finished sums that are NaN or infinite because of a masked pair.
 
 #include <tile/math.cuh>
 #include <tile/warp.cuh>

@@ -1,8 +1,8 @@
 #pragma once
 // dQ from the sums of wgmma_columns.cu, by the last block of a key head or by a launch of its own.
 //
-// The sums lie as registers of products do. A warp reads them so, and its lanes trade what they
-// have of a row until each writes 16 bytes of it.
+// The sums are stored in the order of the registers of products. A warp reads them in this order,
+// and its lanes exchange elements of a row until each writes 16 bytes of it.
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/query_parts.cuh>
@@ -10,7 +10,7 @@
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
 
-// The sums, and what rows are computed from again that are not finite.
+// The sums, and the inputs for recomputing rows that are not finite.
 template <int Br, int d, int dv>
 struct QuerySums {
   Repair<d, dv, scalar, StatsOfTiles<Br>> repair;

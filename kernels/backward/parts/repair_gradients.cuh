@@ -34,8 +34,8 @@ struct RowSum {
   }
 };
 
-// A batch element and key head, of whose inputs gradients are computed again. stats(head, row)
-// gives a row's RowStats.
+// The inputs of one batch element and key head, whose gradients are computed again.
+// stats(head, row) gives a row's RowStats.
 template <int d, int dv, class T, class Stats>
 struct alignas(16) Repair {
   Extent extent;

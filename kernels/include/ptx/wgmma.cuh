@@ -59,7 +59,7 @@ __device__ __forceinline__ void wgmma_commit_group() {
 
 // Keeps the compiler from reading D before this place.
 template <int count>
-__device__ __forceinline__ void settle(float (&d)[count]) {
+__device__ __forceinline__ void read_after_here(float (&d)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void settle(float (&d)[count]) {
 template <int pending, int count>
 __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
-  settle(d);
+  read_after_here(d);
 }
 
 // The same without reading D: operands of the groups that have ended may be overwritten.

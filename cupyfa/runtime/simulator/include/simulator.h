@@ -2,8 +2,8 @@
 // CUDA C++ for a host compiler: what a kernel's text needs to compile and run on the CPU.
 //
 // It stands before every kernel and is compiled with it, so it includes nothing: a standard header
-// would cost more time than the kernel. The work is done in runtime.cpp. Twins of headers with
-// inline PTX build on the functions of namespace `simulator`.
+// would cost more time than the kernel. The work is done in runtime.cpp. The simulator's headers in
+// ptx/, which replace those with inline PTX, build on the functions of namespace `simulator`.
 
 typedef decltype(sizeof(0)) size_t;
 
@@ -263,7 +263,7 @@ inline double2 make_double2(double x, double y) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Primitives for twins
+// Primitives for the simulator's headers in ptx/
 
 namespace simulator {
 

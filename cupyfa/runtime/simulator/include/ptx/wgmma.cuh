@@ -42,7 +42,7 @@ inline Matrix by_rows(const void* box) {
   return {static_cast<const unsigned char*>(box), 0};
 }
 
-// For B [16][n] as its own rows, whose n columns are in boxes of so many rows: sums go across rows.
+// For B [16][n] as its own rows, whose n columns are in boxes of `rows` rows: sums go across rows.
 // The next 16 rows are 2048 bytes further.
 inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
@@ -60,7 +60,7 @@ inline void wgmma_commit_group(simulator::Here here = {}) {
 
 // Keeps the compiler from reading D before this place.
 template <int count>
-inline void settle(float (&)[count]) {}
+inline void read_after_here(float (&)[count]) {}
 
 // Waits until at most `pending` groups of products are still under way, and D may be read.
 template <int pending, int count>
