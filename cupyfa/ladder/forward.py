@@ -406,7 +406,6 @@ MMA_TF32 = rung(
     arch="80",
     rounding="tf32",
     tflops={"float32 as tf32": {64: 114, 128: 133, 256: 95}},
-    after=(),
 )
 
 
@@ -644,6 +643,7 @@ WGMMA_FP8 = Kernel(
     arch="90a",
     largest_d=256,
     rounding=FLOAT8,
+    after=("wgmma_overlap",),
 )
 
 KERNELS = (

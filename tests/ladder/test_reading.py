@@ -43,12 +43,32 @@ LONGER_STEPS = {
         229,
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
+    ("forward/mma_pipelined", "forward/mma_tf32"): (
+        111,
+        24,
+        "fragments of 32-bit operands, which are rounded as they are loaded",
+    ),
+    ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
+        128,
+        43,
+        "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers",
+    ),
     ("backward/columns", "backward/mma_columns"): (158, 823, "from scalar loops to tensor cores"),
     ("backward/mma_columns", "backward/wgmma_columns"): (
         155,
         850,
         "from mma.sync to TMA, wgmma and warp specialisation",
     ),
+}
+# Rungs that begin a family, and why they are read as a whole and not as a change of another file.
+FAMILIES = {
+    "v3": "the first with WMMA; tiles along d change every loop",
+    "mma_split_q": "the first with mma.sync: S, P and O are fragments in registers",
+    "mma_slices": "any head dimension: slices of d and of keys change every loop",
+    "wgmma": "the first with wgmma and TMA: a warp loads, warpgroups multiply",
+    "wgmma_slices": "any head dimension with wgmma: slices of d and of keys change every loop",
+    "columns": "the first of gradients in one kernel: P is recomputed from lse",
+    "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
 # Kernels above the limit of their family: the lines of each, which may only fall, and why.
 REPAIR = "the softmax of fragments and the repair of rows, which all on tensor cores share"
@@ -117,6 +137,10 @@ def test_lines_to_read_for_one_kernel(name):
 
 @pytest.mark.parametrize("before, name", STEPS, ids="-".join)
 def test_a_step_of_the_ladder_is_short(before, name):
+    """Counts changed lines of the .cu file, and all lines of headers that ``before`` did not use.
+
+    A changed line counts once: the larger one of the lines added and the lines removed.
+    """
     old, new = (path_of(x).read_text().splitlines() for x in (before, name))
     changes = [x[0] for x in difflib.unified_diff(old, new, n=0) if x[:3] not in ("---", "+++")]
     first_used = [text for path, text in headers(name).items() if path not in headers(before)]
@@ -124,6 +148,12 @@ def test_a_step_of_the_ladder_is_short(before, name):
     most, most_first_used, _ = LONGER_STEPS.get((before, name), (100, 80, ""))
     assert changed <= most, f"{changed} changed lines of {name}.cu"
     assert sum(map(lines, first_used)) <= most_first_used, "lines of headers not used before"
+
+
+@pytest.mark.parametrize("operation", LADDER)
+def test_every_rung_is_a_step_or_begins_a_family(operation):
+    _, *later = LADDER[operation].values()
+    assert {x.name for x in later if not x.after} == FAMILIES.keys() & LADDER[operation].keys()
 
 
 def test_the_headers_that_all_kernels_share():
