@@ -62,6 +62,7 @@ LONGER_STEPS = {
 }
 # Rungs that begin a family, and why they are read as a whole and not as a change of another file.
 FAMILIES = {
+    "minimal": "the first in one kernel: S and P are never in global memory",
     "v3": "the first with WMMA; tiles along d change every loop",
     "mma_split_q": "the first with mma.sync: S, P and O are fragments in registers",
     "mma_slices": "any head dimension: slices of d and of keys change every loop",
