@@ -517,7 +517,7 @@ WGMMA_OVERLAP = rung(
 WGMMA_PERSISTENT = rung(
     WGMMA_OVERLAP,
     "wgmma_persistent",
-    "persistent blocks, which begin a row tile before they end the last one",
+    "persistent blocks: the next row tile starts before the current one is finished",
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
@@ -598,7 +598,7 @@ def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
 
 WGMMA_FP8 = Kernel(
     "wgmma_fp8",
-    "e4m3 operands, rounded by a launch before: products twice as fast",
+    "e4m3 operands, quantised by a separate launch: products twice as fast",
     (
         Launch(
             "quantise",
