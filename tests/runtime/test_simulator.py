@@ -654,6 +654,22 @@ def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     assert not list(tmp_path.glob("build-*"))
 
 
+@pytest.mark.skipif(not HAS_LINES, reason="addr2line is not installed")
+def test_equal_headers_in_two_folders_share_an_object_and_faults_name_their_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "cache"))
+    text = '#include <deep/own.cuh>\nextern "C" __global__ void test(int* A) { write(A); }'
+    for name in ("first", "second"):
+        header = tmp_path / name / "deep" / "own.cuh"
+        header.parent.mkdir(parents=True)
+        header.write_text("#pragma once\n__device__ void write(int* A) { A[1] = 2; }\n")
+        with pytest.raises(SimulatorFault) as caught:
+            run(text, "test", np.zeros(1, np.int32), threads=1, folders=[tmp_path / name])
+        assert caught.value.place.startswith(f"{header}:2")
+    assert len(list((tmp_path / "cache").glob("test-*.so"))) == 1
+
+
 @pytest.mark.parametrize("file", ["number.cuh", "helper.h", "deep/er/number.hpp"])
 def test_changed_headers_make_a_new_kernel(tmp_path, file):
     (tmp_path / "bad.cuh").mkdir()

@@ -81,6 +81,7 @@ _CLANG_FLAGS = [
 class CompiledKernel:
     entry: str
     path: Path
+    folders: Sequence[Path]  # of the headers it includes
     argument_bytes: tuple[int, ...]
     runtime: ctypes.CDLL = field(repr=False)
     code: ctypes.CDLL = field(repr=False)
@@ -220,8 +221,10 @@ class _Report(ctypes.Structure):
 
 # Faults
 
-# Stands for the folder that the compiler ran in; messages leave it out.
-_UNPLACED = "/@"
+# Stand in an object for the folder that the compiler ran in, which messages leave out, for that of
+# the simulator's headers, and for all others of headers: checkouts with equal sources share an
+# object, and messages must name the files of the checkout that runs.
+_UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 
 
@@ -230,8 +233,8 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     place = report.place.decode(errors="replace")
 
     def name(found: re.Match[str]) -> str:
-        line = f"{found[2]}:{found[3]}" if found[2] else ""
-        return _source_line(kernel.path, found[1]) or line
+        line = _own_name(kernel, f"{found[2]}:{found[3]}") if found[2] else ""
+        return _source_line(kernel, found[1]) or line
 
     x, y, z = report.block
     i, j, k = report.thread
@@ -239,7 +242,16 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, _PLACE.sub(name, place))
 
 
-def _source_line(path: Path, address: str) -> str:
+def _own_name(kernel: CompiledKernel, line: str) -> str:
+    """A line that an object names, with the path of the file in the kernel's own folders."""
+    if not line.startswith(f"{_PLACED}/"):
+        return line.removeprefix(f"{_UNPLACED}/")
+    name = line.removeprefix(f"{_PLACED}/")
+    file = name.rpartition(":")[0]
+    return next((f"{x / name}" for x in kernel.folders if (x / file).is_file()), name)
+
+
+def _source_line(kernel: CompiledKernel, address: str) -> str:
     """The source line of an address of an object, and the line that called it, if inlined.
 
     The first is the innermost that is not in the simulator's own headers.
@@ -247,13 +259,13 @@ def _source_line(path: Path, address: str) -> str:
     tool = shutil.which("addr2line")
     if tool is None or not int(address, 16):
         return ""
-    command = [tool, "-i", "-e", str(path), address]  # -i: inlined callers follow, outwards
+    command = [tool, "-i", "-e", str(kernel.path), address]  # -i: inlined callers follow, outwards
     done = subprocess.run(command, capture_output=True, check=False)
     frames = re.sub(r" \(.*\)$", "", done.stdout.decode(errors="replace"), flags=re.MULTILINE)
     shown = [
-        frame.removeprefix(f"{_UNPLACED}/")
+        _own_name(kernel, frame)
         for frame in frames.splitlines()
-        if not frame.startswith(("?", str(_TWINS))) and not frame.endswith((":0", ":?"))
+        if not frame.startswith(("?", _PLACED_TWINS)) and not frame.endswith((":0", ":?"))
     ]
     if shown[:1] != shown[-1:]:
         return f"{shown[0]} (called from {shown[-1]})"
@@ -280,7 +292,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = _source(text, entry)
     headers = includes.digest(includes.reached(source, folders))
-    digest = includes.hashed(_runtime_key(), source, headers, *_kernel_flags())
+    digest = includes.hashed(_runtime_key(), _PLACED, source, headers, *_kernel_flags())
     key = (digest, *map(str, folders))
     with _key_locks.setdefault(key, threading.Lock()):
         if key not in _memo:
@@ -317,8 +329,12 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
 
     def make(path: Path) -> None:
         # File names in the text that are not absolute are to stay as they are: see _source_line.
-        names = f"-fdebug-prefix-map={path.parent}={_UNPLACED}"
-        flags = [*_kernel_flags(), names, *(f"-I{folder}" for folder in folders)]
+        names = {folder: _PLACED for folder in folders} | {_TWINS: _PLACED_TWINS}
+        names[path.parent] = _UNPLACED
+        # Of several that begin a path, compilers take the last one.
+        ordered = sorted(names, key=lambda folder: len(folder.parts))
+        flags = [*_kernel_flags(), *(f"-ffile-prefix-map={x}={names[x]}" for x in ordered)]
+        flags += [f"-I{folder}" for folder in folders]
         objects = [_compiled(path.with_name("kernel.cpp"), source, flags)]
         if source.endswith(dynamic_shared.LOCATOR):
             text = dynamic_shared.memory(source)
@@ -329,7 +345,9 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
     name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
     path, loaded = _load_or_make(f"{name}-{digest[:32]}.so", make)
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
-    return CompiledKernel(entry, path, tuple(sizes.bytes[: sizes.count]), runtime, loaded)
+    return CompiledKernel(
+        entry, path, folders[1:], tuple(sizes.bytes[: sizes.count]), runtime, loaded
+    )
 
 
 def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
