@@ -317,7 +317,9 @@ def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
     ]
     assert bytes(made) == b"\7" * 128
     assert cuda.Cuda().tensor_map(mapped) is made  # the driver is asked once
-    with pytest.raises(DeviceError, match=r"no tensor map of Mapped\(address=28672, .* CUresult 1"):
+    with pytest.raises(
+        DeviceError, match=r"EncodeTiled failed for Mapped\(address=28672, .* CUresult 1"
+    ):
         cuda.Cuda().tensor_map(mapped._replace(dtype="bfloat16"))
     cuda._encoded.cache_clear()
 
