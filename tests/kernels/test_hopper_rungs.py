@@ -195,10 +195,8 @@ def test_there_are_no_more_blocks_than_multiprocessors():
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("consumers, threads", [(1, 256), (2, 384), (3, 512)])
-@EACH
+@pytest.mark.parametrize("kernel", [x for x in RUNGS if "span" not in x.choice.names], ids=name)
 def test_up_to_three_warpgroups_of_consumers(kernel, consumers, threads):
-    if "span" in kernel.choice.names:
-        pytest.skip("its tiles are tested where it is")
     engine = Simulator()
     tiles = {"Br": 64 * consumers, "Bc": 96 if kernel.rounding else 48, "stages": 3}
     sizes = {"M": 210, "N": 200, "causal": "top-left", "scale": -0.4}
