@@ -69,12 +69,12 @@ def test_every_kernel_for_every_architecture(arch, launch):
         assert made.spilled_bytes == 0
 
 
-# Bytes that are known to be spilled: the measured fastest tiles need more registers than there are.
-# On sm_90 "auto" takes wgmma instead.
+# Bytes that are known to be spilled: the fastest tiles need a few registers more than there are.
 SPILLED = {
-    **{("mma_pipelined", "90", 128, mask): 12 for mask in ("full", "window")},
-    **{("wgmma_slices", "90", 256, mask): 24 for mask in MASKS},  # outside its loops of products
-    ("mma_columns", "100", 128, "window"): 4,
+    ("mma_async", "120", 256, "window"): 4,
+    ("mma_pipelined", "90", 128, "causal"): 12,
+    ("mma_tf32", "90", 256, "full"): 16,
+    ("mma_tf32", "90", 256, "window"): 12,
 }
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
