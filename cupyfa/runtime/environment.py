@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +48,11 @@ def command() -> str:
 
 def version_of(package: str) -> str | None:
     """The version of an installed package, or None if it is not installed."""
+    from importlib import metadata  # imports fifty modules
+
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
