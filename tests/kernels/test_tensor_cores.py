@@ -227,6 +227,14 @@ def test_partial_copies_are_filled_with_zeros(run):
     assert (B == np.where(np.arange(8) < np.arange(32)[:, None] % 9, A, 0)).all()
 
 
+def test_nothing_is_read_from_any_address():
+    """The address of a row beyond a tensor may by chance be one of a block's shared memory."""
+    B = np.ones((32, 8), np.uint16)
+    body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
+    launch(body.replace("A + s0", "tile[0]"), numbers(32), B, head=COPIES)
+    assert (B[::9] == 0).all()
+
+
 def test_many_copies_in_many_groups(run):
     """More copies than the simulator stores in one block, and reused stages."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
