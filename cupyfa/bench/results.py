@@ -22,9 +22,11 @@ class Measurement:
     """A kernel, or a peer, on one problem.
 
     milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
-    it was not timed. passed: False for a wrong result, None without a result. checked: the fraction
-    of rows compared with the reference. peak: the device's peak rate in TFLOP/s, for a softmax in
-    GB/s. factors: speedups over others, medians of the ratios over the rounds.
+        it was not timed.
+    passed: False for a wrong result, None without a result.
+    checked: the fraction of rows compared with the reference.
+    peak: the device's peak rate in TFLOP/s, for a softmax in GB/s.
+    factors: speedups over others, medians of the ratios over the rounds.
     """
 
     kernel: str

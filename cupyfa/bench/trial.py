@@ -89,9 +89,11 @@ def accuracy(
 ) -> list[Accuracy]:
     """The accuracy of forward kernels on random inputs of several kinds.
 
-    values: kinds of ``case.VALUES``. sizes: those of a problem, for example ``M=256, d=128,
-    dtype="float16"``. All kernels get the same inputs. Raises ValueError for the arguments, and
-    Unsupported if a kernel cannot do the problem.
+    values: kinds of ``case.VALUES``.
+    sizes: those of a problem, for example ``M=256, d=128, dtype="float16"``.
+
+    All kernels get the same inputs. Raises ValueError for the arguments, and Unsupported if a
+    kernel cannot do the problem.
     """
     backend = backend_named(backend)
     named = [kernels] if isinstance(kernels, str | Kernel) else kernels

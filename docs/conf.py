@@ -1,0 +1,194 @@
+"""Settings of Sphinx; ``sphinx-build -W docs docs/_build`` builds the documentation site.
+
+The pages are Markdown that also reads well without Sphinx: links name files of this repository.
+Docstrings and the help of commands are plain text. The functions below translate both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.typing import stringify_annotation
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # of cli.py
+
+import cupyfa  # noqa: E402
+from cupyfa import errors  # noqa: E402
+from cupyfa.bench.bench import bench  # noqa: E402
+from cupyfa.ladder import LADDER  # noqa: E402
+
+cupyfa.bench = bench  # the function, not the package of the same name
+
+project = "cupyfa"
+author = "The cupyfa authors"
+project_copyright = author
+version = release = cupyfa.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_click",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+nitpicky = True
+# Types in signatures that are not public: aliases of this library, and classes of others.
+nitpick_ignore_regex = [("py:(class|obj)", r"(?!cupyfa\.[A-Z]\w*$).*")]
+highlight_language = "none"
+default_role = "literal"
+smartquotes = False
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"cupyfa {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+copybutton_selector = ".highlight-sh pre, .highlight-python pre, .highlight-cuda pre"
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+
+LINK = re.compile(
+    r"\[(?P<text>[^]]+)\]\((?P<target>(?:\.\./)+(?:README\.md|cupyfa|kernels|examples|tools)\b[^)#]*)\)"
+)
+PUBLIC = {*cupyfa.__all__}
+ERRORS = {name for name in dir(errors) if name in PUBLIC}
+LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
+
+
+def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
+    """Markdown for Sphinx: links to files and folders outside of docs/, and all rungs' pages."""
+    page = app.env.doc2path(name)
+    source[0] = LINK.sub(lambda link: _translated_link(link, name, page), source[0])
+    if name == "rungs/README":
+        rungs = "\n".join(rung for operation in LADDER.values() for rung in operation)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n{rungs}\n```\n"
+
+
+def _translated_link(link: re.Match[str], name: str, page: Path) -> str:
+    target = _target(link, page)
+    top = "../" * name.count("/")
+    if target == ROOT / "README.md":
+        return f"[{link['text']}]({top}ladder.md)"
+    if target.is_dir():
+        return link["text"]
+    return f'<a href="{top}{_source_page(target)}.html">{link["text"]}</a>'
+
+
+def _target(link: re.Match[str], page: Path) -> Path:
+    return (page.parent / link["target"]).resolve()
+
+
+def _source_page(file: Path) -> str:
+    return f"source/{file.relative_to(ROOT)}"
+
+
+def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A page for each source file that another page links to."""
+    pages = [app.env.doc2path(name) for name in app.env.found_docs]
+    links = [(link, page) for page in pages for link in LINK.finditer(page.read_text("utf-8"))]
+    for file in sorted({_target(link, page) for link, page in links}):
+        if file.suffix in LEXERS:
+            title = str(file.relative_to(ROOT))
+            body = [f"<h1>{title}</h1>", _highlighted(app, file.read_text("utf-8"), file.suffix)]
+            for before in _before(file):
+                change = unified_diff(*(x.read_text("utf-8").splitlines() for x in (before, file)))
+                body += [
+                    f"<h2>Changes from {before.name}</h2>",
+                    _highlighted(app, "\n".join([*change][2:]), ".diff"),
+                ]
+            yield _source_page(file), {"title": title, "body": "\n".join(body)}, "page.html"
+
+
+def _highlighted(app: Sphinx, text: str, suffix: str) -> str:
+    return app.builder.highlighter.highlight_block(text, LEXERS[suffix])  # type: ignore[attr-defined]
+
+
+def _before(file: Path) -> list[Path]:
+    """The files of the rungs that a rung's file is read after."""
+    files = {record.name: file.parent / f"{record.name}.cu" for record in cupyfa.kernels()}
+    records = [record for record in cupyfa.kernels() if files[record.name] == file]
+    return [files[name] for record in records for name in record.after if files[name].is_file()]
+
+
+def forget_overloads(app: Sphinx) -> None:
+    """One signature of ``attention`` instead of five: they differ in the type of the result."""
+    analyzer = ModuleAnalyzer.for_module("cupyfa.api")
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
+def plain_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """The fields of a dataclass with types and defaults; no keywords that are always refused."""
+    if what == "class" and dataclasses.is_dataclass(thing):
+        return f"({', '.join(map(_field, dataclasses.fields(thing)))})", returns
+    return signature and re.sub(r", \*\*unknown: [\w~.]+", "", signature), returns
+
+
+def _field(field: dataclasses.Field[Any]) -> str:
+    default, factory = field.default, field.default_factory
+    kind = field.type if isinstance(field.type, str) else stringify_annotation(field.type, "smart")
+    if default is factory:  # both MISSING
+        return f"{field.name}: {kind}"
+    value = factory() if callable(factory) else default
+    return f"{field.name}: {kind} = {'...' if callable(value) else repr(value)}"
+
+
+def with_definitions(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes a definition list of the lines ``parameter: text`` of a docstring."""
+    if what in ("function", "method"):
+        known = {*inspect.signature(thing).parameters}
+    else:
+        known = {*getattr(thing, "__dataclass_fields__", ())}
+    written, inside = [], False
+    for line in lines:
+        term = re.match(r"(\w+(?:, \w+)*): (.*)", line)
+        if term and known.issuperset(names := term[1].split(", ")):
+            written += [*([] if inside else [""]), ", ".join(f"``{x}``" for x in names)]
+            line, inside = f"    {term[2]}", True
+        elif inside and line and not line.startswith(" "):
+            written.append("")
+            inside = False
+        written.append(line)
+    lines[:] = [_linked(line, known | {name.rpartition(".")[2]}) for line in written]
+
+
+def _linked(line: str, own: set[str]) -> str:
+    """A line of a docstring with links from public names in backquotes, and from errors."""
+    public = "|".join(PUBLIC - own)
+    line = re.sub(rf"``({public})(?:\(\))?``", r":py:obj:`\1 <cupyfa.\1>`", line)
+    return re.sub(
+        rf"(?<![\w`<.])({'|'.join(ERRORS - own)})(?![\w`])", r":py:exc:`\1 <cupyfa.\1>`", line
+    )
+
+
+def escaped_help(app: Sphinx, context: Any, lines: list[str]) -> None:
+    """Stars in the help of commands, which are no markup."""
+    lines[:] = [line.replace("*", r"\*") for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", translated_page)
+    app.connect("html-collect-pages", source_pages)
+    app.connect("builder-inited", forget_overloads)
+    app.connect("autodoc-process-signature", plain_signature)
+    app.connect("autodoc-process-docstring", with_definitions)
+    app.connect("sphinx-click-process-description", escaped_help)
+    app.connect("sphinx-click-process-options", escaped_help)

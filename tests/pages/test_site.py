@@ -1,0 +1,118 @@
+"""The documentation site: built without a warning, complete, without broken links, offline."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+import click
+import pytest
+
+import cupyfa
+from cupyfa.ladder import LADDER
+from cupyfa.planner.source import ROOT
+
+pytest.importorskip("sphinx", reason="pip install -e '.[docs]'")
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """What a page of the site links to and can be linked to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.anchors, self.links, self.loaded = set(), set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors |= {given.get("id"), given.get("name")}
+        self.links |= {given["href"]} if tag == "a" and "href" in given else set()
+        self.loaded |= {given["src"]} if "src" in given else set()
+        self.loaded |= {given["href"]} if tag == "link" and "href" in given else set()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    built = tmp_path_factory.mktemp("site")
+    options = ["-W", "--keep-going", "-E", "-q", "-d", built / "doctrees"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, ROOT / "docs", built / "html"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return built / "html"
+
+
+@pytest.fixture(scope="module")
+def site(folder):
+    """The pages of the site by their paths in it."""
+    return {
+        str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8"))
+        for file in sorted(folder.rglob("*.html"))
+    }
+
+
+def test_every_page_is_in_it(site):
+    pages = {str(x.relative_to(ROOT / "docs").with_suffix("")) for x in ROOT.glob("docs/**/*.md")}
+    rungs = {f"rungs/{name}" for operation in LADDER.values() for name in operation}
+    assert pages | rungs <= {name.removesuffix(".html") for name in site}
+
+
+def test_every_public_name_is_described_once(site):
+    described = [x for page in site.values() for x in page.anchors if x]
+    for name in cupyfa.__all__:
+        assert described.count(f"cupyfa.{name}") == 1, name
+
+
+def anchors(command, path):
+    """Where a command, its options and its subcommands are described."""
+    yield path
+    options = (x for x in command.params if isinstance(x, click.Option) and not x.hidden)
+    yield from (f"cmdoption-{path}-{option.opts[-1].lstrip('-')}" for option in options)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from anchors(inner, f"{path}-{name}")
+
+
+def test_every_command_is_described_with_its_options(site):
+    main = runpy.run_path(str(ROOT / "cli.py"))["main"]
+    assert {*anchors(main, "cupyfa")} <= site["reference/commands.html"].anchors
+
+
+def test_no_link_is_broken(site, folder):
+    for name, page in site.items():
+        for link in page.links | page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https", "data"):
+                continue
+            target = (folder / name).parent / unquote(parts.path) if parts.path else folder / name
+            assert target.resolve().is_file(), f"{name} links to {link}"
+            inside = site.get(str(target.resolve().relative_to(folder.resolve())))
+            if parts.fragment and inside:
+                assert unquote(parts.fragment) in inside.anchors, f"{name} links to {link}"
+
+
+def test_nothing_is_loaded_from_elsewhere(site, folder):
+    for name, page in site.items():
+        assert not [x for x in page.loaded if re.match(r"(https?:)?//", x)], name
+    for style in folder.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text("utf-8")), (
+            style
+        )
+
+
+def test_search_finds_words_of_pages(folder):
+    script = (folder / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = defaultdict(set)
+    for words in (index["terms"], index["titleterms"]):
+        for word, pages in words.items():
+            pages = pages if isinstance(pages, list) else [pages]
+            found[word] |= {index["docnames"][page] for page in pages}
+    assert "semantics" in found["softcap"] and "rungs/mma_swizzled" in found["swizzl"]
