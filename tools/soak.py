@@ -267,7 +267,8 @@ def memory(engine: Any) -> dict[str, int]:
 
 def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[str]:
     """What takes more than before, by more than the leeway."""
-    most = LEEWAY | {"pinned": cupyfa.configure_transfer().most_held}
+    devices = sum(name.startswith("pool ") for name in before) or 1
+    most = LEEWAY | {"pinned": devices * cupyfa.configure_transfer().most_held}
     if shared:
         most["device"] = sys.maxsize
     return [

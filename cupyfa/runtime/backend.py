@@ -72,7 +72,7 @@ class Lane(Protocol):
         """The point where the work ends now."""
 
     def mark(self, again: Mark | None) -> Mark:
-        """The same for threads to sleep on; may reuse a mark that is no longer needed."""
+        """The same for threads to sleep on; may reuse a mark of this device, if not needed."""
 
     def wait(self, mark: Mark) -> None:
         """Work that is added from now on begins after another lane's mark."""

@@ -7,6 +7,7 @@ and benchmarks, on CUDA and in the simulator.
 
 import ctypes
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +24,9 @@ from cupyfa.runtime.workspace import allocated
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
 _MOST_MAPS = 256  # tensor maps that a thread keeps of a launch
 _WORD = 8  # bytes; every argument begins at a multiple
-# Held while the launches of one plan are queued: threads that launch in the same stream share the
-# workspace of that stream.
-_together = threading.Lock()
+# By device; held while the launches of one plan are queued: threads that launch in the same stream
+# share the workspace of that stream.
+_together: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
 def run(
@@ -111,7 +112,7 @@ class Launcher:
     ) -> None:
         """``arrays`` are all arrays of the plan; calls give their addresses in this order."""
         self._backend, self._device = backend, backend.device
-        self._mine = threading.local()
+        self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
         self._steps: list[Callable[[], _Arguments | _Operands]] = [
@@ -142,7 +143,7 @@ class Launcher:
             (step,) = steps
             step.start(stream, step.pointers, 0)
             return
-        with _together:
+        with self._together:
             for step in steps:
                 step.start(stream, step.pointers, 0)
 
@@ -155,11 +156,11 @@ class Launcher:
         for step in steps:
             step.write(addresses)
         calls = [partial(step.start, stream, step.pointers, 0) for step in steps]
-        return calls[0] if len(calls) == 1 else partial(_call_all, calls), steps
+        return calls[0] if len(calls) == 1 else partial(_call_all, self._together, calls), steps
 
 
-def _call_all(calls: Sequence[Callable[[], Any]]) -> None:
-    with _together:
+def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:
+    with together:
         for call in calls:
             call()
 

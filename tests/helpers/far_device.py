@@ -1,4 +1,4 @@
-"""A device whose memory is not the host's, made of the simulator: streams are threads."""
+"""Devices whose memory is not the host's, made of the simulator: streams are threads."""
 
 import ctypes
 import queue
@@ -27,9 +27,21 @@ class Mark:
         self.event.wait()
 
 
+class Gate:
+    """Where the work of a device stands still until it is opened."""
+
+    def __init__(self):
+        self.arrived, self.opened = threading.Semaphore(0), threading.Event()
+
+    def wait(self):
+        self.arrived.release()
+        assert self.opened.wait(60)
+
+
 class Lane:
-    def __init__(self, device):
+    def __init__(self, device, way):
         self.device, self.work, self.error = device, queue.SimpleQueue(), None
+        self.gate = device.gates.get((device.device, way))
         self.context = self
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -52,6 +64,8 @@ class Lane:
         if self.device.failing:
             raise RuntimeError("the bus failed")
         self.add(time.sleep, 0.0005)
+        if self.gate:
+            self.add(self.gate.wait)
         self.add(ctypes.memmove, to, source, size)
 
     def record(self):
@@ -79,13 +93,23 @@ class Lane:
 
 
 class FarDevice(Simulator):
-    """Runs launches in the simulator, as late as a stream may."""
+    """Runs launches in the simulator, as late as a stream may.
+
+    ``gates`` stop a device, by its number, in copies "to" it or "back" from it, or in a launch.
+    """
 
     def __init__(self, free=1 << 40):
         super().__init__(workers=1)
         self.free, self.copied, self.failing = free, [], False
-        self.kept = []
+        self.kept, self.gates = [], {}
         self.current, self.memory = threading.local(), []
+
+    @property
+    def device(self):
+        return getattr(self.current, "device", 0)
+
+    def use(self, device):
+        self.current.device = device
 
     def owns(self, array):
         return isinstance(array, Far)
@@ -118,6 +142,8 @@ class FarDevice(Simulator):
             for to, source, size in zip(aligned, table, sizes):
                 ctypes.memmove(to, source, size)
             there = (ctypes.c_uint64 * len(sizes))(*aligned)
+            if (gate := self.gates.get((self.device, "launch"))) is not None:
+                gate.wait()
             lane.add(lambda _: start(stream, ctypes.addressof(there), extra), values)
 
         return late
@@ -132,7 +158,7 @@ class FarDevice(Simulator):
 
     @contextmanager
     def lanes(self):
-        yield tuple(Lane(self) for _ in range(3))
+        yield tuple(Lane(self, way) for way in ("to", "on", "back"))
 
     def pinned(self, size):
         self.memory.append(np.full(size, 0xFF, np.uint8))

@@ -168,6 +168,25 @@ def test_eight_threads_with_numpy_arrays():
     assert not wrong
 
 
+def test_a_thread_for_each_device_with_numpy_arrays():
+    import cupy
+
+    devices = range(cupy.cuda.runtime.getDeviceCount())
+    if len(devices) < 2:
+        pytest.skip("there is one device")
+    transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
+    problems = [arrays(4, 8, 300, 64, seed=device) for device in devices]
+    right = [cupyfa.attention(*on_device(*problem)).get() for problem in problems]
+
+    def call(device):
+        with cupy.cuda.Device(device):
+            return [cupyfa.attention(*problems[device]) for _ in range(10)]
+
+    for results, one in zip(in_threads(call, devices), right):
+        for result in results:
+            np.testing.assert_array_equal(result, one)
+
+
 def test_a_producers_stream_is_waited_for():
     """An array whose interface names the stream that still writes it."""
     import cupy

@@ -4,12 +4,13 @@ import gc
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
 import pytest
-from helpers.far_device import FarDevice, Mark as FarMark
+from helpers.far_device import FarDevice, Gate, Mark as FarMark
 from helpers.threads import in_threads
 from hypothesis import given, settings, strategies as st
 
@@ -279,7 +280,7 @@ def test_pinned_arrays_need_no_buffers(far):
     out = far.pinned(q.nbytes).view(q.dtype).reshape(q.shape)
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
     np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
-    assert hosts[far].bytes == 0
+    assert hosts[far][0].bytes == 0
 
 
 def test_buffer_memory_is_bounded_reported_and_freed(far):
@@ -372,6 +373,32 @@ def test_several_threads_may_call_at_once(far):
     for problem, result in zip(problems, results):
         right = cupyfa.attention(*problem, kernel="fa2", backend="simulator")
         np.testing.assert_array_equal(result, right)
+
+
+@pytest.mark.parametrize("where, kernel", [("to", "fa2"), ("back", "fa2"), ("launch", "baseline")])
+def test_a_device_that_stands_still_holds_up_no_other(far, where, kernel):
+    """Each device has its own threads, buffers and locks; here a call takes all of its device's."""
+    transfer.configure(threads=1, buffers=1)
+    q, k, v = arrays(2, 2, 64, 16)
+    outs = [np.empty_like(q) for _ in range(2)]  # ordinary memory, which needs buffers
+    gate = far.gates[0, where] = Gate()
+
+    def call(device):
+        far.use(device)
+        cupyfa.attention(q, k, v, kernel=kernel, backend=far, out=outs[device])
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            still = pool.submit(call, 0)
+            assert gate.arrived.acquire(timeout=20)
+            pool.submit(call, 1).result(timeout=20)
+            assert not still.done()
+        finally:
+            gate.opened.set()
+    right = cupyfa.attention(q, k, v, kernel=kernel, backend="simulator")
+    for out in outs:
+        np.testing.assert_array_equal(out, right)
+    assert transfer.held() == 2 * transfer.configure().most_held == 4 * 4096
 
 
 def of_transfer():

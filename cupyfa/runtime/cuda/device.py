@@ -95,8 +95,8 @@ def _failed(what: str) -> DeviceError:
 
 
 class _Mark:
-    def __init__(self, event: Any, device: int) -> None:
-        self.event, self.device = event, device
+    def __init__(self, event: Any) -> None:
+        self.event = event
 
     @property
     def done(self) -> bool:
@@ -126,11 +126,11 @@ class _Lane:
     def record(self) -> _Mark:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
-        return _Mark(event, self._device)
+        return _Mark(event)
 
     def mark(self, again: Any) -> _Mark:
-        if again is None or again.device != self._device:
-            again = _Mark(cupy.cuda.Event(block=True, disable_timing=True), self._device)
+        if again is None:
+            again = _Mark(cupy.cuda.Event(block=True, disable_timing=True))
         again.event.record(self._stream)
         return again
 

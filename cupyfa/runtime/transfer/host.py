@@ -27,6 +27,8 @@ Move = Callable[..., None]  # send or bring
 class Transfer:
     """How NumPy arrays are moved, and so how much memory is held.
 
+    Threads and buffers are those of one device; each device has its own.
+
     threads: threads that copy into page-locked memory, and as many that copy out of it.
     chunk_bytes: size of one buffer, the most that a thread copies at a time.
     buffers: buffers of each direction, made when first needed.
@@ -52,13 +54,14 @@ class Transfer:
 
     @property
     def most_held(self) -> int:
-        """The most bytes of page-locked memory that buffers take, both directions together."""
+        """The most bytes of page-locked memory that a device's buffers take, in both directions."""
         return 2 * self.buffers * self.chunk_bytes
 
 
 _settings = Transfer()  # of all calls from now on
 _lock = threading.Lock()
-hosts: weakref.WeakKeyDictionary[Backend, Host] = weakref.WeakKeyDictionary()
+# By device. Each has its own, so that no device waits for the copies of another.
+hosts: weakref.WeakKeyDictionary[Backend, dict[int, Host]] = weakref.WeakKeyDictionary()
 _results: weakref.WeakSet[_Result] = weakref.WeakSet()
 _sizes: set[int] = set()  # bytes of results that were asked for
 
@@ -82,11 +85,12 @@ def configure(**changes: Any) -> Transfer:
 def held() -> int:
     """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
 
-    Buffers take up to ``configure_transfer().most_held``. Buffers that calls of other threads still
-    use after ``free_buffers`` are not counted.
+    Buffers take up to ``configure_transfer().most_held`` for each device. Buffers that calls of
+    other threads still use after ``free_buffers`` are not counted.
     """
     with _lock:
-        return sum(x.bytes for x in _results) + sum(x.bytes for x in hosts.values())
+        of_devices = [host.bytes for each in hosts.values() for host in each.values()]
+        return sum(x.bytes for x in _results) + sum(of_devices)
 
 
 def release() -> None:
@@ -268,8 +272,10 @@ class Copies:
 
 
 class Host:
+    """The buffers of a device, and the threads that copy into them and out of them."""
+
     def __init__(self, backend: Backend, chosen: Transfer) -> None:
-        self.chosen = chosen
+        self.chosen, self.device = chosen, backend.device
         self.buffers = {move: Buffers(backend, chosen) for move in (send, bring)}
         self._tasks: dict[Move, queue.SimpleQueue] = {}
         self._lock = threading.Lock()
@@ -285,7 +291,7 @@ class Host:
             if move not in self._tasks:
                 tasks: queue.SimpleQueue = queue.SimpleQueue()
                 for i in range(self.chosen.threads):  # which refer to nothing else
-                    name = f"cupyfa_{move.__name__}_{i}"
+                    name = f"cupyfa_{move.__name__}_{self.device}_{i}"
                     threading.Thread(
                         target=_serve, args=(move, tasks), name=name, daemon=True
                     ).start()
@@ -312,7 +318,10 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
 
 
 def host_of(backend: Backend) -> Host:
+    """The threads and buffers of the current device."""
+    device = backend.device
     with _lock:
-        if backend not in hosts:
-            hosts[backend] = Host(backend, _settings)
-        return hosts[backend]
+        of_devices = hosts.setdefault(backend, {})
+        if device not in of_devices:
+            of_devices[device] = Host(backend, _settings)
+        return of_devices[device]
