@@ -28,7 +28,7 @@ from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.planner.select import can, plan
+from cupyfa.planner.select import can, plan, select
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
@@ -89,9 +89,9 @@ def memory(
 ) -> list[Footprint]:
     """Counts the bytes that naive attention, tiled attention and kernels hold, in this order.
 
-    ``kernels`` are names, ``script.py:name`` or records of one operation; by default those of
-    the ladder that can do the problem, of the forward pass or with ``backward`` of the gradients.
-    ``sizes`` are those of ``Problem.of_sizes``; the defaults are those of ``bench``.
+    ``kernels`` are names, ``script.py:name``, "auto" or records of one operation; by default those
+    of the ladder that can do the problem, of the forward pass or with ``backward`` of the
+    gradients. ``sizes`` are those of ``Problem.of_sizes``; the defaults are those of ``bench``.
 
     Counting needs no GPU: without one the plans are for an H100. On a GPU each kernel also runs
     once to measure the peak of allocated memory, and once under Nsight Compute to measure DRAM
@@ -103,6 +103,7 @@ def memory(
     named = {
         x.name if isinstance(x, Kernel) else x: x if isinstance(x, Kernel) else record_named(x)
         for x in listed
+        if x != "auto"
     }
     operation = common_operation(named.values(), backward)
     sweeps.refuse_foreign([operation], sizes)
@@ -114,6 +115,9 @@ def memory(
     limits = on.limits if on else limits_of("90")
     if on and on.stream is None:  # the simulator has no memory to measure
         on = None
+    if "auto" in listed:
+        fastest = select("auto", operation, problem, limits)
+        named[fastest.name] = fastest
     if named and not any(can(x, problem, limits) for x in named.values()):
         plan(next(iter(named.values())), problem, limits)  # raises the reason
     chosen = named or {x: k for x, k in LADDER[operation].items() if can(k, problem, limits)}

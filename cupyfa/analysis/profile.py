@@ -171,7 +171,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
 def _program(kernel: str, case: Case, constants: Mapping[str, int]) -> list[str]:
     installed = Path(__file__).resolve().parents[1] == ROOT
     start = ["-m", "cupyfa"] if installed else [str(ROOT / "cli.py")]
-    fixed = [word for name, value in constants.items() for word in ("-c", f"{name}={value}")]
+    fixed = [word for name, value in constants.items() for word in ("-t", f"{name}={value}")]
     return [sys.executable, *start, "profile", kernel, *case.options(), *fixed, "--once"]
 
 

@@ -4,16 +4,17 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
+from cupyfa.ladder.lookup import operation_of
 from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.planner import source
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
-from cupyfa.planner.select import plan
+from cupyfa.planner.select import plan, select
 from cupyfa.problem import Problem
 from cupyfa.report.tables import Row, render, table_or_fields
 from cupyfa.runtime.backend import Backend
@@ -108,26 +109,31 @@ def gpu() -> Backend | None:
 
 
 def plans(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Kernel | str],
     arches: Sequence[str],
     dtypes: Sequence[str],
     d: int,
     dv: int | None = None,
     options: AttentionOptions | None = None,
+    tiles: Mapping[str, int] | None = None,
 ) -> list[tuple[Plan, str]]:
     """(plan, architecture) of all supported combinations; one of 90 and 90a for a kernel of sm_90a.
 
-    Raises Unsupported with the reason if there is none.
+    A kernel is a record, or "auto" for the one that "auto" chooses on each architecture. Raises
+    Unsupported with the reason if there is none.
     """
     found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, dtype, arch in product(kernels, dtypes, arches):
-        problem = problem_to_compile(kernel.operation, dtype, d, dv, options)
+        operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
+        problem, limits = problem_to_compile(operation, dtype, d, dv, options), limits_of(arch)
         try:
-            able = plan(kernel, problem, limits_of(arch))
-            found.setdefault((id(kernel), dtype, kernel.target or arch), (able, arch))
+            record = select(kernel, operation, problem, limits)
+            able = plan(record, problem, limits, **(tiles or {}))
+            found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
-            if isinstance(refused, ValueError) or kernel.takes(dtype):  # more than its dtypes
+            dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
+            if isinstance(refused, ValueError) or dtype_fits:  # more than its dtypes
                 refused = error
     if not found:
         raise refused

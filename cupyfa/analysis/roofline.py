@@ -32,7 +32,7 @@ from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS, visible_scores
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.planner.select import plan
+from cupyfa.planner.select import plan, select
 from cupyfa.planner.source import headers
 from cupyfa.problem import SIZES, Problem
 from cupyfa.report.tables import drop, drop_followers, table_or_fields
@@ -159,8 +159,8 @@ def roofline(
     """Computes what bounds attention on a device, and the least time: a Roof for each computation.
 
     ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
-    output is written once), names of kernels, ``script.py:name`` or records. The default is both
-    and every rung that can do the problem.
+    output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
+    is both and every rung that can do the problem.
     ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
     its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
     ``sizes`` are those of ``sweeps.problems``, each one value or several. On the device of this
@@ -171,7 +171,8 @@ def roofline(
     """
     listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
     chosen = [
-        x if isinstance(x, Kernel) or x in (NAIVE, TILED) else record_named(x) for x in listed
+        x if isinstance(x, Kernel) or x in (NAIVE, TILED, "auto") else record_named(x)
+        for x in listed
     ]
     records = [x for x in chosen if isinstance(x, Kernel)]
     operation = common_operation(records, backward)
@@ -193,13 +194,14 @@ def roofline(
     for done, problem in enumerate(problems):
         progress(done, len(problems), str(problem))
         rungs = [x for x in LADDER[operation].values() if x.takes(problem.dtype.name)]
+        wanted = [select(x, operation, problem, limits) if x == "auto" else x for x in chosen]
         found = [
-            _roof(x, operation, problem, target, limits) for x in chosen or [NAIVE, TILED, *rungs]
+            _roof(x, operation, problem, target, limits) for x in wanted or [NAIVE, TILED, *rungs]
         ]
         if not chosen:
             found = [row for row in found if not row.note]
         if backend and is_here and measure:
-            found = _with_measurements(found, problem, chosen or rungs, backend, budget)
+            found = _with_measurements(found, problem, wanted or rungs, backend, budget)
         rows += found
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)

@@ -12,7 +12,14 @@ import numpy as np
 
 from cupyfa.bench import peaks, peers, sweeps, timing
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
-from cupyfa.errors import DeviceError, DeviceLost, SimulatorFault, Unsupported, WrongResult
+from cupyfa.errors import (
+    DeviceError,
+    DeviceLost,
+    SimulatorFault,
+    Unsupported,
+    WrongResult,
+    described,
+)
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
@@ -39,7 +46,7 @@ def bench(
     *,
     backend: str | Backend = "auto",
     against: str | Sequence[str] = (),
-    constants: Mapping[str, int | Sequence[int]] | None = None,
+    tiles: Mapping[str, int | Sequence[int]] | None = None,
     values: str = "normal",
     layout: str = "bhsd",
     seed: int = 0,
@@ -56,8 +63,8 @@ def bench(
 
     ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is compared with the
     operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
-    ``sweeps.problems``: each of them, and each of the kernels' ``constants``, may be a list, and
-    every combination is measured. ``against`` are peers of ``peers.NAMES``.
+    ``sweeps.problems``: each of them, and each of the kernels' ``tiles``, may be a list, and every
+    combination is measured. ``against`` are peers of ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on the same inputs (``values``,
     ``layout`` and ``seed`` as in ``Case``); if that would take long, on a sample of rows. A wrong
@@ -76,7 +83,9 @@ def bench(
     against = (against,) if isinstance(against, str) else tuple(against)
     named = cache(record_named)  # a script makes another record each time
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
-    given = {x: y if isinstance(y, Sequence) else [y] for x, y in (constants or {}).items()}
+    if not isinstance(tiles or {}, Mapping):
+        raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
+    given = {x: y if isinstance(y, Sequence) else [y] for x, y in (tiles or {}).items()}
     by_operation: dict[str, list[str | Kernel]] = defaultdict(list)
     for x in chosen:
         by_operation[x.operation if isinstance(x, Kernel) else "forward"].append(x)
@@ -122,21 +131,21 @@ def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
 def _check(
     kernels: Sequence[str | Kernel],
     operations: Sequence[str],
-    constants: Mapping[str, Sequence[int]],
+    tiles: Mapping[str, Sequence[int]],
     sizes: Mapping[str, Any],
     against: Sequence[str],
 ) -> None:
-    """Raises ValueError for unknown names of sizes, constants and peers."""
+    """Raises ValueError for unknown names of sizes, tiles and peers."""
     if not kernels:
         raise ValueError("there is no kernel to measure; name kernels")
     peers.check_names(against)
-    sweeps.refuse_foreign(operations, sizes, tiles="constants")
+    sweeps.refuse_foreign(operations, sizes, tiles="tiles")
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
-    for name in constants:
+    for name in tiles:
         if "auto" not in kernels and name not in known:
             raise ValueError(
-                f"{name!r} is neither a size nor a constant of these kernels; sizes are "
-                f"{', '.join(sweeps.AXES)}, constants {', '.join(sorted(known)) or 'none'}"
+                f"{name!r} is neither a size nor a tile size of these kernels; sizes are "
+                f"{', '.join(sweeps.AXES)}, tile sizes {', '.join(sorted(known)) or 'none'}"
             )
 
 

@@ -62,7 +62,7 @@ def problems(
     ``small`` those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
-    usual = {**USUAL.get(operation, _ATTENTION), **(SMALL[operation] if small else {})}
+    usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
     for name, value in sizes.items():

@@ -21,7 +21,7 @@ from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
 from cupyfa.planner import source, tuned
 from cupyfa.planner.plan import Plan, Tuned
-from cupyfa.planner.select import candidates, folder_of, plan as plan_of
+from cupyfa.planner.select import candidates, folder_of, plan as plan_of, select
 from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
 from cupyfa.runtime.arrays import readable_inputs
@@ -39,8 +39,8 @@ _FIRST_SHARE = 2 / 3  # of the budget, at most, for first timings
 _FEWEST = 10  # rounds before two candidates are compared
 _SURE = 3.0  # standard errors
 _COLUMNS = (
-    *("state", "ms", "spread_%", "TFLOP/s", "x_own", "rounds", "registers", "spilled_bytes"),
-    *("shared_bytes", "blocks_per_sm", "note"),
+    *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
+    *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),
 )
 _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
 
@@ -50,8 +50,10 @@ class Candidate:
     """Constants of a kernel on a problem, and their measurement.
 
     state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
-    is spent. factor: speedup over the record's own choice. rounds: how often it was timed in
-    alternation with the finalists. shared_bytes: of a block.
+    is spent. first_ms: the median of the first, short timing, which chooses the finalists. rounds:
+    how often a finalist was timed in alternation with the others; its milliseconds are of these
+    rounds. factor: speedup over the record's own choice, in the same rounds; None for the others
+    where there are finalists. shared_bytes: of a block.
     """
 
     measurement: Measurement
@@ -60,6 +62,7 @@ class Candidate:
     rounds: int = 0
     shared_bytes: int = 0
     blocks_per_sm: int | None = None
+    first_ms: float | None = None
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
@@ -80,9 +83,10 @@ def tune(
 ) -> list[Candidate]:
     """Measures the candidates of a kernel and stores the fastest for later plans.
 
-    ``kernel`` is a name, ``script.py:name``, or a record. Its ``candidates`` are combined as its
-    rules and the device allow, its own choice first. ``sizes`` are those of ``sweeps.problems``:
-    each may be a list, and every combination is tuned for ``budget`` seconds.
+    ``kernel`` is a name, ``script.py:name``, a record, or "auto" for the kernel that "auto" chooses
+    for each problem. Its ``candidates`` are combined as its rules and the device allow, its own
+    choice first. ``sizes`` are those of ``sweeps.problems``: each may be a list, and every
+    combination is tuned for ``budget`` seconds.
 
     Each candidate is compared with the float64 reference on a smaller problem between guard zones,
     then timed shortly; the best are timed in alternation until their order is known. All is stored
@@ -93,12 +97,14 @@ def tune(
     """
     timing.checked_budget(budget)
     backend = backend_named(backend)
-    record = record_named(kernel) if isinstance(kernel, str) else kernel
-    sweeps.refuse_foreign([record.operation], sizes)
+    record = record_named(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
+    records = [record] if isinstance(record, Kernel) else []
+    operation = records[0].operation if records else "forward"
+    sweeps.refuse_foreign([operation], sizes)
     small = backend.name == "simulator"
-    problems = sweeps.problems(record.operation, sizes, record, small=small)
+    problems = sweeps.problems(operation, sizes, *records, small=small)
     for problem in problems:
-        if not OPERATIONS[record.operation].flops(problem):
+        if not OPERATIONS[operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
     if not is_kept():
         warnings.warn(
@@ -106,7 +112,10 @@ def tune(
             "stored; set CUPYFA_CACHE_DIR to a writable folder",
             **AT_THE_CALLER,
         )
-    tried = [candidates(record, problem, backend.limits) for problem in problems]
+    tried = [
+        candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
+        for problem in problems
+    ]
     return [x for plans in tried for x in _Tuning(backend, plans, fresh).run(budget, progress)]
 
 
@@ -260,9 +269,17 @@ class _Tuning:
         known: Any = {name: fact.get(name) for name in ("registers", "spilled_bytes", "note")}
         times, passed = rounds or fact["look"], fact["state"] == RIGHT
         measured = replace(measured, milliseconds=times, passed=passed, **known)
-        factor = self.pace(key) if {key, self.own} <= set(self.right) else None
-        blocks = fact.get("blocks_per_sm")
-        return Candidate(measured, fact["state"], factor, len(rounds), shared, blocks)
+        is_comparable = bool(rounds) or not any(x["rounds"] for x in self.facts.values())
+        comparable = is_comparable and {key, self.own} <= set(self.right)
+        return Candidate(
+            measured,
+            fact["state"],
+            self.pace(key) if comparable else None,
+            len(rounds),
+            shared,
+            fact.get("blocks_per_sm"),
+            median(fact["look"]) if fact["look"] else None,
+        )
 
 
 def _check(backend: Backend, plan: Plan) -> None:

@@ -33,37 +33,38 @@ sweep_option = click.option(
     "swept",
     multiple=True,
     metavar="NAME=VALUES",
-    help="Several values of a size or option, or of a kernel's constant such as Br: 64,128, "
-    "512:16384:*2 or 64:256:+64. All combinations are measured.",
+    help="Several values of a size, an option or a tile size such as Br: 64,128, 512:16384:*2 or "
+    "64:256:+64. All combinations are measured.",
 )
 
 
 @click.command()
 @options.kernels_argument
 @options.problem_options()
-@options.input_options
-@sweep_option
 @click.option("--tokens", type=click.IntRange(1), help="batch * M, instead of the batch.")
 @click.option("--width", type=click.IntRange(1), help="heads * d, instead of the heads.")
-@options.seed_option
+@options.input_options
+@options.tile_options
+@sweep_option
 @click.option("--hot", is_flag=True, help="Do not overwrite the caches before each launch.")
 @click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
-@budget_option
 @click.option(
     "--against", metavar="PEERS", help=f"Other libraries, where installed: {','.join(peers.NAMES)}."
 )
+@click.option("--alone", is_flag=True, help="Measure a single kernel without comparison.")
+@budget_option
 @click.option(
     "--patience",
     type=options.SECONDS,
     help="Skip a kernel if a smaller problem shows that it would take longer than these seconds.",
 )
-@click.option("--alone", is_flag=True, help="Measure a single kernel without comparison.")
 @save_option
 @options.backend_option
 @options.format_option
 def bench(
     kernels: list[str],
     swept: tuple[str, ...],
+    tiles: dict[str, int],
     hot: bool,
     against: str | None,
     save: Path | None,
@@ -73,23 +74,23 @@ def bench(
 ) -> None:
     """Measure kernels on one problem or several; each is checked before it is timed.
 
-    KERNEL is as for `cupyfa run`; a single one is compared with its baseline and the rung before
-    it. Default sizes are batch 4, heads 16, M = N = 2048, d = 64, and small ones in the simulator.
-    Kernels alternate in rounds; a column "x ..." is the speedup over another kernel, the median
-    over the rounds.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. A
+    single one is compared with its baseline and the rung before it. Kernels alternate in rounds; a
+    column "x ..." is the speedup over another kernel, the median over the rounds.
     """
     on = backend_named(backend)
     check_target(save)
     if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
-    sizes, constants = split(swept, how)
+    sizes, several = split(swept, {**how, **tiles})
+    all_tiles = {name: [value] for name, value in tiles.items()} | several
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
     about = {name: str(how[name]) for name in ("values", "layout", "seed")}
     about["caches"] = "hot" if hot else "cold"
     about["launches"] = "a CUDA graph" if how["graph"] else "one by one"
     heading = {"device": on.limits.device}
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
-    heading |= {name: str(values[0]) for name, values in constants.items() if len(values) == 1}
+    heading |= {name: str(values[0]) for name, values in all_tiles.items() if len(values) == 1}
 
     def show(rows: list[Measurement], *, err: bool = False) -> None:
         try:  # saves first, since there may be no time for more
@@ -109,7 +110,7 @@ def bench(
             kernels,
             backend=on,
             against=others,
-            constants=constants,
+            tiles=all_tiles,
             cold=not hot,
             progress=progress,
             so_far=keep,
@@ -142,12 +143,12 @@ def partial_results(
 
 
 def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sizes and the constants among NAME=VALUES. Raises ValueError for names given twice."""
+    """The sizes and the tiles among NAME=VALUES. Raises ValueError for names given twice."""
     sizes: dict[str, Any] = {}
-    constants: dict[str, Any] = {}
+    tiles: dict[str, Any] = {}
     for text in swept:
         name, values = sweeps.parsed(text)
-        group = sizes if name in (*sweeps.AXES, "tokens", "width") else constants
+        group = sizes if name in (*sweeps.AXES, "tokens", "width") else tiles
         if name in group:
             raise ValueError(f"-p {name} is given twice; list its values in one")
         if given.get(name) is not None:
@@ -155,7 +156,7 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
                 f"{name} is given twice, as {given[name]} and by -p {text}; leave one out"
             )
         group[name] = values
-    return sizes, constants
+    return sizes, tiles
 
 
 def check_target(save: Path | None) -> None:

@@ -92,8 +92,9 @@ def warm(
 ) -> None:
     """Compile KERNELs now, so that the first call of a program finds them.
 
-    KERNEL is as for `cupyfa run`, also `auto`. Combinations that a kernel cannot do are skipped.
-    Tiles are those of long sequences, of short ones, and of few queries or heads.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    Combinations that a kernel cannot do are skipped. Tiles are those of long sequences, of short
+    ones, and of few queries or heads.
     """
     operations = {operation_of(name) for name in kernels}
     options.refuse_foreign(operations, "ds", "dv", "group", "both", *given)

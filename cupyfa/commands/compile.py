@@ -8,7 +8,7 @@ from cupyfa.analysis.resources import compilations, compile_launch, compiled_row
 from cupyfa.commands import options
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import ARCHES
-from cupyfa.ladder.lookup import record_named
+from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.options import AttentionOptions
 
 
@@ -24,6 +24,7 @@ from cupyfa.options import AttentionOptions
 @options.size_option("d", type=click.IntRange(1), default=64)
 @options.size_option("dv", type=click.IntRange(1))
 @options.attention_options
+@options.tile_options
 @options.format_option
 def compile_kernels(
     kernels: list[str],
@@ -31,21 +32,22 @@ def compile_kernels(
     dtypes: tuple[str, ...],
     d: int,
     dv: int | None,
+    tiles: dict[str, int],
     form: str,
     **given: Any,
 ) -> None:
     """Compile kernels with NVRTC, for any architecture and without a GPU.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Prints
-    registers, spilled bytes, shared memory and warnings of the compiler. `--arch 90` includes
-    kernels that require sm_90a.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    Prints registers, spilled bytes, shared memory and warnings of the compiler. `--arch 90`
+    includes kernels that require sm_90a.
     """
-    chosen = [record_named(name) for name in kernels]
-    options.refuse_foreign({x.operation for x in chosen}, "d", "dv", *given)
+    chosen = [name if name == "auto" else record_named(name) for name in kernels]
+    options.refuse_foreign({operation_of(name) for name in kernels}, "d", "dv", *given)
     attention = AttentionOptions(**options.given_sizes(given))
     wanted = dtypes or (("float32",) if attention.precision else tuple(DTYPES))
     architectures = [x.strip() for x in arches.split(",")]
-    planned = plans(chosen, architectures, wanted, d, dv, attention)
+    planned = plans(chosen, architectures, wanted, d, dv, attention, tiles)
     rows = []
     with options.progress_bar("compiling") as progress:
         for done, (plan, arch) in enumerate(planned):

@@ -10,8 +10,8 @@ from cupyfa.report.tables import render
 
 
 @click.command()
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@options.problem_options()
+@options.some_kernels_argument()
+@options.problem_options(small=False)
 @click.option("--backward", is_flag=True, help="Gradients instead of the forward pass.")
 @click.option("--no-ncu", is_flag=True, help="Do not run Nsight Compute.")
 @options.backend_option
@@ -21,9 +21,8 @@ def memory(
 ) -> None:
     """Count the memory that naive attention, tiled attention and kernels need.
 
-    KERNEL is a name from `cupyfa list` or `script.py:name`; the default is every kernel that can do
-    the problem. Default sizes: -B 4 -H 16 -M 2048 -d 64 and N = M. Without a GPU, plans are for an
-    H100.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    The default is every kernel that can do the problem. Without a GPU, plans are for an H100.
 
     \b
     inputs, outputs  arrays of the call

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cupyfa.bench import sweeps
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.lookup import kernels as ladder_kernels
 from cupyfa.options import OPTIONS, Option
 from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
@@ -27,14 +29,15 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 DTYPE = "float32, or the first that the kernel can do"
 _SIZES = {
-    "batch": ("-B", None),
-    "heads": ("-H", None),
-    "kv_heads": (None, "Divides heads.  [default: heads, if that is given]"),
+    "batch": ("-B", "Batch size."),
+    "heads": ("-H", "Heads of Q."),
+    "kv_heads": (None, "Heads of K and V, a divisor of the heads of Q."),
     "M": ("-M", "Queries, or the rows of a softmax."),
     "N": ("-N", "Keys, or the columns of a softmax."),
     "d": ("-d", "Head dimension."),
-    "dv": (None, "Value dimension.  [default: d]"),
+    "dv": (None, "Value dimension."),
 }
+_FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
 SECONDS = click.FloatRange(0)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
@@ -78,11 +81,36 @@ def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
     return command
 
 
+class KernelName(click.ParamType):
+    """The name of a kernel; a shell completes it. ``others`` are further words it may be."""
+
+    name = "KERNEL"
+
+    def __init__(self, others: Sequence[str] = ("auto",)) -> None:
+        self._names = [*(x.name for x in ladder_kernels()), *others]
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]  # a script
+
+
+kernel_argument = click.argument("kernel", type=KernelName())
+
+
+def some_kernels_argument(*others: str) -> Callable[[Command], Command]:
+    """KERNEL..., which may be left out, as a tuple ``kernels``."""
+    return click.argument(
+        "kernels", nargs=-1, metavar="[KERNEL]...", type=KernelName(("auto", *others))
+    )
+
+
 def kernels_argument(command: Command) -> Command:
     """KERNEL... or --all, as a list of names ``kernels``."""
     return _with(
         _combined(command, ("kernels", "every"), "kernels", kernel_names),
-        click.argument("kernels", nargs=-1, metavar="[KERNEL]..."),
+        some_kernels_argument(),
         click.option("--all", "every", is_flag=True, help="Every kernel of the ladder."),
     )
 
@@ -157,24 +185,48 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-def size_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
+def size_option(
+    name: str, *, small: bool = True, **attributes: Any
+) -> Callable[[Command], Command]:
+    """The option of a size; ``small`` is whether it is smaller in the simulator."""
     short, text = _SIZES[name]
     long = _long(name) if len(name) > 1 else None
-    attributes = {"type": click.IntRange(0), "help": text, **attributes}
+    if "default" not in attributes:
+        text += f"  [default: {_usual_size(name, small)}]"
+    attributes = {"type": click.IntRange(0), "metavar": "INTEGER", "help": text, **attributes}
     return click.option(*filter(None, (short, long)), name, **attributes)
 
 
+def _usual_size(name: str, small: bool) -> str:
+    """The size if the option is left out, for attention and for a softmax."""
+
+    def of(operation: str) -> str:
+        usual = sweeps.USUAL[operation].get(name)
+        few = sweeps.SMALL[operation].get(name, usual) if small else usual
+        return f"{usual}{f' ({few} in the simulator)' if few != usual else ''}"
+
+    attention = _FOLLOW.get(name) or of("forward")
+    return f"{attention}; softmax: {of('softmax')}" if name in "MN" else attention
+
+
 def problem_options(
-    *, dtype: str | None = None, usual: str = DTYPE, several: Collection[str] = ()
+    *,
+    dtype: str | None = None,
+    usual: str = DTYPE,
+    several: Collection[str] = (),
+    small: bool = True,
 ) -> Callable[[Command], Command]:
-    """Sizes, dtype and options of one problem; those named in ``several`` may be repeated."""
+    """Sizes, dtype and options of one problem; those named in ``several`` may be repeated.
+
+    ``small`` is whether default sizes are smaller in the simulator.
+    """
 
     def decorate(command: Command) -> Command:
         of_dtype: Any = {"default": dtype} if dtype else {"help": f"[default: {usual}]"}
         multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
         return _with(
             command,
-            *(size_option(name, **multiple[name]) for name in _SIZES),
+            *(size_option(name, small=small, **multiple[name]) for name in _SIZES),
             click.option("--dtype", type=dtype_choice, **multiple["dtype"], **of_dtype),
             attention_options,
         )
@@ -183,38 +235,45 @@ def problem_options(
 
 
 def input_options(command: Command) -> Command:
+    """--layout, --values and --seed, which choose the inputs."""
     layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
     return _with(
         command,
         click.option("--layout", type=layouts, default="bhsd", help="Order of the axes in memory."),
         click.option("--values", type=values, default="normal", help="Distribution of the inputs."),
+        seed_option,
     )
 
 
 def tile_options(command: Command) -> Command:
-    """--Br, --Bc and -c, as a dictionary ``constants``."""
+    """--Br, --Bc and -t, as a dictionary ``tiles``."""
     return _with(
-        _combined(command, ("Br", "Bc", "constants"), "constants", _constants),
-        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
-        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
+        _combined(command, ("Br", "Bc", "tiles", "renamed"), "tiles", _tiles),
+        click.option("--Br", "Br", type=int, metavar="INTEGER", help="Rows of a tile of Q."),
+        click.option("--Bc", "Bc", type=int, metavar="INTEGER", help="Rows of a tile of K and V."),
         click.option(
-            "-c",
-            "--constant",
-            "constants",
+            "-t",
+            "--tile",
+            "tiles",
             multiple=True,
             metavar="NAME=VALUE",
-            help="Another constant of the kernel; may be repeated.",
+            help="Another tile size of the kernel; may be repeated.",
         ),
+        click.option("-c", "--constant", "renamed", multiple=True, hidden=True),
     )
 
 
-def _constants(Br: int | None, Bc: int | None, constants: tuple[str, ...]) -> dict[str, int]:
+def _tiles(
+    Br: int | None, Bc: int | None, tiles: tuple[str, ...], renamed: tuple[str, ...]
+) -> dict[str, int]:
+    if renamed:
+        raise ValueError(f"--constant is now called --tile; write -t {' -t '.join(renamed)}")
     given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
-    for constant in constants:
-        name, _, value = constant.partition("=")
+    for tile in tiles:
+        name, _, value = tile.partition("=")
         if not name or not value.isdecimal():
             raise ValueError(
-                f"constant {constant!r} is not NAME=VALUE with a whole number, for example Br=64"
+                f"tile {tile!r} is not NAME=VALUE with a whole number, for example Br=64"
             )
         if name in given:
             raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")

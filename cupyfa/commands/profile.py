@@ -7,19 +7,23 @@ from typing import Any
 import click
 
 from cupyfa.analysis import profile as profiling
+from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.lookup import record_named
+from cupyfa.ladder.lookup import operation_of, record_named
+from cupyfa.planner.select import select
 from cupyfa.report.tables import render
 from cupyfa.verify.case import Case
 
+_WITHOUT_A_GPU = "90"  # the architecture that "auto" chooses a kernel for
+
 
 @click.command()
-@click.argument("kernel")
-@options.problem_options()
+@options.kernel_argument
+@options.problem_options(small=False)
 @options.input_options
-@options.seed_option
+@options.tile_options
 @click.option(
     "--tool",
     type=click.Choice(list(profiling.TOOLS)),
@@ -30,7 +34,6 @@ from cupyfa.verify.case import Case
 )
 @click.option("--once", is_flag=True, hidden=True, help="Run as the program that is profiled.")
 @options.backend_option
-@options.tile_options
 @options.format_option
 def profile(
     kernel: str,
@@ -41,29 +44,33 @@ def profile(
     only_print: bool,
     once: bool,
     backend: str,
-    constants: dict[str, int],
+    tiles: dict[str, int],
     form: str,
     **sizes: Any,
 ) -> None:
     """Profile KERNEL with Nsight Compute or Nsight Systems.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Default
-    sizes: -B 4 -H 16 -M 2048 -d 64 and N = M, for a softmax -M 16384 -N 4096.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     """
-    record = record_named(kernel)
-    options.refuse_foreign([record.operation], *sizes)
-    (problem,) = sweeps.problems(record.operation, sizes, record)
-    case = Case(record.operation, problem, seed, values, layout)
+    operation = operation_of(kernel)
+    options.refuse_foreign([operation], *sizes)
+    records = [] if kernel == "auto" else [record_named(kernel)]
+    (problem,) = sweeps.problems(operation, sizes, *records)
+    if kernel == "auto":
+        here = gpu()
+        limits = here.limits if here else limits_of(_WITHOUT_A_GPU)
+        kernel = select("auto", operation, problem, limits).name
+    case = Case(operation, problem, seed, values, layout)
     if backend == "simulator":
         remedy = "leave --backend out" if only_print else "--print prints the commands"
         raise Unsupported(f"the simulator has no counters; profile on a GPU: {remedy}")
     if once:
-        profiling.launch_twice(kernel, case, constants)
+        profiling.launch_twice(kernel, case, tiles)
         return
     if only_print or not shutil.which(tool or "ncu"):
         commands = {
-            "ncu": profiling.ncu_command(kernel, case, constants),
-            "nsys": profiling.nsys_command(kernel, case, constants),
+            "ncu": profiling.ncu_command(kernel, case, tiles),
+            "nsys": profiling.nsys_command(kernel, case, tiles),
         }
         lines = {x: shlex.join(commands[x]) for x in commands if tool in (None, x)}
         table = render([{"tool": x, "command": line} for x, line in lines.items()], form)
@@ -72,5 +79,5 @@ def profile(
         return
     with options.progress_bar("profiling") as progress:
         run: Any = profiling.timeline if tool == "nsys" else profiling.profile
-        rows = [x.row() for x in run(kernel, case, progress=progress, tiles=constants)]
+        rows = [x.row() for x in run(kernel, case, progress=progress, tiles=tiles)]
     click.echo(render(rows, form))

@@ -16,8 +16,8 @@ from cupyfa.report.tables import render
 
 
 @click.command()
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
-@options.problem_options(usual="float16, or the first that the kernels can do")
+@options.some_kernels_argument("naive", "tiled")
+@options.problem_options(small=False, usual="float16, or the first that the kernels can do")
 @sweep_option
 @click.option("--backward", is_flag=True, help="The gradients.")
 @click.option(
@@ -44,17 +44,17 @@ def roofline(
     """Compute what bounds attention on a device, and the least time that it takes.
 
     KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
-    written once), a name from `cupyfa list`, or `script.py:name` for a record of your own; the
-    default is the first two and every rung that can do the problem. FLOP/B is the intensity; below
-    the device's balance memory is the bound, above it arithmetic or the exponentials. Default sizes
-    are batch 4, heads 16, M = N = 2048, d = 64. On this GPU kernels are also measured.
+    written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;
+    the default is the first two and every rung that can do the problem. FLOP/B is the intensity;
+    below the device's balance memory is the bound, above it arithmetic or the exponentials. On this
+    GPU kernels are also measured.
     """
     if plot:
         plots.check(plot)
         check_target(plot)
-    several, constants = split(swept, sizes)
-    if constants:
-        raise ValueError(f"{', '.join(constants)} is not a size; -p takes sizes and options")
+    several, tiles = split(swept, sizes)
+    if tiles:
+        raise ValueError(f"{', '.join(tiles)} is not a size; -p takes sizes and options")
     with options.progress_bar("measuring") as progress:
         rows = roofs_of(
             kernels,

@@ -7,10 +7,11 @@ import click
 from cupyfa.analysis.resources import compile_launch, compiled_row, limits_of, ptx, sass
 from cupyfa.bench import sweeps
 from cupyfa.commands import options
-from cupyfa.ladder.lookup import record_named
-from cupyfa.planner.select import plan
+from cupyfa.ladder.lookup import operation_of, record_named
+from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.planner.select import plan, select
 from cupyfa.planner.source import text
-from cupyfa.report.tables import plan_lines, table_or_fields
+from cupyfa.report.tables import Row, plan_lines, plan_row, render, table_or_fields
 
 VIEWS = {
     "source": "The exact text that is compiled.",
@@ -19,7 +20,6 @@ VIEWS = {
     "sass": "Machine code, from nvdisasm.",
     "resources": "Registers, spills, shared memory, occupancy and what limits it.  [default]",
 }
-_DEFAULTS = {"batch": 1, "heads": 1, "M": 1024, "d": 64}
 
 
 def view_options(command: options.Command) -> options.Command:
@@ -30,33 +30,49 @@ def view_options(command: options.Command) -> options.Command:
 
 
 @click.command()
-@click.argument("kernel")
+@options.kernel_argument
 @view_options
 @click.option("--arch", default="90", help="Compute capability.")
-@options.problem_options()
+@options.problem_options(small=False)
 @options.tile_options
-def show(kernel: str, arch: str, constants: dict[str, int], **sizes: Any) -> None:
+@options.format_option
+def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any) -> None:
     """Show the source text, plan, PTX, machine code or resources of KERNEL.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Needs no GPU.
-    Default sizes: -B 1 -H 1 -M 1024 -d 64 and N = M.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    Needs no GPU.
     """
     views = [name for name in VIEWS if sizes.pop(name)]
     if len(views) > 1:
         raise ValueError(f"--{' and --'.join(views)} are {len(views)} views; ask for one at a time")
     view = views[0] if views else "resources"
-    record = record_named(kernel)
-    options.refuse_foreign([record.operation], *sizes)
-    given = {**_DEFAULTS, **options.given_sizes(sizes)}
-    (problem,) = sweeps.problems(record.operation, {"N": given["M"], **given}, record)
-    planned = plan(record, problem, limits_of(arch), **constants)
-    for launch in planned.programs:
-        if view in ("sass", "resources"):
-            made = compile_launch(launch, arch)
-            click.echo(
-                sass(made) if view == "sass" else table_or_fields([compiled_row(planned, made)])
-            )
-        elif view == "plan":
-            click.echo(plan_lines(planned, launch))
-        else:
-            click.echo(text(launch) if view == "source" else ptx(launch, arch))
+    operation = operation_of(kernel)
+    options.refuse_foreign([operation], *sizes)
+    records = [] if kernel == "auto" else [record_named(kernel)]
+    (problem,) = sweeps.problems(operation, sizes, *records)
+    limits = limits_of(arch)
+    record = select(records[0] if records else "auto", operation, problem, limits)
+    planned = plan(record, problem, limits, **tiles)
+    for launch in planned.programs if form == "table" else ():
+        click.echo(_text(view, planned, launch, arch))
+    if form != "table":
+        click.echo(render([_row(view, planned, x, arch) for x in planned.programs], form))
+
+
+def _text(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> str:
+    """A view of a launch for people."""
+    if view == "plan":
+        return plan_lines(planned, launch)
+    row = _row(view, planned, launch, arch)
+    return table_or_fields([row]) if view == "resources" else row[view]
+
+
+def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
+    """A view of a launch as data."""
+    if view == "plan":
+        return plan_row(planned, launch)
+    if view == "resources":
+        return compiled_row(planned, compile_launch(launch, arch))
+    if view == "sass":
+        return {"entry": launch.entry, view: sass(compile_launch(launch, arch))}
+    return {"entry": launch.entry, view: text(launch) if view == "source" else ptx(launch, arch)}

@@ -11,55 +11,74 @@ from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
 from cupyfa.commands import WRONG, options
 from cupyfa.problem import Problem
-from cupyfa.report.tables import render, table_or_fields, text
+from cupyfa.report.tables import drop, drop_followers, render, table_or_fields, text
 
+_SPARE = ("spread_%", "regs", "spilled")  # columns, in narrow terminals
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
 
 
 @click.command()
-@click.argument("kernel")
+@options.kernel_argument
 @options.problem_options(several=("d", "dtype"))
-@click.option("--budget", type=options.SECONDS, default=120.0, help="Seconds for each problem.")
 @click.option("--fresh", is_flag=True, help="Ignore stored measurements.")
+@click.option("--budget", type=options.SECONDS, default=120.0, help="Seconds for each problem.")
 @options.backend_option
 @options.format_option
 def tune(kernel: str, form: str, **how: Any) -> None:
     """Measure the tile sizes of KERNEL on this device, and store the fastest.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Later plans
-    for the same kernel, dtype, d and dv begin with the fastest. Default sizes: -B 4 -H 16 -M 2048
-    -d 64 and N = M, for a softmax -M 16384 -N 4096, and smaller ones in the simulator; -d and
-    --dtype may be repeated. The exit code is 1 if no candidate of a problem is right.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Later
+    plans for the same kernel, dtype, d and dv begin with the fastest. -d and --dtype may be
+    repeated. The exit code is 1 if no candidate of a problem is right.
+
+    All candidates are timed shortly; the eight fastest, the finalists, are then timed in
+    alternation. Finalists stand above the line, the fastest first; below it are the others, ordered
+    by their first timing.
 
     \b
-    x own    speed-up over the default tiles
-    rounds   how often a finalist was timed; 0 if only the first timing was made
-    regs     registers of a thread
-    shared   bytes of shared memory of a block
+    first ms  the first, short timing, or why there is none
+    ms        finalists: the median over the rounds in alternation
+    x own     finalists: speed-up over the default tiles, in the same rounds
+    spread %  from the 20th to the 80th percentile of the times
+    rounds    finalists: how often they were timed in alternation
+    regs      registers of a thread
+    spilled   bytes that a thread spills
+    shared    bytes of shared memory of a block
     """
     with options.progress_bar("tuning") as progress:
         found = tuning.tune(kernel, progress=progress, **options.given_sizes(how))
+    by_problem: dict[Problem, list[Candidate]] = defaultdict(list)
+    for x in found:
+        by_problem[x.measurement.problem].append(x)
     if form == "table":
         _print_notes(found)
-        rows = [_short(candidate) for candidate in found]
-        click.echo(table_or_fields(rows))
+        click.echo("\n\n".join(map(_table, by_problem.values())))
     else:
         click.echo(render([candidate.row() for candidate in found], form))
-    best: dict[Problem, Candidate] = {}
-    for x in found:
-        best.setdefault(x.measurement.problem, x)
-    for p, x in best.items():
-        if x.state == RIGHT:
-            constants = text(x.measurement.constants) or "there are no tiles to choose"
+    for p, (best, *_) in by_problem.items():
+        if best.state == RIGHT:
+            tiles = text(best.measurement.constants) or "there are no tiles to choose"
             columns = "" if p.is_softmax else f", d={p.d}"
-            options.note(f"fastest for {p.arithmetic}{columns}: {constants}")
-    sys.exit(0 if all(x.state == RIGHT for x in best.values()) else WRONG)
+            options.note(f"fastest for {p.arithmetic}{columns}: {tiles}")
+    sys.exit(0 if all(best.state == RIGHT for best, *_ in by_problem.values()) else WRONG)
+
+
+def _table(candidates: Sequence[Candidate]) -> str:
+    """The candidates of a problem, with a line below the finalists."""
+    finalists = sum(x.rounds > 0 for x in candidates)
+    rows = [_short(candidate) for candidate in candidates]
+    if not finalists:
+        drop(rows, "ms", "rounds")
+    drop_followers(rows)
+    return table_or_fields(rows, spare=_SPARE, rule=finalists)
 
 
 def _short(candidate: Candidate) -> dict[str, Any]:
     """A row for 80 columns, with the state in place of a missing time."""
     row = candidate.row()
-    row["ms"] = row["ms"] or candidate.state
+    row["first_ms"] = row["first_ms"] or candidate.state
+    row["ms"] = row["ms"] if candidate.rounds else None
+    row["rounds"] = candidate.rounds or None
     for name, digits in (("spread_%", 2), ("x_own", 3)):
         row[name] = None if row[name] is None else round(row[name], digits)
     return {_SHORT.get(name, name): x for name, x in row.items() if name not in ("note", "state")}

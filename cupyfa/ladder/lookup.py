@@ -61,13 +61,15 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
 
     ``argument`` is the one that takes tile sizes in the function that was called, if it has one.
     """
+    if "constants" in given:
+        return f"constants= is now called {argument or 'tiles'}="
     names = {name for record in kernels() for name in record.choice.names}
     sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
     if not sizes or argument:
         return sizes and f"give tile sizes as {argument}={{{sizes}}}"
     return (
-        "leave it out; tile sizes are arguments of attention, compile, plan and profile, as "
-        f"tiles={{{sizes}}}, and of bench, as constants={{{sizes}}}"
+        "leave it out; tile sizes are arguments of attention, compile, plan, profile and bench, as "
+        f"tiles={{{sizes}}}"
     )
 
 

@@ -164,7 +164,25 @@ def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
             del row[column]
 
 
+def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
+    """What the host does for a launch of a plan."""
+    return {
+        "launch": launch.entry,
+        **plan.problem.row(),
+        "constants": dict(plan.constants),
+        "grid": list(launch.grid),
+        "threads": launch.threads,
+        "shared_bytes": launch.shared_bytes,
+        "scratch_bytes": plan.scratch_bytes,
+        "arguments": launch.launch.args.split(),
+        "rows_of_boxes": dict(launch.boxes),
+        "numbers": dict(launch.numbers),
+        "rounds": plan.rounds_of(launch),
+    }
+
+
 def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
+    """The same for people, a line for each fact."""
     rounds = plan.rounds_of(launch)
     return fields(
         {
@@ -194,11 +212,11 @@ def fields(row: Row) -> str:
     return _drawn(table) + "\n"
 
 
-def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = ()) -> str:
-    """A table, or for a single row its fields."""
+def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = (), rule: int = 0) -> str:
+    """A table with a line after ``rule`` rows, or for a single row its fields."""
     if len(rows) == 1:
         return fields({name.replace("_", " "): x for name, x in rows[0].items()})
-    return table_of(rows, spare=spare)
+    return table_of(rows, spare=spare, rule=rule)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
@@ -266,10 +284,13 @@ def _csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def table_of(rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = True) -> str:
+def table_of(
+    rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = True, rule: int = 0
+) -> str:
     """A table; with ``share`` values that are equal in all rows stand above it.
 
-    Columns of ``spare`` are left out, one by one, until the others fit.
+    Columns of ``spare`` are left out, one by one, until the others fit. There is a line after
+    ``rule`` rows, if others follow.
     """
     if not rows:
         return ""
@@ -281,20 +302,24 @@ def table_of(rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = Tr
             columns.remove(column)
     caption = text({c: x for c, x in shared.items() if x is not None})
     above = f"{_drawn(Text(caption))}\n" if caption else ""
-    return above + _drawn(_table(rows, columns))
+    return above + _drawn(_table(rows, columns, rule))
 
 
-def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
+def _table(rows: Sequence[Row], columns: Sequence[str], rule: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     cells = {column: [text(row[column]) for row in rows] for column in columns}
+    lines = []
     for column in columns:
         widest, values = max(map(len, cells[column])), [row[column] for row in rows]
         number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
         heading = column.replace("_", " " if len(column) <= widest else "\n")
         how: Any = {"justify": "right" if number else "left", "no_wrap": widest < _LONG}
         table.add_column(heading, overflow="fold", **how)
-    for line in zip(*cells.values()):
-        table.add_row(*map(Text, line))
+        lines.append("─" * max(widest, *map(len, heading.split("\n"))))
+    for i, texts in enumerate(zip(*cells.values())):
+        if i == rule and i:
+            table.add_row(*lines)
+        table.add_row(*map(Text, texts))
     return table
 
 

@@ -117,7 +117,7 @@ class Stored:
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
     """The command line that repeats an outcome, with the options that have a value."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    fixed = [f"--constant={name}={value}" for name, value in outcome.constants.items()]
+    fixed = [f"--tile={name}={value}" for name, value in outcome.constants.items()]
     return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
 
 

@@ -125,7 +125,7 @@ def test_the_program_is_this_one_with_every_size_fixed(make):
     command = make("fa2", SMALL, {"Br": 16})
     program = command[command.index(sys.executable) :]
     assert program[1:3] == [str(sources.ROOT / "cli.py"), "profile"]
-    assert program[3:] == ["fa2", *SMALL.options(), "-c", "Br=16", "--once"]
+    assert program[3:] == ["fa2", *SMALL.options(), "-t", "Br=16", "--once"]
 
 
 def test_the_hidden_option_runs_what_the_command_names(monkeypatch):

@@ -390,8 +390,8 @@ def test_different_records_of_the_same_name_are_refused(two_of_a_name):
 
 
 def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():
-    constants = {"Br": [8, 16], "Bc": 4}
-    rows = bench(["v1", "fa2"], backend="simulator", budget=0, constants=constants, **TINY)
+    tiles = {"Br": [8, 16], "Bc": 4}
+    rows = bench(["v1", "fa2"], backend="simulator", budget=0, tiles=tiles, **TINY)
     assert [(row.kernel, row.constants) for row in rows] == [
         ("v1", {"Bc": 4}),
         ("fa2", {"Br": 8, "Bc": 4}),
@@ -409,8 +409,8 @@ def test_unsupported_problems_are_rows_with_a_note():
 
 
 def test_constants_that_break_a_rule_are_rows_with_a_note():
-    constants = {"Br": [32, 8], "Bc": 24}
-    rows = bench(["v1", "fa2"], backend="simulator", budget=0, constants=constants, **TINY)
+    tiles = {"Br": [32, 8], "Bc": 24}
+    rows = bench(["v1", "fa2"], backend="simulator", budget=0, tiles=tiles, **TINY)
     rule = "fa2 with Br={}, Bc=24 breaks its rule: Bc is below 16 or a multiple of it"
     assert [(row.time is not None, row.note.partition(";")[0]) for row in rows] == [
         (True, ""),
@@ -418,7 +418,7 @@ def test_constants_that_break_a_rule_are_rows_with_a_note():
         (False, rule.format(8)),
     ]
     with pytest.raises(ValueError, match="Br=32, Bc=24 breaks its rule"):
-        bench("fa2", backend="simulator", budget=0, constants=constants, **TINY)
+        bench("fa2", backend="simulator", budget=0, tiles=tiles, **TINY)
 
 
 class Cramped(Simulator):

@@ -476,6 +476,22 @@ def test_the_table_fits_the_terminal(monkeypatch, columns):
     assert sum("untried" in line for line in table) == len(rows) / 2
 
 
+def test_the_others_are_not_compared_with_the_finalists(laps, engine, monkeypatch):
+    measured(monkeypatch, {200: 10.0, 2: 9.0, 1: 30.0})
+    monkeypatch.setattr(tuning, "_FINALISTS", 2)
+    best, own, other = tune(laps, engine)
+    assert best.factor > own.factor == 1 and best.rounds and own.rounds
+    assert (other.factor, other.rounds) == (None, 0) and other.first_ms > best.first_ms
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: [best, own, other])
+    done = cli("tune", laps)
+    rows = done.stdout.splitlines()
+    line = next(i for i, row in enumerate(rows) if row.startswith("─"))
+    assert [row.split()[0] for row in rows[line - 2 : line]] == ["laps=2", "laps=200"]
+    (last,) = rows[line + 1 :]
+    assert last.split()[:2] == ["laps=1", f"{other.first_ms:.4g}"] and "x own" in rows[line - 3]
+    assert last.split()[2] == f"{round(other.row()['spread_%'], 2):.4g}"  # neither ms nor x own
+
+
 @pytest.mark.gpu
 def test_tuning_on_a_gpu(cuda, tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))

@@ -8,16 +8,19 @@ import re
 import shutil
 import subprocess
 
+import click
 import pytest
+from click.testing import CliRunner
 from helpers import own_kernel
-from helpers.cli import CLI, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
+from helpers.cli import CLI, MAIN, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
 from helpers.problems import DTYPES
 
 import cupyfa
-from cupyfa.bench import trial
-from cupyfa.commands.run import problem_of
+from cupyfa.bench import sweeps, trial
 from cupyfa.ladder import LADDER
+from cupyfa.options import OPTIONS
 from cupyfa.planner import source as sources
+from cupyfa.problem import SIZES as SIZE_NAMES
 from cupyfa.report import tables as report
 from cupyfa.report.tables import table_of
 from cupyfa.verify.case import Case
@@ -145,11 +148,11 @@ def test_kv_heads_sets_heads_too():
     assert (row["heads"], row["kv_heads"]) == (2, 2)
 
 
-def test_defaults_of_N_and_d():
-    p = problem_of("forward", None, 3, {"M": 40, "N": None, "d": None})
-    assert (p.M, p.N, p.d) == (40, 40, 64)
-    p = problem_of("forward", None, 3, {"M": 40, "N": 7, "d": 9})
-    assert (p.M, p.N, p.d) == (40, 7, 9)
+def test_sizes_that_are_left_out_are_those_of_bench():
+    (row,) = strict(cli("run", "fa2", *SIMULATOR, "-M", 40, "--format", "json").stdout)
+    (usual,) = sweeps.problems("forward", {"M": 40}, small=True)
+    assert {name: row[name] for name in SIZE_NAMES} == {x: getattr(usual, x) for x in SIZE_NAMES}
+    assert (row["N"], row["d"], row["seed"]) == (40, 64, 0)
 
 
 def test_equal_columns_are_shared_above_the_table():
@@ -179,16 +182,9 @@ def test_d_of_0_is_accepted():
     assert problem in " ".join(told.split())
 
 
-def test_a_random_seed_is_printed_and_reproduces_the_run():
-    drawn = cli("run", "fa2", *SIMULATOR)
-    seed = re.search(r"seed=(\d+)", drawn.stdout)[1]
-    again = cli("run", "fa2", *SIMULATOR, "--seed", seed)
-    untimed = [re.sub(r"\ntime .*", "", done.stdout) for done in (drawn, again)]
-    assert untimed[0] == untimed[1]
-    (row,) = strict(
-        cli("run", "fa2", *SIMULATOR, "--seed", int(seed) + 1, "--format", "json").stdout
-    )
-    assert f"M={row['M']} N={row['N']} d={row['d']}" not in drawn.stdout
+def test_the_seed_reproduces_the_inputs():
+    errors = [run("fa2", "--seed", seed)["O_error"] for seed in (3, 3, 4)]
+    assert errors[0] == errors[1] != errors[2]
 
 
 def test_data_goes_to_stdout_and_notes_to_stderr():
@@ -377,11 +373,83 @@ def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
     assert re.match(r"-c .*\.cubin", cli("show", "v2", "--sass").stdout)
 
 
-@pytest.mark.parametrize("name", ["check", "compile", "show", "roofline", "bench"])
-def test_help_mentions_auto_where_it_is_accepted(name):
-    text = " ".join(cli(name, "--help").stdout.split())
-    assert ("as for `cupyfa run`" in text) == (name == "bench")
-    assert ("`script.py:name` for a record of your own" in text) == (name != "bench")
+def commands(group=MAIN, *names):
+    """All commands with their names, those of groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
+def test_commands_are_one_family():
+    """Options of one name are the same in all commands, and stand in the same order in the help."""
+    families = {}
+    for names, command in commands():
+        shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
+        taken = [x.name for x in command.params if isinstance(x, click.Argument)]
+        places = [_PLACES.index(x.name) for x in shown if x.name in _PLACES]
+        assert places == sorted(places), names
+        assert shown[-1].name == "form", names
+        if {"kernel", "kernels"} & {*taken} and names != ("check",):
+            assert _KERNEL in " ".join(command.help.split()) or names == ("roofline",), names
+            assert "`auto`" in command.help, names
+        for option in shown:
+            if option.name not in ("dtype", "dtypes", "d", "seed", "budget", "device", "backward"):
+                about = (option.opts, type(option.type), getattr(option.type, "choices", None))
+                families.setdefault(option.name, {})[about[0][0], str(about)] = names
+    assert [x for x in families.values() if len(x) > 1] == []
+
+
+_KERNEL = "KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record"
+_PLACES = [
+    *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", *OPTIONS, "layout", "values"),
+    *("Br", "Bc", "tiles", "swept", "budget", "save", "backend", "schedule", "form"),
+]
+
+
+def test_auto_is_a_kernel_of_every_command(tmp_path):
+    chosen = "fa2_coalesced"
+    assert chosen in cli("show", "auto", "--plan").stdout
+    assert chosen in cli("compile", "auto", "--arch", "80", "--dtype", "float32").stdout
+    assert chosen in cli("memory", "auto", *SIMULATOR).stdout
+    assert chosen in cli("profile", "auto", "--print").stdout
+    assert (
+        chosen
+        in cli("roofline", "auto", "--device", "h100", "--no-measure", "--dtype", "float32").stdout
+    )
+    small = ("-M", 8, "-d", 8, "--budget", 0, "--format", "json")
+    rows = strict(cli("tune", "auto", *SIMULATOR, *small).stdout)
+    assert {row["kernel"] for row in rows} == {chosen}
+
+
+def test_show_as_data():
+    (plan,) = strict(cli("show", "fa2", "--plan", "-M", 70, "--format", "json").stdout)
+    assert (plan["launch"], plan["threads"], plan["grid"]) == ("fa2", 128, [64, 1, 1])
+    (source,) = strict(cli("show", "fa2", "--source", "--format", "json").stdout)
+    assert source["source"].startswith("using scalar = float;")
+    (used,) = csv.DictReader(cli("show", "fa2", "--format", "csv").stdout.splitlines())
+    assert int(used["registers"]) > 0
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("run fa2_c", ["fa2_coalesced"]),
+        ("bench v1 aut", ["auto"]),
+        ("roofline nai", ["naive"]),
+        ("check fa2 --grid fu", ["fuzz"]),
+        ("run fa2 --causal to", ["top-left"]),
+    ],
+)
+def test_the_shell_completes_kernels_and_choices(words, expected):
+    env = {
+        "_CUPYFA_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"cupyfa {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    done = CliRunner().invoke(MAIN, [], env=env, prog_name="cupyfa")
+    assert [line.partition(",")[2] for line in done.stdout.split()] == expected
 
 
 def test_help_of_clear_names_the_kinds():
