@@ -15,6 +15,8 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of cli.py
 
 import cupyfa  # noqa: E402
+from cli import main  # noqa: E402
 from cupyfa import errors  # noqa: E402
 from cupyfa.bench.bench import bench  # noqa: E402
 from cupyfa.ladder import LADDER  # noqa: E402
@@ -61,9 +64,9 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 
-LINK = re.compile(
-    r"\[(?P<text>[^]]+)\]\((?P<target>(?:\.\./)+(?:README\.md|cupyfa|kernels|examples|tools)\b[^)#]*)\)"
-)
+# Links to what may lie outside of docs/, and pages that include parts of the README.
+LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?P<target>(?:\.\./)+[^)#]+)(?P<anchor>#[^)]*)?\)")
+INCLUDED = {"README.md": "index", "README.md#install": "install", "README.md#the-ladder": "ladder"}
 PUBLIC = {*cupyfa.__all__}
 ERRORS = {name for name in dir(errors) if name in PUBLIC}
 LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
@@ -79,13 +82,12 @@ def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def _translated_link(link: re.Match[str], name: str, page: Path) -> str:
-    target = _target(link, page)
-    top = "../" * name.count("/")
-    if target == ROOT / "README.md":
-        return f"[{link['text']}]({top}ladder.md)"
-    if target.is_dir():
-        return link["text"]
-    return f'<a href="{top}{_source_page(target)}.html">{link["text"]}</a>'
+    target, text, top = _target(link, page), link["text"], "../" * name.count("/")
+    if target.is_relative_to(ROOT / "docs"):
+        return link[0]
+    if included := INCLUDED.get(f"{target.relative_to(ROOT)}{link['anchor'] or ''}"):
+        return f"[{text}]({top}{included}.md)"
+    return text if target.is_dir() else f'<a href="{top}{_source_page(target)}.html">{text}</a>'
 
 
 def _target(link: re.Match[str], page: Path) -> Path:
@@ -122,6 +124,22 @@ def _before(file: Path) -> list[Path]:
     files = {record.name: file.parent / f"{record.name}.cu" for record in cupyfa.kernels()}
     records = [record for record in cupyfa.kernels() if files[record.name] == file]
     return [files[name] for record in records for name in record.after if files[name].is_file()]
+
+
+def linked_code(app: Sphinx, document: nodes.document) -> None:
+    """Links from `cupyfa.name` and `cupyfa command` in text to the reference."""
+    commands = app.builder.get_relative_uri(app.env.docname, "reference/commands")
+    for code in [*document.findall(nodes.literal)]:
+        name = re.fullmatch(r"cupyfa\.(\w+)(\(.*\))?", code.astext())
+        command = re.fullmatch(r"cupyfa (\w+)( .*)?", code.astext())
+        if isinstance(code.parent, nodes.reference | nodes.title | pending_xref):
+            continue
+        if name and name[1] in PUBLIC:
+            about = {"refdomain": "py", "reftype": "obj", "reftarget": f"cupyfa.{name[1]}"}
+            code.replace_self(pending_xref("", code.deepcopy(), refdoc=app.env.docname, **about))
+        elif command and command[1] in main.commands:
+            uri = f"{commands}#cupyfa-{command[1]}"
+            code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=uri, internal=True))
 
 
 def forget_overloads(app: Sphinx) -> None:
@@ -187,6 +205,7 @@ def escaped_help(app: Sphinx, context: Any, lines: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", translated_page)
     app.connect("html-collect-pages", source_pages)
+    app.connect("doctree-read", linked_code)
     app.connect("builder-inited", forget_overloads)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-process-docstring", with_definitions)

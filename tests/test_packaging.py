@@ -110,7 +110,7 @@ FOREIGN = {
 }
 
 # Where gradients are joined to it and where that is tested; what is timed beside it by hand.
-WITH_TORCH = ("docs/semantics.md", "tests/kernels/test_backward.py", "tools/host_times.py")
+WITH_TORCH = ("docs/howto/frameworks.md", "tests/kernels/test_backward.py", "tools/host_times.py")
 
 
 @pytest.mark.parametrize("what", FOREIGN)

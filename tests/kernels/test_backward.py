@@ -311,7 +311,7 @@ def test_deterministic_kernels():
 def joined_to(library):
     """The function that the page defines for a library; skips if it is not installed."""
     pytest.importorskip(library)
-    page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "frameworks.md").read_text(encoding="utf-8")
     names = {}
     exec(page.split(f"<!-- for_{library}.py -->\n```python\n")[1].split("```")[0], names)
     return names["attention"]
