@@ -8,7 +8,7 @@ and benchmarks, on CUDA and in the simulator.
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,11 +115,14 @@ class Launcher:
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
+        written = {*plan.outputs, *plan.scratch}
         self._steps: list[Callable[[], _Arguments | _Operands]] = [
             partial(_Operands, backend, plan, step, _operands(step, arrays, place))
             if isinstance(step, Matmul)
             else partial(
-                _Arguments, backend, _launch(backend, step, kernels[id(step.launch)], arrays, place)
+                _Arguments,
+                backend,
+                _launch(backend, step, kernels[id(step.launch)], arrays, place, written),
             )
             for step in plan.steps
             if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
@@ -171,13 +174,14 @@ def _launch(
     kernel: Any,
     arrays: Mapping[str, Any],
     place: Mapping[str, int],
+    written: Set[str],
 ) -> _Launch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
     given = [(at, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
     regions = []
     for name, at in {name: at for at, name, _ in given}.items():
         low, high = extent(arrays[name])
-        regions.append(Region(name, at, low, high - low))
+        regions.append(Region(name, at, low, high - low, constant=name not in written))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,

@@ -157,20 +157,28 @@ def test_reads_of_16_bit_arguments_are_checked(monkeypatch, level, number, heade
     assert unwritten.place == ("test.cu:4" if HAS_LINES else "")
 
 
-RIGHT_WRITES = (
+RIGHT_ACCESSES = (
     "A[threadIdx.x] = 1; __syncthreads(); A[63 - threadIdx.x] = 2;",
     "A[threadIdx.x] = 1; __syncwarp(); A[threadIdx.x ^ 31] = 2;",
     "if (atomicAdd(&A[64], 1) % 64 == 63) A[0] = 1;",
     "reinterpret_cast<char*>(A)[threadIdx.x] = 1;",
+    "int x = A[threadIdx.x ^ 1]; __syncwarp(); A[threadIdx.x] = x;",
+    "int i = threadIdx.x, x = A[63 - i]; barrier_sync(1, 64); A[i] = x; A[i] += 1;",
+    "A[threadIdx.x] = 1; __threadfence(); if (atomicAdd(&A[64], 1) % 64 == 63) A[0] = A[9];",
 )
 
 
-def test_writes_to_the_same_global_memory():
+def test_accesses_of_the_same_global_memory():
     A = np.zeros(65, np.int32)
-    for body, schedule in product(RIGHT_WRITES, (None, 1, 2)):
-        launch(body, A, threads=64, grid=(4 if "atomic" in body else 1, 1, 1), schedule=schedule)
+    for body, schedule in product(RIGHT_ACCESSES, (None, 1, 2)):
+        grid = (4 if body.startswith("if (atomicAdd") else 1, 1, 1)
+        head = "#include <ptx/named_barrier.cuh>"
+        launch(body, A, threads=64, grid=grid, schedule=schedule, head=head)
     of_blocks = "if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;"
-    assert "and this one write byte 0 of A" in fault(of_blocks, A, grid=(4, 1, 1), workers=1).what
+    what = fault(of_blocks, A, grid=(4, 1, 1), workers=1).what
+    assert "block (0, 0, 0) wrote and this block writes byte 0 of A with no atomic between" in what
+    what = fault("if (threadIdx.x == 0) A[blockIdx.x] = A[blockIdx.x ^ 1];", A, grid=(4, 1, 1)).what
+    assert "race: block" in what and "of A with no atomic between" in what
 
 
 def test_a_plain_write_races_with_the_atomics_of_other_threads():

@@ -130,7 +130,7 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    fixed = (_Region * len(regions))(*(_Region(x.name.encode(), 0, x.bytes) for x in regions))
+    fixed = (_Region * len(regions))(*(_Region(x.name.encode(), 0, x.bytes, x.constant) for x in regions))
     places = [(x.argument, x.low) for x in regions]
 
     def start(stream: Any, pointers: int, extra: int) -> None:
@@ -188,7 +188,12 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
 
 
 class _Region(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("address", ctypes.c_size_t), ("bytes", ctypes.c_size_t)]
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_size_t),
+        ("bytes", ctypes.c_size_t),
+        ("constant", ctypes.c_int),
+    )
 
 
 class _Request(ctypes.Structure):

@@ -8,9 +8,9 @@
 // The kernel is compiled with the compiler's thread and bounds instrumentation, and linked without
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
 // here. They know what a kernel may access: its buffers, its own stack, the block's shared memory.
-// For each pair of bytes of shared memory they also record who wrote and who read it, and when, in
-// vector clocks with one component per warp; two accesses that no barrier orders are a race. For
-// arrays they record the writers, to detect two threads or blocks that write the same place.
+// For each pair of bytes of shared memory, and of arrays that the launch may write, they also
+// record who wrote and who read it, and when, in vector clocks with one component per warp; two
+// accesses that no barrier orders are a race. Two blocks are ordered by nothing but atomics.
 // Shuffles and votes are no barriers: in CUDA only __syncwarp orders memory. Asynchronous copies
 // and tensor cores are in asynchronous.h; they have components of their own.
 //
@@ -50,6 +50,7 @@ struct Region {
   const char* name;
   std::uintptr_t address;
   std::size_t bytes;
+  int constant = 0;  // whether the kernel may only read it
 };
 
 struct Request {
@@ -342,12 +343,29 @@ struct Arena {
   }
 };
 
-// Two bytes of an array in global memory: who wrote them last, and in which block, counted from 1.
-// Two blocks are not ordered, unless they communicate by atomics. Workers write this without locks:
-// where two blocks race, one of them may miss it.
-struct Written {
+// What is known of an array in global memory: for every two bytes a Cell, whose writers are apart,
+// since few arrays are read and written in one launch. All workers share it, so an epoch also has
+// its worker's number. It is written without locks: where two blocks race, one of them may miss it.
+constexpr int number_shift = 54;
+constexpr Epoch without_number = (Epoch{1} << number_shift) - 1;
+
+struct Readers {
+  Epoch updater;
+  Epoch last[2];
+};
+
+struct Shadow {
+  Epoch* writers;
+  Readers* readers;  // nullptr: of an array that the kernel only reads, they are not recorded
+  bool is_read;      // whether any reader or updater was recorded
+};
+
+// A block that a worker began, when its clock was this.
+struct Began {
+  Began* next;
+  std::uint64_t number;  // of the worker
+  Clock floor;
   std::uint64_t block;
-  Epoch writer;
 };
 
 // The values the lanes of one warp bring to a collective. It stays until all have moved on.
@@ -439,25 +457,36 @@ struct Launch {
   std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Report* report;
-  Written** written = nullptr;  // of each region of the request
+  Shadow* shadows = nullptr;  // of each region of the request
+  Began* begun = nullptr;
+  std::atomic<std::uint64_t> next_number{1};
 
-  static std::size_t written_bytes(const Region& region) {
-    return (region.bytes / cell_bytes + 2) * sizeof(Written);
+  // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
+  template <class T>
+  static T* map(std::size_t bytes) {
+    void* room = mmap(nullptr, bytes / cell_bytes * sizeof(T), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return room == MAP_FAILED ? nullptr : static_cast<T*>(room);
   }
-  // Without memory for it races are not detected; only written parts take memory.
-  void allocate_written() {
-    written = static_cast<Written**>(std::calloc(request->region_count + 1, sizeof(Written*)));
-    for (std::size_t i = 0; written != nullptr && i < request->region_count; ++i) {
-      void* room = mmap(nullptr, written_bytes(request->regions[i]), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (room != MAP_FAILED) written[i] = static_cast<Written*>(room);
+  template <class T>
+  static void unmap(T* room, std::size_t bytes) {
+    if (room != nullptr) munmap(room, bytes / cell_bytes * sizeof(T));
+  }
+
+  void allocate_shadows() {
+    shadows = static_cast<Shadow*>(std::calloc(request->region_count + 1, sizeof(Shadow)));
+    for (std::size_t i = 0; shadows != nullptr && i < request->region_count; ++i) {
+      const Region& region = request->regions[i];
+      shadows[i].writers = map<Epoch>(region.bytes);
+      if (!region.constant) shadows[i].readers = map<Readers>(region.bytes);
     }
   }
-  void free_written() {
-    for (std::size_t i = 0; written != nullptr && i < request->region_count; ++i) {
-      if (written[i] != nullptr) munmap(written[i], written_bytes(request->regions[i]));
+  void free_shadows() {
+    for (std::size_t i = 0; shadows != nullptr && i < request->region_count; ++i) {
+      unmap(shadows[i].writers, request->regions[i].bytes);
+      unmap(shadows[i].readers, request->regions[i].bytes);
     }
-    std::free(written);
+    std::free(shadows);
   }
 };
 
@@ -465,7 +494,7 @@ struct Worker {
   // Read by every access check.
   std::uintptr_t stack_low = 0;
   Region hit{};  // the buffer touched last
-  Written* hit_written = nullptr;
+  Shadow* hit_shadow = nullptr;
   Arena dynamic;
   Arena fixed;
   Fiber* fiber = nullptr;
@@ -481,8 +510,13 @@ struct Worker {
   int idle_polls = 0;  // since anything but polling happened
   bool abandoned = false;
   bool shuffled = false;
-  bool speaks = false;      // whether the block executed atomics in global memory
-  unsigned late_warps = 0;  // of a shuffled order: those that run when no other can
+  // Whether the block executed atomics in global memory, by which blocks may tell others what to
+  // read; a fence; and an atomic after it, by which threads of one block may.
+  bool speaks = false;
+  bool fenced = false;
+  bool signals = false;
+  std::uint64_t number = 0;  // of this worker, from 1
+  unsigned late_warps = 0;   // of a shuffled order: those that run when no other can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
   void** arguments = nullptr;
@@ -1139,42 +1173,94 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
   }
 }
 
-[[noreturn]] COLD void fault_written_twice(Worker& worker, const Touch& touch,
-                                           const Written& other) {
-  std::size_t offset = touch.address - worker.hit.address;
-  if (other.block != worker.block + 1) {
-    unsigned block[3];
-    block_coordinates(worker, other.block - 1, block);
+// The block in which a worker was at this time.
+std::uint64_t block_of(Launch& launch, Epoch epoch) {
+  Guard guard(launch.mutex);
+  const Began* began = launch.begun;
+  while (began != nullptr && (began->number != epoch >> number_shift ||
+                              began->floor >= clock_of(epoch & without_number))) {
+    began = began->next;
+  }
+  return began == nullptr ? 0 : began->block;
+}
+
+inline bool of_this_block(const Worker& worker, Epoch epoch) {
+  return epoch >> number_shift == worker.number && clock_of(epoch & without_number) > worker.floor;
+}
+
+[[noreturn]] COLD void fault_global_race(Worker& worker, const Touch& touch, std::size_t cell,
+                                         Epoch other, const char* done) {
+  std::size_t offset = cell * cell_bytes;
+  if (of_this_block(worker, other)) {
     fault(worker, touch.place,
-          format("race: block (%u, %u, %u) and this one write byte %zu of %s", block[0], block[1],
-                 block[2], offset, worker.hit.name));
+          format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
+                 thread_name(worker, thread_of(other)).chars, done, verb(touch.access), offset,
+                 worker.hit.name));
   }
-  fault(worker, touch.place,
-        format("race: %s wrote and this thread writes byte %zu of %s with no barrier between",
-               thread_name(worker, thread_of(other.writer)).chars, offset, worker.hit.name));
+  unsigned block[3];
+  block_coordinates(worker, block_of(*worker.launch, other), block);
+  fault(
+      worker, touch.place,
+      format("race: block (%u, %u, %u) %s and this block %s byte %zu of %s with no atomic between",
+             block[0], block[1], block[2], done, verb(touch.access), offset, worker.hit.name));
 }
 
-// A write to the accessed array. Order by atomics is not known here, so writes of a block after its
-// first atomic are not checked.
-inline void check_written(Worker& worker, const Touch& touch) {
-  if (worker.speaks || worker.hit_written == nullptr) return;
-  if (touch.bytes < cell_bytes) return;  // two threads may share a cell
-  std::size_t first = (touch.address - worker.hit.address) / cell_bytes;
-  Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
-  for (std::size_t i = first; i < first + touch.bytes / cell_bytes; ++i) {
-    Written& cell = worker.hit_written[i];
-    bool own = cell.block == worker.block + 1;
-    if (own ? !ordered(worker, cell.writer, worker.fiber->index) : cell.block != 0) {
-      fault_written_twice(worker, touch, cell);
+inline bool races(const Worker& worker, Epoch epoch) {
+  if (epoch == 0) return false;
+  if (!of_this_block(worker, epoch)) return !worker.speaks;
+  return !worker.signals && !ordered(worker, epoch & without_number, worker.fiber->index);
+}
+
+// Checks an access of two bytes, and records it. Reads and atomics do not race here: a loop around
+// atomicCAS begins with a read.
+template <Access access>
+inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, Epoch now,
+                              const Touch& touch) {
+  Epoch& writer = shadow.writers[cell];
+  if (access == Access::read && shadow.readers[cell].last[0] == now) return;
+  if (races(worker, writer)) fault_global_race(worker, touch, cell, writer, "wrote");
+  if (access != Access::write || shadow.is_read) {
+    Readers& readers = shadow.readers[cell];
+    if (access == Access::write) {
+      if (races(worker, readers.updater)) {
+        fault_global_race(worker, touch, cell, readers.updater, "updated");
+      }
+      for (Epoch reader : readers.last) {
+        if (races(worker, reader)) fault_global_race(worker, touch, cell, reader, "read");
+      }
     }
-    cell = {worker.block + 1, now};
+    if (access == Access::read) {
+      if (thread_of(readers.last[0]) != thread_of(now)) readers.last[1] = readers.last[0];
+      readers.last[0] = now;
+    } else if (access == Access::atomic) {
+      readers.updater = now;
+    } else if ((readers.updater | readers.last[0]) != 0) {  // untouched memory stays so
+      readers = {};
+    }
   }
+  if (access == Access::write) writer = now;
 }
 
+// An access of the array that was touched last. Order by atomics is not known here, so a block that
+// executed some is not compared with others, nor are its threads if a fence came before.
 template <Access access>
 inline void check_global(Worker& worker, const Touch& touch) {
-  if (access == Access::write) check_written(worker, touch);
-  if (access == Access::atomic) worker.speaks = true;
+  if (access == Access::announcement) return;
+  if (access == Access::atomic) {
+    worker.speaks = true;
+    worker.signals = worker.fenced;
+  }
+  Shadow* shadow = worker.hit_shadow;
+  if (shadow == nullptr || (access != Access::write && shadow->readers == nullptr)) return;
+  if (access != Access::write && !shadow->is_read) shadow->is_read = true;
+  // Two threads may use the two bytes of one cell.
+  std::size_t offset = touch.address - worker.hit.address;
+  std::size_t end = (offset + touch.bytes) / cell_bytes;
+  Epoch now = worker.number << number_shift | worker.warp->clock << clock_shift |
+              static_cast<Epoch>(worker.fiber->index);
+  for (std::size_t cell = (offset + cell_bytes - 1) / cell_bytes; cell < end; ++cell) {
+    check_global_cell<access>(worker, *shadow, cell, now, touch);
+  }
 }
 
 // How far the access lies from the region; 0 if they overlap.
@@ -1251,7 +1337,9 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
   for (std::size_t i = 0; i < request.region_count; ++i) {
     if (inside(request.regions[i], touch.address, touch.bytes)) {
       worker.hit = request.regions[i];
-      worker.hit_written = worker.launch->written == nullptr ? nullptr : worker.launch->written[i];
+      Shadow* shadows = worker.launch->shadows;
+      worker.hit_shadow =
+          shadows == nullptr || shadows[i].writers == nullptr ? nullptr : &shadows[i];
       check_global<access>(worker, touch);
       return;
     }
@@ -1366,12 +1454,20 @@ void prepare_clocks(Worker& worker) {
   }
 }
 
+void note_block(Worker& worker) {
+  Launch& launch = *worker.launch;
+  auto* began = static_cast<Began*>(std::calloc(1, sizeof(Began)));
+  Guard guard(launch.mutex);
+  *began = {launch.begun, worker.number, worker.floor, worker.block};
+  launch.begun = began;
+}
+
 void prepare_block(Worker& worker, std::uint64_t block) {
   const Request& request = *worker.launch->request;
   worker.block = block;
   worker.finished = 0;
   worker.idle_polls = 0;
-  worker.speaks = false;
+  worker.speaks = worker.fenced = worker.signals = false;
   worker.random = request.seed * 0x2545f4914f6cdd1du ^ block;
   worker.late_warps = late_warps(request.seed, block);
   worker.ready_warps = 0;
@@ -1381,6 +1477,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
   }
   for (Barrier& barrier : worker.barriers) barrier = Barrier{};
   prepare_clocks(worker);
+  note_block(worker);
   worker.components = worker.warp_count;
   forget_asynchronous(worker);
   for (int i = 0; i < worker.threads; ++i) prepare_fiber(worker, i);
@@ -1506,6 +1603,7 @@ void report_no_memory(Launch& launch) {
 
 bool prepare_worker(Worker& worker, Launch& launch) {
   worker.launch = &launch;
+  worker.number = launch.next_number.fetch_add(1);
   worker.shuffled = launch.request->shuffled != 0;
   bool copied = copy_arguments(worker, *launch.request);
   return copied && prepare_shared(worker) && prepare_threads(worker);
@@ -1590,7 +1688,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   dl_iterate_phdr(describe_module, &search);
   std::uint64_t wanted = std::clamp(request->workers, 1, max_workers);
   int workers = static_cast<int>(std::min(wanted, launch.blocks));
-  launch.allocate_written();
+  launch.allocate_shadows();
   pthread_t threads[max_workers];
   int started = 0;
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
@@ -1599,7 +1697,8 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   // A system out of threads leaves the work to those that started, or to this one.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
-  launch.free_written();
+  launch.free_shadows();
+  free_all(launch.begun);
   return launch.faulty_block.load() != UINT64_MAX;
 }
 
@@ -1686,6 +1785,11 @@ EXPORTED void simulator_pause(bool again, const char* operation, const char* fil
   worker.warp->polling |= 1u << fiber.lane;
   suspend(worker);
   fiber.operation = nullptr;
+}
+
+EXPORTED void simulator_fence() {
+  self->fenced = true;
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 EXPORTED void simulator_publish(const void* object) {

@@ -53,6 +53,7 @@ unsigned simulator_block_barrier(bool predicate, int which, const char* operatio
 void simulator_named_barrier(int id, int threads, bool waits, const char* operation,
                              const char* file, int line);
 void simulator_pause(bool again, const char* operation, const char* file, int line);
+void simulator_fence();
 void simulator_publish(const void* object);
 void simulator_observe(const void* object);
 void* simulator_thread_storage(const void* key, size_t bytes);
@@ -452,13 +453,13 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
 // A worker runs one thread at a time; its stores reach other workers at the end of the grid at the
 // latest.
 inline void __threadfence() {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  simulator_fence();
 }
 inline void __threadfence_block() {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  simulator_fence();
 }
 inline void __threadfence_system() {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  simulator_fence();
 }
 
 // ---------------------------------------------------------------------------------------------
