@@ -1,6 +1,8 @@
 """The headers mma.cuh and cp_async.cuh: layouts of fragments, completion of copies."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -243,15 +245,23 @@ def test_many_copies_in_many_groups(run):
     assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
 
 
-def test_copies_complete_at_the_wait():
-    """As late as a device may complete them: an early read gives the old data."""
-    A, B = numbers(64), np.zeros((5, 32), np.uint16)
-    body = TILE + code("copies_land_in_the_wait_that_requires_it")
+@pytest.mark.parametrize(
+    "wait, copy, access",
+    [("group<1>();", 3, 9), ("group<0>();", 5, 11), ("group<0>();\nB[64", 7, 14)],
+)
+def test_copies_complete_at_the_wait(wait, copy, access):
+    """As late as a device may complete them: an earlier access is a race with the copy."""
+    A, B = numbers(64), np.zeros((3, 32), np.uint16)
+    body = code("copies_land_in_the_wait_that_requires_it")
     launch(body, A, B, head=COPIES)
-    assert (B[:2] == 7).all() and (B[4] == 0).all()
-    assert (B[2:4] == A[:, 0].reshape(2, 32)).all()
-    never_written = body.replace("tile[me][i] = 7", "")
-    assert "no thread of this block has written" in fault(never_written, A, B, head=COPIES).what
+    assert (B[:2] == A[:, 0].reshape(2, 32)).all() and (B[2] == 0).all()
+    assert f"cp_async_wait_{wait}" in body
+    early = body.replace(f"cp_async_wait_{wait}", wait.removeprefix(wait.partition("\n")[0]), 1)
+    for verb, text in (("reads", early), ("writes", re.sub(r"(B.*) = (.*);", r"\2 = 1;", early))):
+        caught = fault(text, A, B, head=COPIES)
+        lands = f"began with cp_async at test.cu:{copy} is under way and this thread {verb} byte"
+        assert lands in caught.what and caught.place == f"test.cu:{access}"
+        assert caught.what.endswith("with no cp_async_wait_group of that thread between")
 
 
 SHARE = TILE + code("share")
@@ -269,7 +279,8 @@ def test_copied_data_is_visible_to_others_after_a_barrier(schedule, other):
     assert "race" in caught.what and caught.place in ("test.cu:5", "test.cu:9")
     waits_too_late = before.replace("cp_async_wait_group<0>();", "") + "__syncthreads();"
     waits_too_late += "cp_async_wait_group<0>();" + after
-    assert "race" in fault(waits_too_late, A, B, **options).what
+    what = fault(waits_too_late, A, B, **options).what
+    assert "began with cp_async at test.cu:5 is under way and this thread reads" in what
 
 
 @SCHEDULES

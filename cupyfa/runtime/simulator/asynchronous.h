@@ -1,10 +1,11 @@
-// Asynchronous operations: barriers in shared memory, copies of boxes, products of warpgroups.
+// Asynchronous operations: copies, barriers in shared memory, copies of boxes, products of
+// warpgroups.
 // Part of runtime.cpp, which includes it at its end.
 //
-// Each is executed as late as a device may: a box is copied in the first wait for its barrier's
-// phase, a product is computed in the first wait for its group. Until then the cells of shared
-// memory that it will write or read are marked with a clock that no thread's past contains, so any
-// access without a wait is a race, whatever the order of threads.
+// Each is executed as late as a device may: a thread's copy in its wait for its group, a box in the
+// first wait for its barrier's phase, a product in the first wait for its group. Until then the
+// cells of shared memory that it will write or read are marked with a clock that no thread's past
+// contains, so any access without a wait is a race, whatever the order of threads.
 
 namespace {
 
@@ -47,6 +48,16 @@ struct Box {
   }
 };
 
+// Bytes on their way from global to shared memory, of which there are 16.
+struct Copy {
+  Copy* next;
+  unsigned char* shared;
+  const unsigned char* global;
+  std::size_t bytes;  // the rest are zeros
+  std::uint64_t group;
+  Place place;
+};
+
 // A box that is not yet copied.
 struct Load {
   Load* next;
@@ -80,6 +91,7 @@ struct Sums {
   Sums* next;
   int columns;
   std::uint64_t last;         // product
+  Place place;                // of that
   std::uint64_t taken[2];     // the threads whose D is kept here
   std::uint64_t returned[2];  // the threads that got theirs back
   float* d[warpgroup_size];   // their own memory for it
@@ -267,6 +279,68 @@ inline void end_reading(Arena& arena, const unsigned char* pointer, std::size_t 
 
 void mark_writing(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark) {
   std::fill_n(cells_at(arena, pointer), bytes / cell_bytes, Cell{mark, 0, {0, 0}});
+}
+
+// ---------------------------------------------------------------------------------------------
+// Copies of 16 bytes
+
+void check_copy(Worker& worker, const void* shared, const void* global, int bytes,
+                const Place& place) {
+  if (bytes < 0 || bytes > chunk_bytes) {
+    fault(worker, place, format("calls cp_async for less than 0 or more than 16 bytes"));
+  }
+  if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) %
+          chunk_bytes !=
+      0) {
+    fault(worker, place, format("calls cp_async with an address that is not a multiple of 16"));
+  }
+  // An address that nothing is read from may be that of a row far beyond its tensor: anywhere.
+  if (arena_of(worker, shared, 1) == nullptr ||
+      (bytes > 0 && arena_of(worker, global, 1) != nullptr)) {
+    fault(worker, place, format("calls cp_async other than from global to shared memory"));
+  }
+}
+
+// Wrong accesses are reported here, even without a wait.
+void begin_copy(Worker& worker, void* shared, const void* global, int bytes, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  check_copy(worker, shared, global, bytes, place);
+  if (bytes > 0) check<Access::read>(global, static_cast<std::size_t>(bytes), place);
+  check<Access::announcement>(shared, chunk_bytes, place);
+  Arena& arena = *arena_of(worker, shared, chunk_bytes);
+  auto* to = static_cast<unsigned char*>(shared);
+  mark_writing(arena, to, chunk_bytes, epoch_of(unfinished, copies_component));
+  Copy* copy = take_node(worker.unused_copies);
+  *copy = {nullptr,
+           to,
+           static_cast<const unsigned char*>(global),
+           static_cast<std::size_t>(bytes),
+           fiber.copy_groups,
+           place};
+  *fiber.copies_end = copy;
+  fiber.copies_end = &copy->next;
+}
+
+void land_copy(Worker& worker, const Copy& copy) {
+  Arena& arena = *arena_of(worker, copy.shared, chunk_bytes);
+  if (copy.bytes > 0) {
+    check<Access::read>(copy.global, copy.bytes, copy.place);
+    std::memcpy(copy.shared, copy.global, copy.bytes);
+  }
+  std::memset(copy.shared + copy.bytes, 0, chunk_bytes - copy.bytes);
+  Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
+  mark_writing(arena, copy.shared, chunk_bytes, now);
+}
+
+void land_copies(Worker& worker, unsigned pending) {
+  Fiber& fiber = *worker.fiber;
+  while (Copy* copy = fiber.copies) {
+    if (copy->group + pending >= fiber.copy_groups) return;
+    land_copy(worker, *copy);
+    fiber.copies = copy->next;
+    if (fiber.copies == nullptr) fiber.copies_end = &fiber.copies;
+    give_node(worker.unused_copies, copy);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -918,6 +992,7 @@ Product* new_product(Worker& worker, Warpgroup& group, const Asked& asked, const
     product->sums = sums;
   }
   product->sums->last = product->number;
+  product->sums->place = place;
   append(group.products, product);
   return product;
 }
@@ -949,6 +1024,34 @@ inline bool overlap(const float* one, int one_count, const float* other, int oth
   return one < other + other_count && other < one + one_count;
 }
 
+void enclose_awaited(Worker& worker, const Warpgroup& group) {
+  std::uintptr_t low = ~std::uintptr_t{0}, end = 0;
+  int rank = rank_of(worker);
+  for (const Sums* sums = group.sums; sums != nullptr; sums = sums->next) {
+    if (!has(sums->taken, rank) || has(sums->returned, rank)) continue;
+    low = std::min(low, reinterpret_cast<std::uintptr_t>(sums->d[rank]));
+    end = std::max(end, reinterpret_cast<std::uintptr_t>(sums->d[rank] + sums->columns / 2));
+  }
+  worker.awaited_low = worker.fiber->awaited_low = low;
+  worker.awaited_end = worker.fiber->awaited_end = end;
+}
+
+// Checks an access of local memory that is no higher than D that this thread has not waited for.
+void check_awaited(Worker& worker, const Touch& touch) {
+  if (touch.address + touch.bytes <= worker.awaited_low) return;
+  const Warpgroup& group = worker.asynchronous->warpgroups[worker.fiber->index / warpgroup_size];
+  int rank = rank_of(worker);
+  for (const Sums* sums = group.sums; sums != nullptr; sums = sums->next) {
+    if (!has(sums->taken, rank) || has(sums->returned, rank)) continue;
+    auto d = reinterpret_cast<std::uintptr_t>(sums->d[rank]);
+    auto end = reinterpret_cast<std::uintptr_t>(sums->d[rank] + sums->columns / 2);
+    if (touch.address >= end || touch.address + touch.bytes <= d) continue;
+    fault(worker, touch.place,
+          format("%s D of a product at %s, which is under way, with no wgmma_wait_group between",
+                 verb(touch.access), place_name(worker, sums->place).chars));
+  }
+}
+
 // Keeps a thread's D, and leaves NaN in its place until the thread waits for it.
 void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& asked,
             const Place& place) {
@@ -974,12 +1077,20 @@ void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& ask
     sums.values[row * sums.columns + column] = asked.d[i];
     asked.d[i] = bits_as_float(0x7fffffff);
   }
+  enclose_awaited(worker, group);
 }
 
-void return_d(Asynchronous& all, Warpgroup& group, int rank, std::uint64_t end) {
+void return_d(Worker& worker, Warpgroup& group, std::uint64_t end, const Place& place) {
+  int rank = rank_of(worker);
   Sums** link = &group.sums;
   while (Sums* sums = *link) {
     if (has(sums->taken, rank) && !has(sums->returned, rank) && sums->last < end) {
+      // Calls grow the stack downwards: a frame below this one's has ended.
+      if (static_cast<void*>(sums->d[rank]) < __builtin_frame_address(0)) {
+        fault(worker, place,
+              format("waits for a product at %s into D of a function that has returned",
+                     place_name(worker, sums->place).chars));
+      }
       for (int i = 0; i < sums->columns / 2; ++i) {
         int row = row_of_thread(rank) + i / 2 % 2 * 8;
         int column = i / 4 * 8 + column_of_thread(rank) + i % 2;
@@ -989,11 +1100,12 @@ void return_d(Asynchronous& all, Warpgroup& group, int rank, std::uint64_t end) 
     }
     if (~sums->returned[0] == 0 && ~sums->returned[1] == 0) {
       *link = sums->next;
-      give_node(all.unused_sums, sums);
+      give_node(worker.asynchronous->unused_sums, sums);
     } else {
       link = &sums->next;
     }
   }
+  enclose_awaited(worker, group);
 }
 
 int products_of(const Worker& worker, const Warpgroup& group) {
@@ -1132,7 +1244,7 @@ void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Pla
     wait_beside(worker, group.waiting[fiber.warp % 4], "wgmma_wait_group", place);
   }
   make_products(worker, group, end);
-  return_d(*worker.asynchronous, group, rank_of(worker), end);
+  return_d(worker, group, end, place);
   if (end > fiber.finished_products) {
     Clock& known = fiber.known[products_of(worker, group) - max_warps];
     known = std::max(known, worker.floor + end);
@@ -1166,6 +1278,17 @@ Text box_name(const Worker& worker, const char* what, const Box& box) {
 // The name of an epoch's component that is no thread.
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address) {
   int component = thread_of(epoch) / warp_size;
+  if (component == copies_component) {
+    for (int i = 0; i < worker.threads; ++i) {
+      const Copy* copy = worker.fibers[i].copies;
+      for (; copy != nullptr; copy = copy->next) {
+        if (address - reinterpret_cast<std::uintptr_t>(copy->shared) >= chunk_bytes) continue;
+        return format("a copy that %s began with cp_async at %s", thread_name(worker, i).chars,
+                      place_name(worker, copy->place).chars);
+      }
+    }
+    return format("a copy of cp_async");
+  }
   const Asynchronous& all = *worker.asynchronous;
   if (component >= boxes_component) {
     const PhaseBarrier& barrier = all.barriers[component - boxes_component];
@@ -1186,6 +1309,14 @@ Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address
   bool pending = clock_of(epoch) == unfinished && group.products != nullptr;
   return format("a product of warpgroup %d at %s", component - products_component,
                 place_name(worker, pending ? group.products->place : group.place).chars);
+}
+
+// The wait that ends such an operation.
+const char* missing_wait(Epoch epoch) {
+  int component = thread_of(epoch) / warp_size;
+  if (component >= boxes_component) return "wait for its barrier";
+  if (component == copies_component) return "cp_async_wait_group of that thread";
+  return component == stores_component ? "bulk_wait_group_read" : "wgmma_wait_group";
 }
 
 Text awaited_text(Worker& worker, const PhaseBarrier& barrier, const Fiber& waiting) {
@@ -1268,7 +1399,7 @@ void check_left_over(Worker& worker) {
     const Warpgroup& group = worker.asynchronous->warpgroups[fiber.index / warpgroup_size];
     const Product* product = find_product(group, fiber.finished_products);
     fault(worker, product != nullptr ? product->place : group.place,
-          format("returns before its products were waited for"));
+          format("returns before its products were waited for; wgmma_wait_group first"));
   }
 }
 
@@ -1305,6 +1436,7 @@ Clock latest_clock(const Worker& worker) {
 // Prepares for the next block, if there is one.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
+    free_all(worker.fibers[i].copies);
     free_all(worker.fibers[i].stores);
     free_all(worker.fibers[i].additions);
   }
@@ -1321,6 +1453,7 @@ void forget_asynchronous(Worker& worker) {
 
 void free_asynchronous(Worker& worker) {
   forget_asynchronous(worker);
+  free_all(worker.unused_copies);
   if (worker.asynchronous == nullptr) return;
   free_all(worker.asynchronous->unused_products);
   free_all(worker.asynchronous->unused_sums);
@@ -1331,6 +1464,19 @@ void free_asynchronous(Worker& worker) {
 
 // ---------------------------------------------------------------------------------------------
 // Called by simulator.h, which describes them
+
+EXPORTED void simulator_begin_copy(void* shared, const void* global, int bytes, const char* file,
+                                   int line) {
+  begin_copy(*self, shared, global, bytes, {file, line, CALLER});
+}
+
+EXPORTED void simulator_commit_copies() {
+  ++self->fiber->copy_groups;
+}
+
+EXPORTED void simulator_wait_for_copies(unsigned pending) {
+  land_copies(*self, pending);
+}
 
 EXPORTED void simulator_make_barrier(void* barrier, int arrivals, const char* file, int line) {
   make_phase_barrier(*self, barrier, arrivals, {file, line, CALLER});

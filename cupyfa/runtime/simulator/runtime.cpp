@@ -89,13 +89,14 @@ using Clock = std::uint64_t;
 constexpr int clock_shift = 12;
 
 // A vector clock has a component for each warp and for each asynchronous operation: for the
-// products of each warpgroup, for all boxes that are stored, and for the boxes of each barrier in
-// shared memory. In an epoch these are threads, too: the first threads of warps behind the last
-// one.
+// products of each warpgroup, for all boxes that are stored, for all copies, and for the boxes of
+// each barrier in shared memory. In an epoch these are threads, too: the first threads of warps
+// behind the last one.
 constexpr int max_phase_barriers = 64;
 constexpr int products_component = max_warps;
 constexpr int stores_component = products_component + max_warps / 4;
-constexpr int boxes_component = stores_component + 1;
+constexpr int copies_component = stores_component + 1;
+constexpr int boxes_component = copies_component + 1;
 constexpr int max_components = boxes_component + max_phase_barriers;
 static_assert(max_components * warp_size <= 1 << clock_shift, "an epoch names any of them");
 
@@ -233,17 +234,11 @@ inline Place at(const void* pc) {
   return {nullptr, 0, pc};
 }
 
+struct Copy;
 struct Exchange;
 struct Store;
 struct Addition;
 struct Asynchronous;
-
-// Memory that a header of the simulator keeps for one thread of the block.
-struct Storage {
-  Storage* next;
-  const void* key;
-  alignas(16) unsigned char bytes[];
-};
 
 struct Fiber {
   void* stack_pointer;
@@ -257,9 +252,11 @@ struct Fiber {
   Place place;            // of that collective
   int barrier;            // its number, or -1
   Exchange* exchange;     // the warp collective it took part in last
-  Storage* storage;
-  int awaited;          // the barrier in shared memory it waits for, or -1
-  int phase;            // of that barrier
+  int awaited;            // the barrier in shared memory it waits for, or -1
+  int phase;              // of that barrier
+  Copy* copies;           // that have not landed, oldest first
+  Copy** copies_end;
+  std::uint64_t copy_groups;
   Clock published;      // copies and tensor cores may read what it wrote up to this clock
   Store* stores;        // that have not read shared memory, oldest first
   Addition* additions;  // that have read it, and are delayed
@@ -272,6 +269,9 @@ struct Fiber {
   // what they know of other threads, but each waits for copies and products itself.
   Clock known[max_components - max_warps];
   bool begun;  // whether wgmma_fence came since its last wait
+  // Encloses the registers that products under way are to write.
+  std::uintptr_t awaited_low;
+  std::uintptr_t awaited_end;
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -493,6 +493,8 @@ struct Launch {
 struct Worker {
   // Read by every access check.
   std::uintptr_t stack_low = 0;
+  std::uintptr_t awaited_low = 0;  // as of the fiber
+  std::uintptr_t awaited_end = 0;
   Region hit{};  // the buffer touched last
   Shadow* hit_shadow = nullptr;
   Arena dynamic;
@@ -526,6 +528,7 @@ struct Worker {
   Exchange* free_exchanges = nullptr;
   Exchange* made_exchanges = nullptr;
   Past* pasts = nullptr;
+  Copy* unused_copies = nullptr;
   int components = 0;  // of vector clocks, that are in use
   Asynchronous* asynchronous = nullptr;
   Warp warps[max_warps];
@@ -670,6 +673,8 @@ inline void enter(Worker& worker, Fiber* fiber) {
   worker.fiber = fiber;
   worker.warp = &worker.warps[fiber->warp];
   worker.stack_low = fiber->stack_low;
+  worker.awaited_low = fiber->awaited_low;
+  worker.awaited_end = fiber->awaited_end;
 }
 
 // Lets other threads run until this one is ready again.
@@ -1060,7 +1065,10 @@ COLD void report_stuck(Worker& worker) {
 // ---------------------------------------------------------------------------------------------
 // Functions of asynchronous.h
 
+struct Touch;
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address);
+const char* missing_wait(Epoch epoch);
+void check_awaited(Worker& worker, const Touch& touch);
 bool report_vain_waits(Worker& worker);
 void check_left_over(Worker& worker);
 void check_left_loads(Worker& worker);
@@ -1105,7 +1113,7 @@ struct Touch {
         format("race: %s %s and this thread %s byte %zu of %s with no %s between", name.chars,
                clock_of(other) == unfinished ? "is under way" : done, verb(touch.access),
                static_cast<std::size_t>(touch.address - arena.address), arena.name,
-               of_thread ? "barrier" : "wait"));
+               of_thread ? "barrier" : missing_wait(other)));
 }
 
 inline bool ordered(const Worker& worker, Epoch epoch, int thread) {
@@ -1124,7 +1132,7 @@ inline void check_cell(Worker& worker, Arena& arena, Cell& cell, Epoch now, bool
     fault_uninitialised(worker, arena, touch);
   }
   int thread = thread_of(now);
-  if (racing) {
+  if (racing || clock_of(cell.writer) == unfinished) {
     if (!ordered(worker, cell.writer, thread)) {
       fault_race(worker, arena, touch, cell.writer, "wrote");
     }
@@ -1365,7 +1373,7 @@ inline void check(const void* pointer, std::size_t bytes, const Place& place) {
   } else if (inside(worker->hit, touch.address, bytes)) {
     check_global<access>(*worker, touch);
   } else if (touch.address - worker->stack_low < stack_bytes) {
-    return;
+    if (__builtin_expect(touch.address < worker->awaited_end, 0)) check_awaited(*worker, touch);
   } else if (touch.address - worker->fixed.address < worker->fixed.bytes) {
     check_shared<access>(*worker, worker->fixed, touch);
   } else {
@@ -1429,7 +1437,10 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.published = 0;
   fiber.products = fiber.grouped = fiber.finished_products = fiber.groups = 0;
   fiber.begun = false;
-  free_all(fiber.storage);
+  fiber.copies = nullptr;
+  fiber.copies_end = &fiber.copies;
+  fiber.copy_groups = 0;
+  fiber.awaited_low = fiber.awaited_end = 0;
   block_coordinates(worker, worker.block, fiber.coordinates->block);
   // The stack a switch expects: saved registers, then where to go on.
   std::uintptr_t top = reinterpret_cast<std::uintptr_t>(fiber.coordinates) & ~std::uintptr_t{63};
@@ -1620,7 +1631,6 @@ void free_worker(Worker& worker) {
   for (char* slab : worker.slabs) {
     if (slab != nullptr) give_slab(slab);
   }
-  for (Fiber& fiber : worker.fibers) free_all(fiber.storage);
   free_asynchronous(worker);
   free_all(worker.pasts);
   free_exchanges(worker);
@@ -1810,18 +1820,6 @@ EXPORTED void simulator_observe(const void* object) {
   if (past != nullptr) know_past(worker, past->seen);
 }
 
-EXPORTED void* simulator_thread_storage(const void* key, std::size_t bytes) {
-  Fiber& fiber = *self->fiber;
-  for (Storage* storage = fiber.storage; storage != nullptr; storage = storage->next) {
-    if (storage->key == key) return storage->bytes;
-  }
-  Storage* storage = static_cast<Storage*>(std::calloc(1, sizeof(Storage) + bytes));
-  storage->key = key;
-  storage->next = fiber.storage;
-  fiber.storage = storage;
-  return storage->bytes;
-}
-
 EXPORTED void simulator_check_read(const void* pointer, std::size_t bytes, const char* file,
                                    int line) {
   if (bytes > 0) check<Access::read>(pointer, bytes, {file, line, nullptr});
@@ -1830,11 +1828,6 @@ EXPORTED void simulator_check_read(const void* pointer, std::size_t bytes, const
 EXPORTED void simulator_check_write(const void* pointer, std::size_t bytes, const char* file,
                                     int line) {
   if (bytes > 0) check<Access::write>(pointer, bytes, {file, line, nullptr});
-}
-
-EXPORTED void simulator_announce_write(const void* pointer, std::size_t bytes, const char* file,
-                                       int line) {
-  if (bytes > 0) check<Access::announcement>(pointer, bytes, {file, line, nullptr});
 }
 
 EXPORTED bool simulator_is_shared(const void* pointer) {

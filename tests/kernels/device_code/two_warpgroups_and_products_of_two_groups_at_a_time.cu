@@ -12,10 +12,8 @@ for (int k = 0; k < 8; ++k) {
 wgmma_commit_group();
 multiply<__half>(other, by_rows(&shared.B), by_rows(&shared.A), false);
 wgmma_commit_group();
-bool early = d[3] == d[3];
 wgmma_wait_group<1>(d);
-early = early || other[5] == other[5];
-for (int j = 0; j < 32; ++j) d[j] = early ? 7777 : d[j] * 2;
+for (int j = 0; j < 32; ++j) d[j] *= 2;
 wgmma_fence();
 multiply<__half>(d, by_rows(&shared.A), by_rows(&shared.B), true);
 wgmma_commit_group();

@@ -56,12 +56,13 @@ void simulator_pause(bool again, const char* operation, const char* file, int li
 void simulator_fence();
 void simulator_publish(const void* object);
 void simulator_observe(const void* object);
-void* simulator_thread_storage(const void* key, size_t bytes);
 void simulator_check_read(const void* pointer, size_t bytes, const char* file, int line);
 void simulator_check_write(const void* pointer, size_t bytes, const char* file, int line);
-void simulator_announce_write(const void* pointer, size_t bytes, const char* file, int line);
 bool simulator_is_shared(const void* pointer);
 unsigned long simulator_atomic_load(const void* pointer, size_t bytes);
+void simulator_begin_copy(void* shared, const void* global, int bytes, const char* file, int line);
+void simulator_commit_copies();
+void simulator_wait_for_copies(unsigned pending);
 bool simulator_compare_exchange(void* pointer, size_t bytes, unsigned long expected,
                                 unsigned long desired);
 void simulator_make_barrier(void* barrier, int arrivals, const char* file, int line);
@@ -348,23 +349,12 @@ inline void observe(const void* object) {
   simulator_observe(object);
 }
 
-// A T of this thread alone, zero at the start of each block; `key` distinguishes several.
-template <class T>
-inline T& thread_storage(const void* key) {
-  return *static_cast<T*>(simulator_thread_storage(key, sizeof(T)));
-}
-
 // The checks of an access the compiler does not see.
 inline void check_read(const void* pointer, size_t bytes, Here here = Here()) {
   simulator_check_read(pointer, bytes, here.file, here.line);
 }
 inline void check_write(void* pointer, size_t bytes, Here here = Here()) {
   simulator_check_write(pointer, bytes, here.file, here.line);
-}
-
-// The checks of a write that may happen from now on, and that `check_write` records later.
-inline void announce_write(void* pointer, size_t bytes, Here here = Here()) {
-  simulator_announce_write(pointer, bytes, here.file, here.line);
 }
 
 inline bool is_shared(const void* pointer) {
