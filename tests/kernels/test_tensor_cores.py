@@ -264,6 +264,13 @@ def test_copies_complete_at_the_wait(wait, copy, access):
         assert caught.what.endswith("with no cp_async_wait_group of that thread between")
 
 
+def test_a_copy_that_nobody_uses_does_not_reach_the_next_block():
+    A, B = numbers(32), np.zeros(32, np.uint16)
+    body = "if (blockIdx.x == 0) cp_async(tile[me], A, 16); else B[me] = tile[me][0] = 3;"
+    launch(TILE + body, A, B, head=COPIES, grid=(2, 1, 1), workers=1)
+    assert (B == 3).all()
+
+
 SHARE = TILE + code("share")
 
 

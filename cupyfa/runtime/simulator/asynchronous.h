@@ -1433,10 +1433,18 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
+// Copies that no thread waits for: their data is not used, or that was a fault.
+void drop_copies(Worker& worker, Fiber& fiber) {
+  for (const Copy* copy = fiber.copies; copy != nullptr; copy = copy->next) {
+    mark_writing(*arena_of(worker, copy->shared, chunk_bytes), copy->shared, chunk_bytes, 0);
+  }
+  free_all(fiber.copies);
+}
+
 // Prepares for the next block, if there is one.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
-    free_all(worker.fibers[i].copies);
+    drop_copies(worker, worker.fibers[i]);
     free_all(worker.fibers[i].stores);
     free_all(worker.fibers[i].additions);
   }
