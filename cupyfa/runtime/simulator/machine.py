@@ -130,7 +130,8 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    fixed = (_Region * len(regions))(*(_Region(x.name.encode(), 0, x.bytes, x.constant) for x in regions))
+    named = (_Region(x.name.encode(), 0, x.bytes, x.constant) for x in regions)
+    fixed = (_Region * len(regions))(*named)
     places = [(x.argument, x.low) for x in regions]
 
     def start(stream: Any, pointers: int, extra: int) -> None:
