@@ -152,7 +152,7 @@ def test_print_gives_both_command_lines_without_any_tool(without_tools):
     assert (ncu[0], nsys[0], done.stderr) == ("ncu", "nsys", "")
     sizes = "-B 4 -H 16 -M 100 -N 100 -d 64 --causal=bottom-right --dtype float32 --seed 0"
     for command in (ncu, nsys):
-        assert shlex.join(command[-18:]) == f"{sizes} -c Br=16 --once"
+        assert shlex.join(command[-18:]) == f"{sizes} -t Br=16 --once"
     assert cli("fa2", "--print", "--tool", "nsys").stdout.startswith("nsys profile --stats=true")
 
 
@@ -253,7 +253,7 @@ def test_profile_runs_ncu_and_returns_counters(tools):
     assert [x.counter for x in found] == list(profiling.COUNTERS)
     assert {x.launch for x in found} == {"fa2"}
     assert [step[:2] for step in steps] == [(0, 1), (1, 1)]
-    assert log.read_text().endswith(f"{' '.join(SMALL.options())} -c Br=16 --once\n")
+    assert log.read_text().endswith(f"{' '.join(SMALL.options())} -t Br=16 --once\n")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
