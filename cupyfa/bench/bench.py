@@ -302,7 +302,8 @@ class _Measuring:
         judge = self.judge(plan)
         used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
         peak = _peak(backend, plan)
-        entry.row = replace(entry.row, checked=judge.share, passed=True, peak=peak, **used)
+        about: Any = {"checked": judge.share, "code": timing.code_of(plan), "peak": peak, **used}
+        entry.row = replace(entry.row, passed=True, **about)
         verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
         if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
             return entry.reject("; ".join(wrong))
@@ -402,7 +403,12 @@ class _Measuring:
 
 
 def _peak(backend: Backend, plan: Plan) -> float | None:
-    """The device's peak rate for the operation: products, for a softmax copies."""
+    """The device's peak rate for the operation: products, for a softmax copies.
+
+    None in the simulator, where a share of such a rate would say nothing.
+    """
+    if backend.name == "simulator":
+        return None
     if plan.kernel.operation == "softmax":
         return peaks.copy_rate(backend)
     return peaks.product_rate(backend, plan.rounding or plan.problem.dtype.name)

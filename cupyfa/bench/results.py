@@ -27,6 +27,7 @@ class Measurement:
     checked: the fraction of rows compared with the reference.
     peak: the device's peak rate in TFLOP/s, for a softmax in GB/s.
     factors: speedups over others, medians of the ratios over the rounds.
+    code: a digest of the compiled text and its launches; empty for a peer.
     """
 
     kernel: str
@@ -41,6 +42,7 @@ class Measurement:
     peak: float | None = None
     factors: Mapping[str, float | None] = field(default_factory=dict)
     note: str = ""
+    code: str = ""
 
     @property
     def time(self) -> float | None:

@@ -4,6 +4,7 @@ The speed of a device drifts by several percent within seconds. So calls alterna
 …), and ratios compare times of the same round.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, sqrt
 from statistics import median
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.planner import source
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend
@@ -99,6 +101,18 @@ def standard_error(milliseconds: Sequence[float]) -> float:
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
     """How many times longer a takes than b: the median over their common rounds."""
     return median(x / y if y else inf for x, y in zip(a, b))
+
+
+def code_of(plan: Plan) -> str:
+    """A digest of what is compiled and how it is launched."""
+    parts = [str(dict(plan.constants))]
+    for launch in plan.launches:
+        parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
+    return digest(*parts)
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def resources(backend: Backend, plan: Plan) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Tuning: measures a kernel's tile sizes on a device and stores the fastest."""
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
-from cupyfa.planner import source, tuned
+from cupyfa.planner import tuned
 from cupyfa.planner.plan import Plan, Tuned
 from cupyfa.planner.select import candidates, folder_of, plan as plan_of, select
 from cupyfa.problem import SIZES
@@ -137,7 +136,7 @@ class _Tuning:
     def run(self, budget: float, progress: Progress) -> list[Candidate]:
         start = perf_counter()
         self.file = _file(self.backend, self.plans[0])
-        self.keyed = {_key(plan): plan for plan in self.plans}
+        self.keyed = {timing.code_of(plan): plan for plan in self.plans}
         self.own = next(iter(self.keyed))
         recalled = {} if self.fresh else store.recall(self.file)
         self.facts = {x: recalled[x] for x in self.keyed if _is_sound(recalled.get(x))}
@@ -310,19 +309,7 @@ def _file(backend: Backend, plan: Plan) -> Path:
     moment = ("time", "command", "system")
     about = [str(plan.problem), folder_of(plan.kernel)]
     about += [f"{name} {versions[name]}" for name in versions if name not in moment]
-    return store.facts_file("tuning", f"{plan.kernel.name}-{_digest(*map(str, about))}")
-
-
-def _key(plan: Plan) -> str:
-    """A key of what is compiled and how it is launched."""
-    parts = [str(dict(plan.constants))]
-    for launch in plan.launches:
-        parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
-    return _digest(*parts)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return store.facts_file("tuning", f"{plan.kernel.name}-{timing.digest(*map(str, about))}")
 
 
 def _listed(plan: Plan) -> str:

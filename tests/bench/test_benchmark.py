@@ -322,8 +322,14 @@ def test_auto_is_measured_as_what_it_chooses():
     assert row.kernel == "fa2_coalesced"
 
 
+class Card(Paced):
+    """A paced simulator that a benchmark takes for a GPU."""
+
+    name = "card"
+
+
 def test_figures_of_a_row():
-    engine = Paced(fa2=2.0)
+    engine = Card(fa2=2.0)
     (row,) = bench("fa2", backend=engine, alone=True, budget=0.001, dtype="float16", **TINY)
     p = row.problem
     assert row.tflops == pytest.approx(OPERATIONS["forward"].flops(p) / row.time / 1e9)
@@ -346,12 +352,20 @@ def test_registers_are_the_largest_of_all_launches():
     assert (row.registers, row.spilled_bytes) == (168, 8)
 
 
+def test_the_simulator_has_no_share_of_a_peak(facts):
+    (row,) = bench("fa2", backend="simulator", alone=True, budget=0, **TINY)
+    assert (row.peak, row.percent_of_peak, row.row()["%_of_peak"]) == (None, None, None)
+    assert not facts.exists()
+
+
 def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
     facts.parent.mkdir()
-    facts.write_text('{"float16": 7.0, "float32": 3.0, "copy": 5.0}')
-    rows = bench(["v3", "fa2"], backend="simulator", budget=0, **TINY)
+    facts.with_name("a-paced-simulator.json").write_text(
+        '{"float16": 7.0, "float32": 3.0, "copy": 5.0}'
+    )
+    rows = bench(["v3", "fa2"], backend=Card(), budget=0, **TINY)
     assert [row.peak for row in rows] == [7.0, 3.0]
-    (row,) = bench("softmax_safe", backend="simulator", budget=0, M=5, N=5)
+    (row,) = bench("softmax_safe", backend=Card(), budget=0, M=5, N=5)
     assert row.peak == 5.0
     assert row.percent_of_peak == pytest.approx(100 * row.bandwidth / 5)
 

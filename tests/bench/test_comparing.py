@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from math import exp
 from random import Random
 
 import pytest
@@ -36,9 +38,9 @@ def verdict(old, new):
         (row(1.0), row(1.015), "SAME"),  # two runs of the same code may differ by that
         (row(1.0), row(1.05), "SLOWER"),
         (row(1.05), row(1.0), "FASTER"),
-        (row(1.0, noise=0.3), row(1.05, noise=0.3), "SAME"),
+        (row(1.0, noise=0.3), row(1.05, noise=0.3), "UNCLEAR"),
         (row(1.0, noise=0.3), row(1.5, noise=0.3), "SLOWER"),
-        (row(1.0, rounds=1), row(1.05, rounds=1), "SAME"),  # their noise is unknown
+        (row(1.0, rounds=1), row(1.05, rounds=1), "UNCLEAR"),  # their noise is unknown
         (row(1.0, rounds=1), row(2.0, rounds=1), "SLOWER"),
         (row(1.0, rounds=2), row(1.05, rounds=2), "SAME"),
         (row(1.0), row(0), "not timed after"),
@@ -79,6 +81,65 @@ def test_the_uncertainty_is_that_of_many_repetitions():
     spread = (sum((x.factor - mean) ** 2 for x in factors) / 300) ** 0.5
     told = sum(x.uncertainty for x in factors) / 300
     assert 0.8 * spread < told < 1.3 * spread
+
+
+KERNELS = ("changed", "v1", "v2", "v3")
+
+
+def run(pick, *, drift, wander=0.0, **speeds):
+    """A run in alternation on a device whose speed differs from run to run and wanders in a run.
+
+    Only the code of "changed" is another one each time.
+    """
+    load, times = pick.gauss(0, drift), {name: [] for name in KERNELS}
+    for _ in range(40):
+        load += wander * pick.gauss(0, 1)
+        for name in KERNELS:
+            noise = pick.gauss(0, 0.01)
+            times[name].append(speeds.get(name, 1.0) * exp(load + noise))
+    codes = {name: str(pick.random()) if name == "changed" else name for name in KERNELS}
+    return [
+        Measurement(name, "forward", PROBLEM, {}, times[name], True, code=codes[name])
+        for name in KERNELS
+    ]
+
+
+@pytest.mark.parametrize("drift, wander", [(0.001, 0), (0.1, 0), (0.5, 0), (0.001, 0.05)])
+def test_a_drifting_device_makes_no_kernel_faster(drift, wander):
+    pick, said = Random(2), Counter()
+    for _ in range(100):
+        before, after = (run(pick, drift=drift, wander=wander) for _ in range(2))
+        one, *others = comparing.compare(before, after)
+        said[one.verdict] += 1
+        assert {x.verdict for x in others} == {"unchanged code"}
+        assert not any(x.certain_slowdown for x in others)
+    assert said["FASTER"] + said["SLOWER"] <= 6, said
+    assert (said["SAME"] > 95) == (drift < 0.1 and not wander), said
+
+
+def test_a_faster_kernel_is_found_on_a_steady_device():
+    pick = Random(3)
+    pairs = [(run(pick, drift=0.01), run(pick, drift=0.01, changed=0.8)) for _ in range(50)]
+    assert sum(comparing.compare(*pair)[0].verdict == "FASTER" for pair in pairs) >= 48
+
+
+def test_unchanged_code_on_another_device_is_compared(files):
+    rows = [row(1.0, code="as before")], [row(2.0, code="as before")]
+    assert "unchanged code" in cli("compare", *files(*rows)).stdout
+    assert "SLOWER" in cli("compare", *files(*rows, device="another card")).stdout
+
+
+def test_times_of_the_simulator_are_not_compared(files):
+    names = files([row(1.0)], [row(2.83)], backend="simulator")
+    done = cli("compare", *names, "--fail-slower", "0%")
+    assert "not measured on a GPU" in done.stdout and "×" not in done.stdout
+    assert "note: 1 not measured on a GPU" in done.stderr
+
+
+def test_a_benchmark_knows_whether_the_code_is_the_same():
+    how = {"backend": "simulator", "alone": True, "budget": 0, "M": 5, "d": 8, "batch": 1}
+    one, again, other = (cupyfa.bench("fa2", **how, tiles={"Br": x})[0].code for x in (16, 16, 32))
+    assert one == again != other
 
 
 def test_rows_are_matched_by_kernel_problem_and_constants():
