@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from difflib import unified_diff
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,10 @@ def with_definitions(
     else:
         known = {*getattr(thing, "__dataclass_fields__", ())}
     written, inside = [], False
-    for line in lines:
+    for line, following in pairwise([*lines, ""]):
         term = re.match(r"(\w+(?:, \w+)*): (.*)", line)
-        if term and known.issuperset(names := term[1].split(", ")):
+        ends = re.match(r" |$|(\w+(, \w+)*): ", following)  # else it is a sentence with a colon
+        if term and ends and known.issuperset(names := term[1].split(", ")):
             written += [*([] if inside else [""]), ", ".join(f"``{x}``" for x in names)]
             line, inside = f"    {term[2]}", True
         elif inside and line and not line.startswith(" "):

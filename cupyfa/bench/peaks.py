@@ -37,7 +37,9 @@ class Device:
 
     clock: GHz at the peak of the tensor cores, None if unknown.
     tensor, plain: TFLOP/s of tensor cores and of the other units by dtype; "tf32" is one here.
-    bandwidth: GB/s. source: where the figures come from. called: CUDA's names, without "NVIDIA".
+    bandwidth: GB/s.
+    source: where the figures come from.
+    called: CUDA's names, without "NVIDIA".
     """
 
     name: str

@@ -49,10 +49,13 @@ class Candidate:
     """Constants of a kernel on a problem, and their measurement.
 
     state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
-    is spent. first_ms: the median of the first, short timing, which chooses the finalists. rounds:
-    how often a finalist was timed in alternation with the others; its milliseconds are of these
-    rounds. factor: speedup over the record's own choice, in the same rounds; None for the others
-    where there are finalists. shared_bytes: of a block.
+        is spent.
+    factor: speedup over the record's own choice, in the same rounds; None for the others where
+        there are finalists.
+    rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
+        these rounds.
+    shared_bytes: of a block.
+    first_ms: the median of the first, short timing, which chooses the finalists.
     """
 
     measurement: Measurement

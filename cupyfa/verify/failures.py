@@ -67,7 +67,8 @@ class Outcome:
 class Failure:
     """A kernel that failed on a case, and the command that repeats it.
 
-    found_on: the original case if ``case`` was made smaller. file: for ``replay``.
+    found_on: the original case if ``case`` was made smaller.
+    file: for ``replay``.
     """
 
     case: Case
