@@ -22,7 +22,8 @@ TREE = Path(__file__).resolve().parents[1]
 VERSION = cupyfa.__version__
 RUN = ["run", "fa2", "-M", "9", "-N", "9", "-d", "8", "--seed", "1", "--backend", "simulator"]
 # What builds packages; where it is missing, it is fetched.
-HAS_BACKEND = all(importlib.util.find_spec(name) for name in ("hatchling", "editables"))
+BACKEND = ("editables", "hatch_fancy_pypi_readme", "hatchling")
+HAS_BACKEND = all(importlib.util.find_spec(name) for name in BACKEND)
 
 pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("build", "pip")),
@@ -100,6 +101,36 @@ def test_the_sdist_has_exactly_the_project(built):
     assert top <= {entry.name for entry in TREE.iterdir()} | {"PKG-INFO"}
     hidden = {name for name in top if name.startswith(".")}
     assert hidden <= {".ci", ".clang-format", ".gitignore"}
+
+
+def test_the_description_for_an_index_needs_no_other_file(built):
+    markdown = pytest.importorskip("readme_renderer.markdown", reason="renders as an index does")
+    name = f"cupyfa-{VERSION}.dist-info/METADATA"
+    description = contents(built[1])[name].decode().partition("\n\n")[2]
+    readme = (TREE / "README.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```.*?^```$", readme, re.M | re.S):
+        assert block in description
+    html = markdown.render(description)
+    assert html and "<img" not in html
+    assert not re.findall(r'href="(?!https?:|#)[^"]*', html)
+
+
+def test_the_metadata_name_authors_versions_and_licence(built):
+    metadata = texts(built[0])["PKG-INFO"].partition("\n\n")[0]
+    license = (TREE / "LICENSE").read_text()
+    (author,) = re.findall(r"^Author: (.*)$", metadata, re.M)
+    assert author in license
+    assert "License-Expression: MIT\n" in metadata
+    assert "Programming Language :: Python :: 3.11\n" in metadata
+
+
+def test_hints_install_packages_that_an_index_has():
+    """cupyfa itself may come from a checkout or a wheel, so hints name what an extra adds."""
+    code = "".join(file.read_text(encoding="utf-8") for file in (TREE / "cupyfa").rglob("*.py"))
+    extras = (TREE / "pyproject.toml").read_text(encoding="utf-8")
+    hints = set(re.findall(r"pip install ([\w-]+)", code))
+    assert {"ziglang", "matplotlib"} <= hints
+    assert {package for package in hints if f'"{package}>=' not in extras} == set()
 
 
 FOREIGN = {

@@ -249,9 +249,9 @@ def measured_device(backend: Backend) -> Device:
     rates = {name: rate for name, rate in measured.items() if rate}
     bandwidth = peaks.copy_rate(backend)
     if not bandwidth or "float32" not in rates:
+        why = backend.limits.no_matmul or "its products or copies cannot be timed"
         raise Unsupported(
-            "measuring the rates of this device needs cuBLAS: pip install 'cupyfa[cublas]', or "
-            f"name a device: {', '.join(peaks.DEVICES)}"
+            f"the rates here are unknown: {why}; or name a device: {', '.join(peaks.DEVICES)}"
         )
     limits = backend.limits
     return Device(

@@ -64,9 +64,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise Unsupported(
-            f"pictures need matplotlib: pip install 'cupyfa[plot]' ({error})"
-        ) from None
+        raise Unsupported(f"pictures need matplotlib: pip install matplotlib ({error})") from None
 
 
 def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:

@@ -165,7 +165,8 @@ def _no_cublas() -> str | None:
     try:
         from cupy.cuda import cublas  # noqa: F401
     except ImportError:
-        return "its matrix products need cuBLAS: pip install 'cupyfa[cublas]'"
+        package = "nvidia-cublas-cu12" if runtime.runtimeGetVersion() < 13000 else "nvidia-cublas"
+        return f"its matrix products need cuBLAS: pip install {package}"
     return None
 
 

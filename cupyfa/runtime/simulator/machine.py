@@ -430,7 +430,7 @@ def compiler() -> list[str]:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise CompilerNotFound(
         "the simulator needs a C++ compiler and found neither c++, g++ nor clang++ on the PATH,"
-        ' nor the ziglang wheel; install g++ or clang++, or pip install "cupyfa[compiler]"'
+        " nor the ziglang wheel; install g++ or clang++, or pip install ziglang"
     )
 
 
