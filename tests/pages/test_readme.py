@@ -70,8 +70,20 @@ def test_the_readmes_link_to_each_other():
 
 
 def test_ci_finds_what_it_runs():
-    for name, first in (("run", "pip install"), ("test", "pip install")):
-        assert marked(ENGLISH, name).startswith(f"```sh\n{first}")
+    for name in ("run", "test", "cuda13"):
+        assert marked(ENGLISH, name).startswith("```sh\npip install")
+
+
+def test_the_recipe_for_cuda_13_names_every_dependency():
+    """Its packages are installed without the dependencies of pyproject.toml, so it repeats them."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)[1]
+    named = set(re.findall(r'"(.+?)"', marked(ENGLISH, "cuda13")))
+    for dependency in re.findall(r'"(.+?)"', dependencies):
+        expected = dependency.replace("cuda12x", "cuda13x")
+        if "-cu12" in expected:
+            expected = expected.partition("-cu12")[0] + "==13.*"
+        assert expected in named
 
 
 @pytest.mark.parametrize(
