@@ -1,7 +1,7 @@
 """The pages: their commands run in order and print the text shown below them.
 
-A page is README.md (README.zh-CN.md has the same code) or one in docs/. A comment before a block,
-on a line of its own, says more:
+A page is README.md (README.zh-CN.md has the same code), CONTRIBUTING.md or one in docs/. A comment
+before a block, on a line of its own, says more:
 
 - ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
 - ``<!-- gpu -->``: its commands need a GPU, or minutes; they run in the test marked gpu only;
@@ -32,7 +32,7 @@ import cupyfa
 from cupyfa.planner.source import ROOT
 
 MAIN = runpy.run_path(str(ROOT / "cli.py"))["main"]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 BLOCK = re.compile(

@@ -10,7 +10,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, CHINESE, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ENGLISH, TRANSLATION = (page.read_text(encoding="utf-8") for page in (README, CHINESE))
 KERNELS = [(operation, name) for operation in LADDER for name in LADDER[operation]]
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
