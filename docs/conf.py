@@ -41,7 +41,7 @@ version = release = cupyfa.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.viewcode",
+    "sphinx.ext.linkcode",
     "sphinx_click",
     "sphinx_copybutton",
 ]
@@ -70,6 +70,7 @@ LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?P<target>(?:\.\./)+[^)#]+)(?P<anchor>
 INCLUDED = {"README.md": "index", "README.md#install": "install", "README.md#the-ladder": "ladder"}
 PUBLIC = {*cupyfa.__all__}
 ERRORS = {name for name in dir(errors) if name in PUBLIC}
+DOCUMENTED: set[Path] = set()  # files of what the reference describes
 LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 
@@ -103,7 +104,7 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each source file that another page links to."""
     pages = [app.env.doc2path(name) for name in app.env.found_docs]
     links = [(link, page) for page in pages for link in LINK.finditer(page.read_text("utf-8"))]
-    for file in sorted({_target(link, page) for link, page in links}):
+    for file in sorted(DOCUMENTED | {_target(link, page) for link, page in links}):
         if file.suffix in LEXERS:
             title = str(file.relative_to(ROOT))
             body = [f"<h1>{title}</h1>", _highlighted(app, file.read_text("utf-8"), file.suffix)]
@@ -116,8 +117,19 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             yield _source_page(file), {"title": title, "body": "\n".join(body)}, "page.html"
 
 
+def linkcode_resolve(domain: str, about: dict[str, str]) -> str | None:
+    """Where the source of something in the reference is shown; pages there are in one folder."""
+    thing = sys.modules[about["module"]]
+    for name in about["fullname"].split("."):
+        thing = getattr(thing, name)
+    thing = getattr(thing, "fget", thing)
+    file, line = Path(inspect.getsourcefile(thing)), inspect.getsourcelines(thing)[1]
+    DOCUMENTED.add(file)
+    return f"../{_source_page(file)}.html#line-{line}"
+
+
 def _highlighted(app: Sphinx, text: str, suffix: str) -> str:
-    return app.builder.highlighter.highlight_block(text, LEXERS[suffix])  # type: ignore[attr-defined]
+    return app.builder.highlighter.highlight_block(text, LEXERS[suffix], lineanchors="line")
 
 
 def _before(file: Path) -> list[Path]:
