@@ -331,28 +331,25 @@ def characters() -> tuple[np.ndarray, int]:
 
 
 def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -> None:
-    """Draws the losses, with levels that a simpler model could reach."""
+    """Draws the losses, and levels that a simpler model could reach, the higher one first."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink, figure = "#7d8590", Figure(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4))
     axes = figure.add_subplot()
-    axes.plot(range(1, len(losses) + 1), losses, color="#2f81f7", linewidth=1.5)
-    for name, level in levels.items():
-        axes.axhline(level, color=ink, linestyle="--", linewidth=1)
-        place = (len(losses), level), (0, 3)
-        axes.annotate(
-            name, *place, textcoords="offset points", color=ink, horizontalalignment="right"
-        )
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step", color=ink)
-    axes.set_title(title, loc="left", fontsize=10, color=ink)
-    axes.grid(axis="y", color=ink, alpha=0.25, linewidth=0.8)
-    axes.tick_params(length=0, colors=ink)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(ink)
-    metadata = {"Date": None} if path.endswith(".svg") else None
-    figure.savefig(path, transparent=True, bbox_inches="tight", metadata=metadata)
+    axes.plot(range(1, len(losses) + 1), losses, color="#0072b2", linewidth=1.5)
+    for (name, level), side in zip(levels.items(), ("bottom", "top")):
+        axes.axhline(level, color="#424a53", linestyle="--", linewidth=1)
+        place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+        label = f"{level:.2f} {name}"  # to the right of the curve, and apart from the other one
+        axes.annotate(label, (1, level), (6, 0), verticalalignment=side, **place)
+    axes.set(xlim=(0, len(losses)), ylim=(0, None), xlabel="step")
+    axes.set_title(f"{title}; {losses[-1]:.2f} at the end", loc="left", fontsize=10)
+    axes.grid(color="#d8dee4", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    metadata = {"Title": title, **({"Date": None} if path.endswith(".svg") else {})}
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss"}):  # equal files, small ones
+        figure.savefig(path, bbox_inches="tight", pad_inches=0.15, metadata=metadata)
 
 
 # Default sizes for the simulator, where a step takes a tenth of a second, and for a GPU.

@@ -8,7 +8,7 @@ Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import peaks, sweeps
 from cupyfa.bench.bench import bench
 from cupyfa.bench.peaks import Device
-from cupyfa.bench.results import Measurement
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
@@ -169,11 +169,7 @@ def roofline(
     Raises ValueError for the arguments, and Unsupported if there is no GPU for "this", or if no
     named kernel can do any problem.
     """
-    listed = [kernels] if isinstance(kernels, str | Kernel) else kernels
-    chosen = [
-        x if isinstance(x, Kernel) or x in (NAIVE, TILED, "auto") else record_named(x)
-        for x in listed
-    ]
+    chosen = _named([kernels] if isinstance(kernels, str | Kernel) else kernels)
     records = [x for x in chosen if isinstance(x, Kernel)]
     operation = common_operation(records, backward)
     if operation == "softmax":
@@ -186,10 +182,7 @@ def roofline(
     problems = sweeps.problems(operation, sizes)
     backend = gpu()
     target, is_here = _device(device, backend)
-    limits = limits_of(target.arch)
-    limits = replace(limits, device=target.name, multiprocessors=target.multiprocessors)
-    if backend and is_here:
-        limits = backend.limits
+    limits = backend.limits if backend and is_here else _limits(target)
     rows: list[Roof] = []
     for done, problem in enumerate(problems):
         progress(done, len(problems), str(problem))
@@ -206,6 +199,78 @@ def roofline(
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
     return rows
+
+
+def measured_roofs(
+    results: Results,
+    kernels: Sequence[str | Kernel] = (),
+    *,
+    device: str | Device = "auto",
+    **sizes: Any,
+) -> list[Roof]:
+    """Computes a Roof for each row of a benchmark, after "naive" and "tiled" of each problem.
+
+    ``kernels`` and ``sizes``, as of ``roofline``, select rows. ``device`` is by default the one
+    that the results name. A row of another library has the bytes of tiled attention.
+
+    Raises ValueError if no row is selected, or if no data sheet of the device is listed.
+    """
+    target = _device_of(results) if device == "auto" else _device(device, gpu())[0]
+    limits, chosen = _limits(target), _named(kernels)
+    asked = [x for x in chosen if x not in (NAIVE, TILED)]
+    given = {x.name: x for x in asked if isinstance(x, Kernel)}
+
+    def is_asked_for(row: Measurement) -> bool:
+        about = row.operation, row.problem
+        names = [x.name if isinstance(x, Kernel) else select(x, *about, limits).name for x in asked]
+        return row.kernel in names or not asked
+
+    rows = [row for row in results.rows if row.operation != "softmax" and _has(row, sizes)]
+    rows = [row for row in rows if is_asked_for(row)]
+    if not rows:
+        found = ", ".join(dict.fromkeys(str(row.problem) for row in results.rows))
+        raise ValueError(f"no kernel of the file has these names and sizes; it has {found}")
+    problems = dict.fromkeys((row.operation, row.problem) for row in rows)
+    bounds = [x for x in (NAIVE, TILED) if x in chosen or not chosen]
+    roofs = [_roof(x, *about, target, limits) for about in problems for x in bounds]
+    for row in rows if asked or not chosen else []:
+        kernel = given.get(row.kernel) or LADDER[row.operation].get(row.kernel) or TILED
+        roof = _roof(kernel, row.operation, row.problem, target, limits, **row.constants)
+        roofs.append(replace(roof, computation=row.kernel, measured=row))
+    return roofs
+
+
+def _named(kernels: Sequence[str | Kernel]) -> list[str | Kernel]:
+    """The records of names, and "naive", "tiled" and "auto" as they are."""
+    words = (NAIVE, TILED, "auto")
+    return [x if isinstance(x, Kernel) or x in words else record_named(x) for x in kernels]
+
+
+def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
+    """Whether the problem of a row has these sizes and options, each one value or one of several.
+
+    None stands for any value.
+    """
+    p = row.problem
+    found = {**vars(p), "dtype": p.dtype.name, **vars(p.options)}
+    return all(
+        value is None or found[name] in (value if isinstance(value, list) else [value])
+        for name, value in sizes.items()
+    )
+
+
+def _device_of(results: Results) -> Device:
+    name = results.environment.get("device", "")
+    found = peaks.known_as(name)
+    if found is None:
+        known = ", ".join(peaks.DEVICES)
+        raise ValueError(f"no data sheet of {name!r} is listed; name a device: {known}")
+    return found
+
+
+def _limits(device: Device) -> Limits:
+    limits = limits_of(device.arch)
+    return replace(limits, device=device.name, multiprocessors=device.multiprocessors)
 
 
 def planned_bytes(plan: Plan) -> int:
@@ -267,7 +332,12 @@ def measured_device(backend: Backend) -> Device:
 
 
 def _roof(
-    computation: str | Kernel, operation: str, p: Problem, device: Device, limits: Limits
+    computation: str | Kernel,
+    operation: str,
+    p: Problem,
+    device: Device,
+    limits: Limits,
+    **constants: int,
 ) -> Roof:
     if isinstance(computation, str):
         count = naive_bytes if computation == NAIVE else tiled_bytes
@@ -275,7 +345,7 @@ def _roof(
         about = count(operation, p), precision, precision != "float32"
         return Roof(computation, operation, p, device, *about)
     try:
-        made = plan(computation, p, limits)
+        made = plan(computation, p, limits, **constants)
     except Unsupported as error:
         return Roof(computation.name, operation, p, device, note=str(error))
     problem = replace(made.problem, d=p.d, dv=p.dv)

@@ -56,11 +56,9 @@ def ladder(
     The default problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
     float16, which most rungs take and for which the baseline uses tensor cores.
     """
-    if saved and (
-        idle := options.given_options("backward", "budget", "backend", *(sizes.keys() - {"M"}))
-    ):
-        names, has = ", ".join(idle.values()), "has" if len(idle) == 1 else "have"
-        raise ValueError(f"--from measures nothing, so {names} {has} no effect; leave one out")
+    if saved:
+        unused = ("backward", "budget", "backend", *(sizes.keys() - {"M"}))
+        options.refuse_idle("--from measures nothing", *unused)
     check_target(save)
     if plot:
         plots.check(plot)

@@ -304,6 +304,13 @@ def given_options(*names: str) -> dict[str, str]:
     }
 
 
+def refuse_idle(why: str, *names: str) -> None:
+    """Raises ValueError if one of these parameters, which have no effect, was given."""
+    if idle := given_options(*names):
+        has = "has" if len(idle) == 1 else "have"
+        raise ValueError(f"{why}, so {', '.join(idle.values())} {has} no effect; leave one out")
+
+
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     """The given names, or with ``--all`` those of the ladder."""
     if every == bool(kernels):

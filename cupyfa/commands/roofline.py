@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from cupyfa.analysis.roofline import THIS, roofline as roofs_of, roofs
+from cupyfa.analysis.roofline import THIS, measured_roofs, roofline as roofs_of, roofs
 from cupyfa.analysis.roofline_plot import draw_roofs
 from cupyfa.bench.peaks import DEVICES
+from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.bench import check_target, split, sweep_option
 from cupyfa.report import plots
@@ -31,6 +32,12 @@ from cupyfa.report.tables import render
     "--budget", type=options.SECONDS, default=0.2, help="Seconds for each kernel that is measured."
 )
 @click.option("--plot", type=options.FILE, help="Draw the roofline to an .svg or .png file.")
+@click.option(
+    "--from",
+    "saved",
+    type=click.Path(dir_okay=False),
+    help="Measurements of an earlier `bench --save` or `ladder --save`; the arguments select some.",
+)
 @options.format_option
 def roofline(
     kernels: tuple[str, ...],
@@ -38,6 +45,9 @@ def roofline(
     device: str | None,
     no_measure: bool,
     plot: Path | None,
+    saved: str | None,
+    backward: bool,
+    budget: float,
     form: str,
     **sizes: Any,
 ) -> None:
@@ -47,7 +57,7 @@ def roofline(
     written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;
     the default is the first two and every rung that can do the problem. FLOP/B is the intensity;
     below the device's balance memory is the bound, above it arithmetic or the exponentials. On this
-    GPU kernels are also measured.
+    GPU kernels are also measured; with `--from` the measurements come from a file.
     """
     if plot:
         plots.check(plot)
@@ -55,14 +65,21 @@ def roofline(
     several, tiles = split(swept, sizes)
     if tiles:
         raise ValueError(f"{', '.join(tiles)} is not a size; -p takes sizes and options")
-    with options.progress_bar("measuring") as progress:
-        rows = roofs_of(
-            kernels,
-            device=device or "auto",
-            measure=not no_measure,
-            progress=progress,
-            **{**sizes, **several},
-        )
+    sizes |= several
+    if saved:
+        options.refuse_idle("--from measures nothing", "backward", "budget", "no_measure")
+        rows = measured_roofs(Results.load(saved), kernels, device=device or "auto", **sizes)
+    else:
+        with options.progress_bar("measuring") as progress:
+            rows = roofs_of(
+                kernels,
+                device=device or "auto",
+                backward=backward,
+                measure=not no_measure,
+                budget=budget,
+                progress=progress,
+                **sizes,
+            )
     if plot:
         draw_roofs(rows, plot)
     click.echo(roofs(rows) if form == "table" else render([row.row() for row in rows], form))

@@ -1,60 +1,81 @@
-"""Pictures of measurements, to be looked at on light and on dark ground."""
+"""Pictures of measurements on a white ground of their own, for light and for dark pages."""
 
 import io
-from collections.abc import Callable, Sequence
-from itertools import cycle, product
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from xml.sax.saxutils import escape
 
 from cupyfa import store
 from cupyfa.bench.results import Measurement
 from cupyfa.errors import Unsupported
 
 SUFFIXES = (".svg", ".png")
-# Of middle lightness: they stand out from white and from black.
-INK = "#7d8590"
-COLOURS = (
-    *("#2f81f7", "#d29922", "#2da44e", "#f0554c"),
-    *("#a371f7", "#db61a2", "#1f9aa5", "#e3763f"),
-)
-_LINES = ("-", "--", ":")
+INK, PALE = "#424a53", "#d8dee4"
+# Seen apart without red or green too; markers and dashes differ as well.
+COLOURS = ("#0072b2", "#c04a00", "#117733", "#aa4499", "#332288", "#8c6d1f", "#882255", "#14827a")
+MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
+# What kernels compute with, by how their names begin; "" is any other name.
+FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
+# Text stays text: it is small, can be searched, and a screen reader reads it. Verdana has the
+# widths of DejaVu Sans, with which matplotlib lays it out; most other fonts are narrower.
+_FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
     **dict.fromkeys(_INKED, INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    "font.family": "sans-serif",
-    "font.size": 10,
+    "font.size": 9,
+    "grid.color": PALE,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
     "svg.hashsalt": "cupyfa",  # the same rows make the same file
 }
-_GAP = 10  # points between the end of a curve and its label
+_UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_GAP = 8  # points between a curve and its label
 
 
 def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
-    """Draws TFLOP/s over N, both axes logarithmic, one curve for each kernel, labelled at its end.
+    """Draws TFLOP/s over N: a panel for each family of kernels, with labels at the curves' ends.
 
-    Writes an .svg or .png file with a transparent background. Raises ValueError for another suffix
-    and if no row was timed, Unsupported without matplotlib.
+    All axes are logarithmic. The first kernel is in every panel, to compare with. Writes an .svg or
+    .png file. Raises ValueError for another suffix and if no row was timed, Unsupported without
+    matplotlib.
     """
     path = Path(path)
     check(path)
     curves = curves_of(rows)
     if not curves:
         raise ValueError("there is nothing to draw: no row was timed")
-    write(lambda: _figure(curves, title), path)
+    points = (f"{name} {', '.join(f'{N}: {y:.3g}' for N, y in x)}" for name, x in curves.items())
+    write(lambda: _figure(curves, title), path, f"TFLOP/s over N on {title}", "; ".join(points))
 
 
-def write(figure: Callable[[], Any], path: Path) -> None:
+def write(figure: Callable[[], Any], path: Path, title: str, description: str) -> None:
     """Writes a figure to a file, whole or not at all; equal figures give equal files."""
     import matplotlib
 
     file, form = io.BytesIO(), path.suffix[1:]
-    metadata = {"Date": None} if form == "svg" else None
     with matplotlib.rc_context(_STYLE):
+        metadata = {"Title": title, **(_UNDATED if form == "svg" else {"Description": description})}
         figure().savefig(
-            file, format=form, transparent=True, bbox_inches="tight", dpi=200, metadata=metadata
+            file, format=form, bbox_inches="tight", pad_inches=0.15, dpi=200, metadata=metadata
         )
-    store.write_whole(path, file.getvalue())
+    content = file.getvalue()
+    if form == "svg":
+        content = _accessible(content.decode(), description).encode()
+    store.write_whole(path, content)
+
+
+def _accessible(svg: str, description: str) -> str:
+    """An SVG file with a role and a description, and with the fonts named once."""
+    svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
+    svg = svg.replace("<svg ", f'<svg role="img" font-family="{_FONTS}" ', 1)
+    return svg.replace("</title>", f"</title>\n <desc>{escape(description)}</desc>", 1)
 
 
 def check(path: Path) -> None:
@@ -76,60 +97,121 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
     return {name: sorted(points) for name, points in curves.items()}
 
 
-def new_axes(xlabel: str, title: str) -> Any:
-    """Logarithmic axes of a new figure, TFLOP/s upwards."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+def family(name: str) -> str:
+    """The key in FAMILIES."""
+    first = name.split("_")[0]
+    return first if first in FAMILIES else ""
 
-    axes = Figure(figsize=(8, 5)).add_subplot()
-    axes.set(xscale="log", yscale="log", xlabel=xlabel)
+
+def new_figure(height: float) -> Any:
+    """A figure of 8 inches by ``height`` in which texts can be measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    return FigureCanvasAgg(Figure(figsize=(8, height))).figure
+
+
+def set_scales(axes: Any) -> None:
+    """Logarithmic axes with TFLOP/s upwards, whose ticks are written as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set(xscale="log", yscale="log")
+    bottom, top = axes.get_ylim()
+    steps = (1,) if top > 300 * bottom else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(NullLocator())
-    axes.grid(color=INK, alpha=0.25, linewidth=0.8)
+    axes.grid(linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.set_title(f"TFLOP/s   {title}", loc="left", fontsize=10, color=INK)
-    return axes
+    axes.tick_params("x", pad=7)  # below a label at the lower end of the other axis
 
 
-def _figure(curves: dict[str, list[tuple[int, float]]], title: str) -> Any:
-    """Curves with labels at their ends, which thin lines join to them."""
-    axes = new_axes("N", title)
-    axes.grid(visible=False, axis="x")
-    sizes = sorted({x for points in curves.values() for x, _ in points})
-    axes.set_xticks(sizes, [f"{size}" for size in sizes])
-    labels = []
-    for (name, points), (line, colour) in zip(curves.items(), cycle(product(_LINES, COLOURS))):
-        axes.plot(*zip(*points), line, color=colour, linewidth=2, marker="o", markersize=4)
-        thin = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)}
-        at = {"textcoords": "offset points", "verticalalignment": "center", "color": colour}
-        label = axes.annotate(
-            name, points[-1], (_GAP, 0), annotation_clip=False, arrowprops=thin, **at
-        )
-        labels.append(label)
-    _spread(labels)
-    return axes.figure
+def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> Any:
+    """A label of a point, to be placed by ``place_labels``, which a thin line joins to it."""
+    line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    return axes.annotate(
+        text,
+        point,
+        (0, 0),
+        textcoords="axes fraction",
+        verticalalignment="bottom",
+        color=colour,
+        fontsize=8.5,
+        annotation_clip=False,
+        arrowprops=line,
+        bbox=ground,
+    )
 
 
-def _spread(labels: Sequence[Any]) -> None:
-    """Moves labels at the same N up or down until none overlaps another, as little as possible.
+def place_labels(axes: Any, labels: Iterable[Any], left: float) -> None:
+    """Places labels in a column that begins ``left`` points from the left edge of the axes.
 
-    Labels that would overlap move as one group, by the mean of their shifts: the sum of the squared
-    shifts is minimal.
+    Each is as near the height of its point as is possible without overlap: labels that would
+    overlap move as one group, by the mean of their shifts, so that the sum of the squared shifts is
+    minimal.
     """
+    points_of = 72 / axes.figure.dpi
+    column = sorted(labels, key=lambda label: label.xy[1])
+    heights = [1.15 * height for _, height in map(text_size, column)]
+    below = list(accumulate(heights, initial=0.0))
+    pixels = axes.transData.transform([label.xy for label in column])[:, 1]
+    centres = (pixels - axes.bbox.y0) * points_of
+    groups: list[list[float]] = []
+    for centre, height, under in zip(centres, heights, below):
+        groups.append([centre - height / 2 - under])
+        while len(groups) > 1 and mean(groups[-2]) > mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    highest = axes.bbox.height * points_of - below[-1]
+    shifts = (mean(group) for group in groups for _ in group)
+    for label, under, shift in zip(column, below, shifts):
+        bottom = min(max(shift, 0.0), highest) + under
+        size = axes.bbox.size * points_of
+        label.set_position((left / size[0], bottom / size[1]))
+
+
+def text_size(text: Any) -> tuple[float, float]:
+    """The width and the height of a text in points, without the line that joins it to a point."""
     from matplotlib.text import Text
 
-    figure = labels[0].figure
-    figure.draw_without_rendering()
-    for x in {label.xy[0] for label in labels}:
-        column = sorted((one for one in labels if one.xy[0] == x), key=lambda one: one.xy[1])
-        boxes = [Text.get_window_extent(label) for label in column]  # without the thin lines
-        height = 1.1 * max(box.height for box in boxes)
-        groups: list[list[float]] = []
-        for i, box in enumerate(boxes):
-            groups.append([box.y0 - i * height])
-            while len(groups) > 1 and mean(groups[-2]) > mean(groups[-1]):
-                groups[-2:] = [groups[-2] + groups[-1]]
-        starts = (mean(group) for group in groups for _ in group)
-        for i, (label, box, start) in enumerate(zip(column, boxes, starts)):
-            label.set_position((_GAP, (start + i * height - box.y0) * 72 / figure.dpi))
+    box = Text.get_window_extent(text, text.figure.canvas.get_renderer())
+    return box.width * 72 / text.figure.dpi, box.height * 72 / text.figure.dpi
+
+
+def _figure(curves: Mapping[str, list[tuple[int, float]]], title: str) -> Any:
+    """A panel for each family that has another kernel than the first."""
+    first = next(iter(curves))
+    families: dict[str, list[str]] = {}
+    for name in curves:
+        families.setdefault(family(name), [first]).append(name)
+    panels = {key: list(dict.fromkeys(names)) for key, names in families.items()}
+    if len(panels) > 1:
+        panels = {key: names for key, names in panels.items() if names != [first]}
+    heights = [max(1.6, 0.4 + 0.2 * len(names)) for names in panels.values()]
+    figure = new_figure(sum(heights) + 0.3 * len(heights))
+    all_axes = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
+    ).flat
+    figure.subplots_adjust(left=0.06, right=0.8, bottom=0, top=1, hspace=0.22)
+    for axes, (key, names) in zip(all_axes, panels.items()):
+        _draw_panel(axes, {name: curves[name] for name in names}, first)
+        axes.set_title(FAMILIES[key], loc="left", fontsize=9, fontweight="bold")
+    sizes = sorted({N for points in curves.values() for N, _ in points})
+    axes.set_xticks(sizes, [f"{size}" for size in sizes])
+    axes.set_xlabel("N")
+    figure.text(0.06, 1 + 0.35 / figure.get_figheight(), f"TFLOP/s on {title}", fontsize=10)
+    return figure
+
+
+def _draw_panel(axes: Any, curves: Mapping[str, list[tuple[int, float]]], first: str) -> None:
+    """Curves with labels at the right edge, which thin lines join to their ends."""
+    looks = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES))
+    labels = []
+    for name, points in curves.items():
+        colour, marker, dashes = (INK, "", "--") if name == first else next(looks)
+        axes.plot(*zip(*points), linestyle=dashes, color=colour, marker=marker)
+        labels.append(add_label(axes, name, points[-1], colour))
+    set_scales(axes)
+    place_labels(axes, labels, axes.bbox.width * 72 / axes.figure.dpi + _GAP)

@@ -1,17 +1,19 @@
 """The roofline: formulas, devices, bounds, the command and the picture."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 from helpers.cli import cli, refused, strict
+from helpers.pictures import assert_readable
 
 import cupyfa
 from cupyfa import Problem
 from cupyfa.analysis import roofline as roofs, roofline_plot as plotting
 from cupyfa.analysis.formulas import tiled_bytes
 from cupyfa.bench.peaks import DEVICES, EXP2_PER_CLOCK, known_as, named
-from cupyfa.bench.results import Measurement
+from cupyfa.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
 
@@ -220,25 +222,98 @@ def test_measured_kernels_have_a_share_of_the_attainable_rate():
     assert measured.row()["measured_TFLOP/s"] == pytest.approx(33.45)
 
 
+PICTURES = {
+    "every rung": lambda: rows(device="h100", d=128),
+    "rungs of four precisions": lambda: rows(device="h100", dtype="float32"),
+    "gradients": lambda: rows(device="h100", backward=True),
+    "one": lambda: rows("fa2", device="h100"),
+    "lengths": lambda: rows("naive", "tiled", M=[1024, 4096, 16384], d=[64, 128]),
+    "exponentials": lambda: rows("tiled", device="h100", d=[16, 32, 64, 128, 256]),
+    "one query": lambda: rows("naive", "tiled", "mma_split_kv", M=1, N=8192),
+    "the measured ladder": lambda: roofs.measured_roofs(LADDER_OF_H100, M=2048),
+    "its lengths": lambda: roofs.measured_roofs(LADDER_OF_H100),
+}
+LADDER_OF_H100 = Results.load(ROOT / "docs" / "ladder.json")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_of_a_picture_hides_another_or_a_point(name):
+    found = PICTURES[name]()
+    texts = assert_readable(plotting._figure(found))
+    assert "FLOP per byte" in texts
+
+
+def names_of(found):
+    return [name for names in plotting._series(found).values() for name in names]
+
+
 def test_a_picture_names_every_computation_once(tmp_path):
     found = rows(device="h100")
-    texts = [x.get_text() for x in plotting._figure(found).axes[0].get_legend().texts]
-    names = [name for text in texts for name in text.replace("\n", " ").split(", ")]
-    assert {x.computation for x in found} == {*names}
-    assert len(names) == len({*names})
+    assert sorted(names_of(found)) == sorted(x.computation for x in found)
+    shown = " ".join(label.get_text() for label in plotting._figure(found).axes[0].texts)
+    assert all(x.computation in shown.replace("\n", " ").replace(",", "").split() for x in found)
     plotting.draw_roofs(found, tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
+    text = (tmp_path / "a.svg").read_text()
+    assert "<title>TFLOP/s on NVIDIA H100 SXM: batch=4 " in text
+    assert "<desc>naive 100 at 31 FLOP per byte; " in text
     with pytest.raises(ValueError, match="nothing to draw"):
         plotting.draw_roofs([row("tiled", M=0)], tmp_path / "a.svg")
 
 
-def test_a_measured_kernel_is_a_disc_at_its_speed_and_others_are_rings():
+def test_a_measured_kernel_is_a_full_mark_at_its_speed_and_others_are_empty():
     found = row("fa2", device="h100")
-    ((disc,),) = plotting._series([replace(found, measured=timed(found, 33.4))])
-    ((ring,),) = plotting._series([found])
-    for point, height, measured in ((disc, 33, True), (ring, found.tflops, False)):
-        assert point == (
-            pytest.approx(found.intensity, rel=0.05),
-            pytest.approx(height, rel=0.05),
-            measured,
-        )
+    measured = replace(found, measured=timed(found, 33.4))
+    for drawn, height, full in ((measured, 33, True), (found, 67, False)):
+        ((_, points),) = plotting._series([drawn])
+        assert points == ((1000, height, full),)
+        axes = plotting._figure([drawn]).axes[0]
+        (mark,) = [x for x in axes.lines if x.get_marker() == "s" and len(x.get_xdata())]
+        assert mark.get_xydata().tolist() == [[1000, height]]
+        assert (mark.get_markerfacecolor() != "white") == full
+
+
+def test_measurements_of_a_file_are_shown_under_the_roof_of_their_device():
+    found = roofs.measured_roofs(LADDER_OF_H100, M=2048)
+    assert all(x.device is DEVICES["h100"] for x in found)
+    names = ["naive", "tiled", *dict.fromkeys(x.kernel for x in LADDER_OF_H100.rows)]
+    assert [x.computation for x in found] == names
+    by_name = {x.computation: x for x in found}
+    assert by_name["naive"].measured is None
+    fa2 = by_name["fa2"]
+    assert fa2.measured.tflops == pytest.approx(6.36, rel=0.01)
+    assert fa2.percent == pytest.approx(100 * 6.36 / 66.9, rel=0.01)
+    assert (fa2.bytes, fa2.bound) == (row("fa2", device="h100").bytes, "compute")
+
+
+def test_the_arguments_select_measurements(tmp_path):
+    def command(*args):
+        done = cli("roofline", "--from", ROOT / "docs" / "ladder.json", "--format", "json", *args)
+        return [(x["computation"], x["M"]) for x in strict(done.stdout)]
+
+    assert command("v1", "naive", "-p", "M=256,512") == [
+        *(("naive", 256), ("naive", 512)),
+        *(("v1", 256), ("v1", 512)),
+    ]
+    assert command("auto", "-M", 4096) == [("wgmma_persistent", 4096)]
+    assert command("tiled", "-M", 4096) == [("tiled", 4096)]
+    peer = replace(LADDER_OF_H100.rows[0], kernel="a library")
+    (found,) = roofs.measured_roofs(replace(LADDER_OF_H100, rows=[peer]))[2:]
+    assert (found.computation, found.intensity) == ("a library", pytest.approx(128))
+    unknown = replace(LADDER_OF_H100, environment={"device": "a card"})
+    unknown.save(tmp_path / "a.json")
+    assert "'a card' is listed" in refused("roofline", "--from", tmp_path / "a.json", code=2)
+    assert "--budget has no effect" in refused(
+        "roofline", "--from", tmp_path / "a.json", "--budget", 1, code=2
+    )
+    assert "these names and sizes; it has" in refused(
+        "roofline", "--from", ROOT / "docs" / "ladder.json", "-d", 63, code=2
+    )
+
+
+def test_the_picture_of_the_page_shows_the_measured_ladder(tmp_path):
+    plotting.draw_roofs(roofs.measured_roofs(LADDER_OF_H100, M=2048), tmp_path / "a.svg")
+    drawn, kept = (
+        re.search("<desc>.*</desc>", x.read_text())[0]
+        for x in (tmp_path / "a.svg", ROOT / "docs" / "roofline.svg")
+    )
+    assert drawn == kept

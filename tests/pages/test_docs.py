@@ -126,6 +126,15 @@ def environment(tmp_path_factory):
     }
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a page's commands, with the measurements that a checkout has in docs."""
+    (tmp_path / "docs").mkdir()
+    for file in (ROOT / "docs").glob("*.json"):
+        shutil.copy(file, tmp_path / "docs")
+    return tmp_path
+
+
 # Options that shorten commands on a GPU, which else measure for seconds or start many processes.
 SHORT = {
     "bench": "--budget 0.02",
@@ -200,8 +209,8 @@ def assert_shows(printed, shown):
 
 @pytest.mark.slow
 @EACH_PAGE
-def test_commands_of_a_page_work(page, environment, tmp_path):
-    follow(read(page), tmp_path, {**environment, "CUDA_VISIBLE_DEVICES": ""}, gpu=False)
+def test_commands_of_a_page_work(page, environment, folder):
+    follow(read(page), folder, {**environment, "CUDA_VISIBLE_DEVICES": ""}, gpu=False)
 
 
 @pytest.mark.gpu
@@ -210,18 +219,18 @@ def test_commands_of_a_page_work(page, environment, tmp_path):
     [x for x in PAGES if re.search(r"^<!-- gpu -->|^```python", read(x), re.M)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, tmp_path, tmp_path_factory):
+def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, folder, tmp_path_factory):
     # What one process of pytest-xdist has compiled and measured, the pages of the others find.
     shared = tmp_path_factory.getbasetemp().parent / "cache-of-pages"
     settings = {"CUPYFA_CACHE_DIR": str(shared), "OPENBLAS_NUM_THREADS": "4"}
-    follow(read(page), tmp_path, {**environment, **settings}, gpu=True)
+    follow(read(page), folder, {**environment, **settings}, gpu=True)
 
 
-def test_roofline_tables_are_complete(environment, tmp_path):
+def test_roofline_tables_are_complete(environment, folder):
     found = blocks(read(ROOT / "docs" / "roofline.md"))
     for before, block in pairwise(found):
         if before.kind == "sh" and block.kind == "text":
-            printed = shell(before.commands[0], 0, tmp_path, environment)
+            printed = shell(before.commands[0], 0, folder, environment)
             assert printed.split() == block.text.split()
 
 

@@ -1,0 +1,35 @@
+"""What a reader sees of a figure: its texts, and whether each can be read."""
+
+from itertools import combinations
+from unittest import mock
+
+from matplotlib.text import Text
+
+
+def assert_readable(figure):
+    """No text overlaps another or a mark, and labels are as high as their axes; returns the texts.
+
+    Ticks outside the axes have texts too, so those that are drawn are recorded.
+    """
+    boxes = {}
+    draw = Text.draw
+
+    def record(text, renderer):
+        if text.get_visible() and text.get_text().strip():
+            boxes[text] = Text.get_window_extent(text, renderer)
+        draw(text, renderer)
+
+    with mock.patch.object(Text, "draw", record):
+        figure.canvas.draw()
+    for (one, a), (other, b) in combinations(boxes.items(), 2):
+        assert not a.overlaps(b), f"{one} {a} overlaps {other} {b}"
+    for axes in figure.axes:
+        for label in axes.texts:
+            box = boxes[label]
+            assert axes.bbox.y0 - 1 < box.y0 and box.y1 < axes.bbox.y1 + 1, f"{label} is outside"
+        marked = [line for line in axes.lines if line.get_marker() not in ("", "None")]
+        for line in marked:
+            for x, y in axes.transData.transform(line.get_xydata()):
+                covering = [text for text, box in boxes.items() if box.contains(x, y)]
+                assert not covering, f"{covering} cover a mark"
+    return {text.get_text() for text in boxes}
