@@ -26,6 +26,7 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify import case as case_module, failures, grids, workers
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import RIGHT, WRONG_RESULT, Outcome
+from cupyfa.verify.fuzz import Fuzz
 
 VALUES = [
     *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
@@ -121,23 +122,30 @@ def test_peers_without_an_option_are_refused(peer):
         peers.peer(peer, Simulator(), p, Case("forward", p).inputs())
 
 
+def drawn():
+    drawing = Fuzz(cupyfa.kernel("fa2"), Simulator(), dtypes=["float32"])
+    return [drawing.sample(i).case for i in range(100)]
+
+
 def test_grids_try_values_of_every_option(monkeypatch):
-    before = {grid: grids.cases(grid, "forward", dtypes=["float32"]) for grid in ("edges", "fuzz")}
-    monkeypatch.setitem(OPTIONS, "precision", replace(OPTIONS["precision"], tried=("tf32",)))
-    for grid, cases in before.items():
-        now = grids.cases(grid, "forward", dtypes=["float32"])
-        tried = [x for x in now if x.problem.precision == "tf32"]
-        assert 10 < len(tried) < len(now) / 2 and not any(x.problem.precision for x in cases)
-        if grid == "fuzz":  # whose other fields stay what they were
-            assert [
-                replace(x, problem=x.problem.with_options(precision=None)) for x in now
-            ] == cases
-        else:
-            for kept in ("values", "layout"):
-                assert {getattr(x, kept) for x in cases} == {getattr(x, kept) for x in now}
-            for kept in ("M", "N", "d", "dv", "causal", "window", "scale"):
-                values = [{getattr(x.problem, kept) for x in some} for some in (cases, now)]
-                assert values[0] <= values[1], kept
+    edges = grids.cases("edges", "forward", dtypes=["float32"])
+    fuzzed = drawn()
+    monkeypatch.setitem(OPTIONS, "precision", replace(OPTIONS["precision"], tried=("float32",)))
+    for before, now in (
+        (edges, grids.cases("edges", "forward", dtypes=["float32"])),
+        (fuzzed, drawn()),
+    ):
+        tried = [x for x in now if x.problem.precision == "float32"]
+        assert 10 < len(tried) < len(now) / 2 and not any(x.problem.precision for x in before)
+        if before is fuzzed:  # its other fields stay what they were
+            plain = [replace(x, problem=x.problem.with_options(precision=None)) for x in now]
+            assert plain == before
+            continue
+        for kept in ("values", "layout"):
+            assert {getattr(x, kept) for x in before} == {getattr(x, kept) for x in now}
+        for kept in ("M", "N", "d", "dv", "causal", "window", "scale"):
+            values = [{getattr(x.problem, kept) for x in some} for some in (before, now)]
+            assert values[0] <= values[1], kept
 
 
 def test_a_sweep_takes_options_as_one_value():

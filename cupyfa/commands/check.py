@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from cupyfa.report.tables import render, table_of
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify import check as checking
 from cupyfa.verify.failures import WRONG_RESULT, Failure
-from cupyfa.verify.grids import FUZZ_SAMPLES, GRIDS
+from cupyfa.verify.fuzz import SAMPLES
+from cupyfa.verify.grids import GRIDS
+from cupyfa.verify.tasks import Task, name_of
 
 _MOST_JOBS = 16
 _MESSAGE_LINES = 8
@@ -28,14 +31,15 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 @click.option(
     "--grid",
     type=click.Choice(list(GRIDS)),
-    default="smoke",
+    default="fuzz",
+    show_default=True,
     help=" ".join(f"{name}: {what}." for name, what in GRIDS.items()),
 )
 @click.option(
     "--samples",
     type=click.IntRange(1, checking.MOST_SAMPLES),
     help="Number of cases to draw, with as many pairs of sizes and options as possible.  "
-    f"[default: all; of fuzz {FUZZ_SAMPLES}]",
+    f"[default: all; of fuzz {SAMPLES['simulator']} for each kernel, {SAMPLES['cuda']} on a GPU]",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=0, help="Seed of the drawn cases and of the inputs."
@@ -49,6 +53,13 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 )
 @options.attention_options
 @options.reruns_option
+@click.option(
+    "--schedules",
+    type=click.IntRange(1),
+    default=1,
+    help="Simulator: the number of orders of threads to run each case in.",
+)
+@click.option("--dry-run", is_flag=True, help="List the cases, and run nothing.")
 @click.option(
     "--jobs",
     type=click.IntRange(0),
@@ -76,15 +87,21 @@ def check(
     jobs: int | None,
     backend: Backend,
     form: str,
+    dry_run: bool,
     **how: Any,
 ) -> None:
     """Check kernels against the reference on a grid of cases.
 
-    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each failure
-    is printed with a command that repeats it; the first failures of each kernel also have a file
-    for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. The exit code
-    is 1 if there is a failure.
+    KERNEL is a name from `cupyfa list`, `script.py:name` for a record of your own, or auto. Each
+    failure is printed with a command that repeats it; the first failures of each kernel also have
+    a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. The exit
+    code is 1 if there is a failure.
     """
+    if dry_run:
+        how = {name: x for name, x in how.items() if name not in ("reruns", "timeout", "failures")}
+        how |= {"dtypes": dtypes or None, "precision": precision, "backend": backend}
+        click.echo(render(_planned(checking.tasks_of(kernels, **how), backend), form))
+        return
     if not precision and "float32" in (dtypes or ("float32",)):
         _print_precisions(kernels)
     cores = len(os.sched_getaffinity(0))
@@ -111,6 +128,7 @@ def check(
         rows = [
             {
                 **tally.row(),
+                "covered": dict(tally.covered),
                 "because": dict(tally.not_run),
                 "failures": [x.row() for x in done.failures if x.outcome.kernel == tally.kernel],
             }
@@ -121,9 +139,29 @@ def check(
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
 
 
+def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
+    """A row for each case of each kernel: what it covers, and the constants that are fixed."""
+    named = cache(record_named)
+    records = [
+        (task, name_of(kernel), named(kernel) if isinstance(kernel, str) else kernel)
+        for task in tasks
+        for kernel in task.kernels
+    ]
+    return [
+        {
+            "kernel": name,
+            "case": str(task.case),
+            "constants": dict(task.constants) or None,
+            "schedule": task.schedule,
+            "covers": [x for x, has in checking.covered(task, record, backend).items() if has],
+        }
+        for task, name, record in records
+    ]
+
+
 def _print_precisions(names: Sequence[str]) -> None:
     """The kernels that compute float32 in a lower precision, which their error bounds follow."""
-    for record in map(record_named, names):
+    for record in map(record_named, (name for name in names if name != checking.AUTO)):
         if record.float32_as and "float32" not in record.float32_as:
             options.note(f"{record.name} computes float32 in {record.float32_as[0]}")
 
@@ -133,10 +171,12 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
     shown: list[Failure] = []
     for tally in done.tallies:
         failed = [x for x in done.failures if x.outcome.kernel == tally.kernel]
-        shown += failed[: checking.EXAMINED]
+        examined = [x for x in failed if x.file or x.found_on]
+        shown += (examined or failed)[: checking.EXAMINED]
     if shown:
         rows = [x.row() for x in shown]
-        table = [{"": i, **{x: row[x] for x in _COLUMNS}} for i, row in enumerate(rows, 1)]
+        columns = [x for x in _COLUMNS if any(row[x] is not None for row in rows)]
+        table = [{"": i, **{x: row[x] for x in columns}} for i, row in enumerate(rows, 1)]
         click.echo(f"{table_of(table, share=False)}\n", err=err)
         for i, failure in enumerate(shown, 1):
             click.echo(f"{_lines(i, failure)}\n", err=err)
@@ -144,7 +184,14 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         click.echo(f"{more:,} more failures: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
+    for tally in done.tallies:
+        if tally.covered:
+            click.echo(f"{tally.kernel} covered: {_counts(tally.covered)}", err=err)
     click.echo(str(done), err=err)
+
+
+def _counts(covered: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in covered.items())
 
 
 def _lines(number: int, failure: Failure) -> str:

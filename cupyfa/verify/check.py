@@ -7,7 +7,8 @@ import random
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice, zip_longest
@@ -25,11 +26,11 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures as kinds, grids
+from cupyfa.verify import failures as kinds, fuzz, grids
 from cupyfa.verify.case import Case, arranged
 from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.verify.shrink import shrunk
-from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, perform
+from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, perform, refuse_long
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
 
 if TYPE_CHECKING:
@@ -41,17 +42,23 @@ _LONGEST = 1_000_000  # seconds, of a timeout
 _TO_BEGIN = 60.0  # seconds to start and compile, for the command that repeats a failure
 _PATIENCE = 3  # times that a kernel may hang or die before it is given up
 _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
+_SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
+AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
 
 
 @dataclass(frozen=True)
 class Tally:
-    """The results of one kernel: ``worst`` error / bound if right, cases not run by reason."""
+    """The results of one kernel: ``worst`` error / bound if right, cases not run by reason.
+
+    covered: how many of its cases cover what ``fuzz.covers`` names.
+    """
 
     kernel: str
     runs: int
     right: int
     worst: float | None
     not_run: Mapping[str, int]
+    covered: Mapping[str, int]
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
@@ -111,12 +118,13 @@ class Interrupted(KeyboardInterrupt):
 def check(
     kernels: KernelOrName | Sequence[KernelOrName],
     *,
-    grid: str = "smoke",
+    grid: str = "fuzz",
     samples: int | None = None,
     seed: int = 0,
     dtypes: str | Sequence[str] | None = None,
     backend: str | Backend = "auto",
     reruns: int = 0,
+    schedules: int = 1,
     jobs: int = 0,
     timeout: float = 60.0,
     failures: str | Path | None = None,
@@ -125,9 +133,12 @@ def check(
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
-    kernels: names, also ``script.py:name``, or records. grid, samples, seed, dtypes: the cases, as
-    for ``grids.cases``. options: of attention, in place of the grid's own; with a precision, inputs
-    are float32 unless dtypes are given. reruns: how often each kernel runs again and must give the
+    kernels: names, also ``script.py:name`` and "auto", or records. grid: one of ``grids.GRIDS``.
+    samples: how many cases to draw, by default all; of ``fuzz`` 32 for each kernel in the simulator
+    and 200 on a GPU. seed: of the drawn cases and of the inputs. dtypes: in place of the grid's.
+    options: of attention, in place of the grid's own; with a precision, inputs are float32 unless
+    dtypes are given. schedules: in how many orders of threads the simulator runs each case, each
+    compared with the reference. reruns: how often each kernel runs again and must give the
     same bits. jobs: the number of worker processes, which use the visible GPUs in turn if these are
     alike; 0 runs in this process, without a timeout. timeout: seconds that a kernel may run.
     failures: a folder, created if necessary, for files of the first EXAMINED failures of each
@@ -140,24 +151,22 @@ def check(
     start = time.monotonic()
     if not 0 < timeout <= _LONGEST:
         raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
-    if samples is not None:
-        samples = whole("samples", samples, 1, MOST_SAMPLES)
-    seed, jobs, reruns = whole("seed", seed, 0), whole("jobs", jobs, 0), whole("reruns", reruns, 0)
-    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    jobs, reruns = whole("jobs", jobs, 0), whole("reruns", reruns, 0)
     backend = backend_named(backend)
-    given = {name: value for name, value in options.items() if value is not None}
-    if remedy := tile_remedy(given, None):
-        raise TypeError(f"check() takes no tile sizes; {remedy}")
-    AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
-    if "precision" in given and not dtypes:
-        dtypes = ("float32",)
-    how: Any = {"dtypes": dtypes, "samples": samples, "seed": seed, "options": given}
-    tasks = [
-        Task(case, named, reruns=reruns, timeout=timeout)
-        for operation, named in _by_operation(kernels, jobs).items()
-        for case in grids.cases(grid, operation, **how)
-    ]
-    sheet = _Sheet(tasks, progress)
+    drawn = tasks_of(
+        kernels,
+        grid=grid,
+        samples=samples,
+        seed=seed,
+        dtypes=dtypes,
+        backend=backend,
+        schedules=schedules,
+        **options,
+    )
+    if jobs:
+        _require_pickling(drawn, jobs)
+    tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
+    sheet = _Sheet(tasks, backend, progress)
     workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
 
     found: list[Failure] = []
@@ -177,6 +186,53 @@ def check(
     if ended:
         raise Interrupted(checked) from ended
     return checked
+
+
+def tasks_of(
+    kernels: KernelOrName | Sequence[KernelOrName],
+    *,
+    grid: str = "fuzz",
+    samples: int | None = None,
+    seed: int = 0,
+    dtypes: str | Sequence[str] | None = None,
+    backend: str | Backend = "auto",
+    schedules: int = 1,
+    **options: Unpack[OptionKeywords],
+) -> list[Task]:
+    """What ``check`` runs with these arguments, without running anything."""
+    if samples is not None:
+        samples = whole("samples", samples, 1, MOST_SAMPLES)
+    seed, schedules = whole("seed", seed, 0), whole("schedules", schedules, 1)
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    backend = backend_named(backend)
+    if schedules > 1 and not isinstance(backend, Simulator):
+        raise ValueError(
+            f"schedules is {schedules}, and {backend.limits.device} orders its threads itself; "
+            "use the simulator, or reruns"
+        )
+    if grid not in grids.GRIDS:
+        raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(grids.GRIDS)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if remedy := tile_remedy(given, None):
+        raise TypeError(f"check() takes no tile sizes; {remedy}")
+    AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
+    if "precision" in given and not dtypes:
+        dtypes = ("float32",)
+    how: Any = {"samples": samples, "seed": seed, "dtypes": dtypes, "options": given}
+    named = _named(kernels)
+    draw = _fuzzed if grid == "fuzz" else _of_grid
+    found = list(draw(named, backend, grid, **how))
+    first = getattr(backend, "schedule", None) or 0
+    later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
+    return found + later
+
+
+def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
+    """What a case covers of a kernel; nothing if the kernel cannot run it."""
+    with suppress(Exception):  # the outcome of running it gives the reason
+        plan = select.plan(kernel, task.case.problem, backend.limits, **task.constants)
+        return fuzz.covers(plan, backend.limits)
+    return {}
 
 
 @dataclass(frozen=True)
@@ -228,35 +284,82 @@ def replay(
     return Replayed(stored, now, backend.limits.device)
 
 
-def _by_operation(
-    kernels: KernelOrName | Sequence[KernelOrName], jobs: int
-) -> dict[str, tuple[KernelOrName, ...]]:
-    """The kernels of each operation in the given order, without repetition."""
+def _named(
+    kernels: KernelOrName | Sequence[KernelOrName],
+) -> dict[str, tuple[KernelOrName, Kernel | None]]:
+    """The kernels by name, each as given and as a record, which is None for "auto"."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
     named = cache(record_named)  # a script makes another record each time
-    records: dict[str, Kernel] = {}
-    by_operation: dict[str, dict[str, KernelOrName]] = defaultdict(dict)
+    found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
             raise TypeError(f"a kernel is {kernel!r}; give names, or records")
-        name, record = name_of(kernel), named(kernel) if isinstance(kernel, str) else kernel
-        if records.setdefault(name, record) is not record:
+        name = name_of(kernel)
+        record = None if kernel == AUTO else named(kernel) if isinstance(kernel, str) else kernel
+        if found.setdefault(name, (kernel, record))[1] is not record:
             raise ValueError(f"two kernels are named {name!r}; give one of them another name")
-        by_operation[record.operation][name] = kernel
-    if jobs:
-        try:
-            pickle.dumps(chosen)
-        except pickle.PicklingError as error:
-            raise ValueError(f"jobs is {jobs}: {error}; or give jobs=0") from None
-    return {operation: tuple(mine.values()) for operation, mine in by_operation.items()}
+    return found
+
+
+def _require_pickling(tasks: Sequence[Task], jobs: int) -> None:
+    """Raises ValueError if a kernel cannot be sent to a worker process."""
+    try:
+        pickle.dumps([task.kernels for task in tasks])
+    except pickle.PicklingError as error:
+        raise ValueError(f"jobs is {jobs}: {error}; or give jobs=0") from None
+
+
+_Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
+
+
+def _fuzzed(
+    named: _Named, backend: Backend, grid: str, *, samples: int | None, **how: Any
+) -> Iterator[Task]:
+    """Random cases of each kernel, whose sizes are relative to its own constants."""
+    for kernel, record in named.values():
+        drawing = fuzz.Fuzz(record, backend, **how)
+        for i in range(samples or fuzz.SAMPLES[backend.name]):
+            drawn = drawing.sample(i)
+            which = kernel if record else drawn.kernel.name
+            yield Task(drawn.case, (which,), drawn.constants)
+
+
+def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator[Task]:
+    """The cases of a grid for all kernels of an operation together."""
+    by_operation: dict[str, list[tuple[KernelOrName, Kernel | None]]] = defaultdict(list)
+    for kernel, record in named.values():
+        by_operation[record.operation if record else "forward"].append((kernel, record))
+    for operation, chosen in by_operation.items():
+
+        def runs(case: Case, records: Any = tuple(record for _, record in chosen)) -> bool:
+            return any(_runs(case, record, backend) for record in records)
+
+        for case in grids.cases(grid, operation, can=runs, **how):
+            which = [kernel if record else _automatic(case, backend) for kernel, record in chosen]
+            yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
+
+
+def _automatic(case: Case, backend: Backend) -> str:
+    return select.select(AUTO, case.operation, case.problem, backend.limits).name
+
+
+def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
+    """Whether kernel and backend take a case, as far as is known before."""
+    try:
+        case.require_reach(backend)
+        refuse_long(backend, case.problem)
+    except Unsupported:
+        return False
+    return record is None or select.can(record, case.problem, backend.limits)
 
 
 class _Sheet:
     """The outcomes so far, by kernel and by the number of the task."""
 
-    def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
+    def __init__(self, tasks: Sequence[Task], backend: Backend, progress: Progress) -> None:
+        self._backend = backend
         names = [name_of(kernel) for task in tasks for kernel in task.kernels]
         self._tasks, self._progress = tasks, progress
         self._total, self._count = len(names), Counter[bool]()
@@ -277,15 +380,29 @@ class _Sheet:
         ]
 
     def tallies(self) -> tuple[Tally, ...]:
-        return tuple(_tally(name, list(x.values())) for name, x in self._done.items())
+        return tuple(
+            _tally(name, list(x.values()), self._covered(name, x)) for name, x in self._done.items()
+        )
+
+    def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
+        """How many cases that ran cover what; each counts once, whatever the order of threads."""
+        found: Counter[str] = Counter()
+        named = cache(record_named)
+        for i, outcome in outcomes.items():
+            task = self._tasks[i]
+            if outcome.kind not in kinds.NOT_RUN and task.schedule is None:
+                (kernel,) = _only(task, name).kernels
+                record = named(kernel) if isinstance(kernel, str) else kernel
+                found.update(covered(task, record, self._backend))
+        return {what: count for what, count in found.items() if count}
 
 
-def _tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
+def _tally(name: str, outcomes: Sequence[Outcome], covered: Mapping[str, int]) -> Tally:
     reasons = {kinds.NO_MEMORY: "not enough memory"}
     not_run = Counter(reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN)
     right = [x for x in outcomes if x.kind == kinds.RIGHT]
     worst = max((x.worst.ratio for x in right if x.worst), default=None)
-    return Tally(name, len(outcomes) - not_run.total(), len(right), worst, not_run)
+    return Tally(name, len(outcomes) - not_run.total(), len(right), worst, not_run, covered)
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
@@ -330,17 +447,20 @@ def _examined(
     failed = sheet.failed()
     found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
 
-    def job(worker: Worker, i: int) -> Failure:
-        return _closer(worker, backend, *failed[i], shrink=shrink)
+    first = _first(failed) if shrink or folder else []
+    seconds = _SHRINKING * len(workers) / max(len(first), 1) if shrink else 0.0
 
-    closer = dict(in_parallel(workers, job, _first(failed) if shrink or folder else []))
+    def job(worker: Worker, i: int) -> Failure:
+        return _closer(worker, backend, *failed[i], seconds)
+
+    closer = dict(in_parallel(workers, job, first))
     found |= closer
     if folder and closer:
-        about, schedule = environment.describe(backend), getattr(backend, "schedule", None)
+        about = environment.describe(backend)
         try:
             for i, x in closer.items():
                 task = failed[i][0]
-                how = task.reruns, schedule, has_name(task.kernels[0]), about
+                how = task.reruns, _schedule(backend, task), has_name(task.kernels[0]), about
                 file = write(folder, Stored(x.case, x.outcome, *how), x.command)
                 found[i] = replace(x, file=file)
         except OSError as error:  # the results of the check are worth more than its files
@@ -358,15 +478,15 @@ def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
 
 
 def _closer(
-    worker: Worker, backend: Backend, task: Task, outcome: Outcome, *, shrink: bool
+    worker: Worker, backend: Backend, task: Task, outcome: Outcome, seconds: float
 ) -> Failure:
-    """The failure again with its arrays, on a smaller case if ``shrink``."""
+    """The failure again with its arrays, on the smallest case that is found in some seconds."""
     quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
 
     def fails(case: Case) -> bool:
         return worker.run(replace(quick, case=case))[0].kind == outcome.kind
 
-    smaller = replace(task, case=shrunk(task.case, fails)) if shrink else task
+    smaller = replace(task, case=shrunk(task.case, fails, seconds=seconds)) if seconds else task
     again = worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
         flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
@@ -375,9 +495,14 @@ def _closer(
     return failure if smaller == task else replace(failure, found_on=task.case)
 
 
+def _schedule(backend: Backend, task: Task) -> int | None:
+    """The order of threads that a task runs in; None for that by index."""
+    return getattr(backend, "schedule", None) if task.schedule is None else task.schedule
+
+
 def _failure(backend: Backend, task: Task, outcome: Outcome) -> Failure:
     reruns = task.reruns if outcome.kind == kinds.DIFFERS else None
-    schedule = getattr(backend, "schedule", None)
+    schedule = _schedule(backend, task)
     options = {"backend": backend.name, "schedule": schedule, "reruns": reruns}
     script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)

@@ -10,7 +10,7 @@ sequences have fewer batch elements.
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -19,16 +19,15 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.verify.fuzz import other_options
 
 GRIDS = {
+    "fuzz": "random cases, with sizes near those of a kernel's tiles",
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
     "edges": "sizes of 0 and 1, odd and large sizes, windows, every layout, every kind of values",
     "fa2": "the sizes of FlashAttention 2's tests, then the edges",
     "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
-    "fuzz": "random cases",
 }
-FUZZ_SAMPLES = 200  # by default
-_OTHERS = 0.25  # the share of random cases that have an option besides masks and scales
 
 Axes = Mapping[str, Sequence[Any]]
 Choice = Mapping[str, Any]  # a value for each axis
@@ -51,42 +50,22 @@ def cases(
     samples: int | None = None,
     seed: int = 0,
     options: Choice | None = None,
+    can: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
-    """The cases of one of GRIDS for an operation, or a sample with many pairs of values.
+    """The cases of one of GRIDS but ``fuzz``, or a sample with many pairs of values.
 
     dtypes, options (of attention): in place of the grid's own. samples: how many to draw, by
-    default all (FUZZ_SAMPLES of ``fuzz``). seed: of the sample and of the inputs. Raises ValueError
-    for an unknown grid.
+    default all. seed: of the sample and of the inputs. can: a sample has such cases only, unless
+    there are none.
     """
-    if grid not in GRIDS:
-        raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(GRIDS)}")
-    if grid == "fuzz":
-        count = FUZZ_SAMPLES if samples is None else samples
-        found = [fuzz_case(operation, seed, i, dtypes or _EVERY) for i in range(count)]
-    else:
-        chosen = _choices(grid, operation == "softmax", dtypes)
-        found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
-        found = found if samples is None else _sampled(found, samples, seed)
+    chosen = _choices(grid, operation == "softmax", dtypes)
+    found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if options and operation != "softmax":
         found = [replace(x, problem=x.problem.with_options(**options)) for x in found]
-    return list(dict.fromkeys(found))
-
-
-def fuzz_case(operation: str, seed: int, i: int, dtypes: Sequence[str] = _EVERY) -> Case:
-    """Sample i of a seed; it does not depend on the other samples.
-
-    Samples that are 16 apart, of each 64, share what is compiled: dtype, d, dv and mask.
-    """
-    compiled = random.Random(f"{seed} {i // 64} {i % 16} compiled")
-    pick = random.Random(f"{seed} {i}")
-    values = pick.choice(("normal", "normal", *VALUES))
-    make = _random_softmax if operation == "softmax" else _random_attention
-    problem = make(pick, compiled, dtypes, values)
-    for name in _other_options() if operation != "softmax" else ():
-        other = random.Random(f"{seed} {i // 64} {i % 16} {name}")
-        if other.random() < _OTHERS:
-            problem = problem.with_options(**{name: other.choice(OPTIONS[name].tried)})
-    return Case(operation, problem, pick.randrange(2**31), values, pick.choice(_NEAR))
+        found = list(dict.fromkeys(found))
+    if samples is None:
+        return found
+    return _sampled(found, samples, seed, can) or _sampled(found, samples, seed)
 
 
 # FlashAttention's tests
@@ -279,14 +258,8 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired(odd, _OF_ODD)
     odd["window"] = OPTIONS["window"].tried
     yield from _paired(odd, _OF_ODD // 4)
-    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in _other_options()}
+    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
-
-
-def _other_options() -> list[str]:
-    """The options with values to try, besides those that grids have as axes of their own."""
-    own = ("causal", "window", "scale")
-    return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
 # Softmax over rows
@@ -310,29 +283,7 @@ def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD)
 
 
-# Random cases
-
-_MOST_WORK = 2**28  # multiply-adds of a case
-_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
-
-
-def _random_attention(
-    pick: random.Random, compiled: random.Random, dtypes: Sequence[str], values: str
-) -> Problem:
-    dtype, causal = compiled.choice(dtypes), compiled.choice(_EVERY_MASK)
-    d = _random_dim(compiled)
-    dv = d if compiled.random() < 0.75 else _random_dim(compiled)
-    kv_heads = pick.choice((1, 1, 2, 3))
-    batch, heads = pick.choice((1, 1, 2, 4)), kv_heads * pick.choice((1, 1, 2, 5))
-    M, N = _random_length(pick, 1500), _random_length(pick, 1500)
-    while batch * heads * M * N * (d + dv) > _MOST_WORK:
-        M, N = (M // 2, N) if M > N else (M, N // 2)
-    other_scale = pick.choice((0.0, 1.0, pick.uniform(-0.5, 0.5)))
-    scale = None if values == "huge" or pick.random() < 0.75 else other_scale
-    window = _random_window(pick, compiled.choice(("neither", "neither", *_SIDES)), N)
-    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": N}
-    sizes |= {"d": d, "dv": dv, "dtype": dtype, "causal": causal, "scale": scale, "window": window}
-    return Problem.of_sizes(**sizes)
+# Windows
 
 
 def _random_window(pick: random.Random, sides: str, N: int) -> Window:
@@ -344,36 +295,15 @@ def _random_window(pick: random.Random, sides: str, N: int) -> Window:
     return keys("left", "both"), keys("right", "both")
 
 
-def _random_softmax(
-    pick: random.Random, compiled: random.Random, dtypes: Sequence[str], values: str
-) -> Problem:
-    dtype = compiled.choice(dtypes)
-    M, N = _random_length(pick, 1500), _random_length(pick, 20_000)
-    return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, dtype)
-
-
-def _random_length(pick: random.Random, most: int) -> int:
-    """A length up to `most`, uniform in its logarithm; 0 in 2 % of all cases."""
-    return 0 if pick.random() < 0.02 else round(math.exp(pick.uniform(0, math.log(most))))
-
-
-def _random_dim(pick: random.Random) -> int:
-    """Mostly small and odd, sometimes one that models use, or a large one."""
-    kind = pick.random()
-    if kind < 0.6:
-        return 2 * pick.randrange(1, 40) - 1
-    if kind < 0.85:
-        return pick.choice(_USUAL_DIMS)
-    return round(math.exp(pick.uniform(math.log(80), math.log(1024))))
-
-
 # Samples with many pairs of values
 
 _TRIED = 30  # candidates for each choice
 
 
-def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
-    """Some of the cases, chosen for many different pairs of values."""
+def _sampled(
+    found: Sequence[Case], samples: int, seed: int, can: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
+    """Some of the cases that can run, chosen for many different pairs of values."""
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
@@ -381,8 +311,9 @@ def _sampled(found: list[Case], samples: int, seed: int) -> list[Case]:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))
         left[best], left[-1] = left[-1], left[best]
-        chosen.append(left.pop())
-        met |= _pairs(_fields(chosen[-1]))
+        if can(case := left.pop()):
+            chosen.append(case)
+            met |= _pairs(_fields(case))
     return chosen
 
 

@@ -12,6 +12,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
+from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
@@ -32,6 +33,7 @@ class Task:
 
     reruns: how often each kernel runs again and must give the same bits. timeout: seconds that it
     may take in a worker process. keep: whether outcomes hold the arrays of a failure's file.
+    schedule: the order of the simulator's threads, if not the backend's.
     """
 
     case: Case
@@ -40,6 +42,7 @@ class Task:
     reruns: int = 0
     timeout: float = 60.0
     keep: bool = False
+    schedule: int | None = None
 
 
 def name_of(kernel: KernelOrName) -> str:
@@ -56,6 +59,7 @@ def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Itera
 
     inputs: in place of the case's own. Raises CompilerNotFound without one for the simulator.
     """
+    backend = backend if task.schedule is None else backend.reordered(task.schedule)
     plans: dict[str, Plan] = {}
     for kernel in task.kernels:
         name = name_of(kernel)
@@ -100,12 +104,17 @@ def _planned(backend: Backend, kernel: KernelOrName, task: Task) -> Plan:
     p = task.case.problem
     plan = select.plan(record, p, backend.limits, **task.constants)
     task.case.require_reach(backend)
+    refuse_long(backend, p)
+    return plan
+
+
+def refuse_long(backend: Backend, p: Problem) -> None:
+    """Raises Unsupported for a problem that is too large for the simulator."""
     if backend.name == "simulator":
         scores = p.batch * p.heads * p.M * p.N
         sizes = (scores * (p.d + p.dv), scores, p.batch * p.heads * p.M)
         if any(size > most for size, most in zip(sizes, _SIMULATED)):
             raise Unsupported(f"{p} takes too long in the simulator", "too large for the simulator")
-    return plan
 
 
 def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from helpers.processes import left_running, running_with
 
 import cupyfa
 from cupyfa import Problem, Simulator
+from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
-from cupyfa.verify import check as checking, grids, sampling, tasks
+from cupyfa.planner import select as planning
+from cupyfa.verify import check as checking, sampling, tasks
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import (
     COMPILE_ERROR,
@@ -37,13 +40,20 @@ from cupyfa.verify.failures import (
     WROTE_OUTSIDE,
     Outcome,
 )
+from cupyfa.verify.fuzz import Fuzz
 from cupyfa.verify.tasks import Task, perform
+
+
+def drawn(seed):
+    """The cases of fuzz for the faults of broken_kernels."""
+    record = cupyfa.kernel("softmax_safe")
+    drawing = Fuzz(record, Simulator(), seed, dtypes=["float32"])
+    return [drawing.sample(i).case for i in range(12)]
 
 
 def shows_all_faults(seed):
     """Whether the first samples of fuzz are small and show the faults of broken_kernels."""
-    cases = grids.cases("fuzz", "softmax", samples=12, seed=seed, dtypes=["float32"])
-    problems = [case.problem for case in cases]
+    problems = [case.problem for case in drawn(seed)]
     return (
         sum(p.M * p.N for p in problems) < 100_000
         and any(p.M % 8 == 5 and p.N for p in problems)
@@ -78,10 +88,10 @@ def repeat(failure, **options):
 
 def test_kernels_of_the_ladder():
     names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_pipelined", "mma_tf32", "columns"]
-    done = check(names, grid="edges", samples=8, dtypes=["float16"])
+    done = check(names, samples=5, dtypes=["float16"])
     assert done.failures == ()
-    assert done.right == done.runs > 20
-    assert done.cases == 24
+    assert done.right == done.runs == 25
+    assert done.cases == 30
     assert [tally.kernel for tally in done.tallies] == names
     assert all(0 < tally.worst <= 1 for tally in done.tallies if tally.runs)
     assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]
@@ -98,7 +108,7 @@ def test_a_dropped_column_is_found_shrunk_and_reproduced(tmp_path):
     assert failure.outcome.kind == WRONG_RESULT
     assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
     assert (failure.case.seed, failure.case.values, failure.case.layout) == (0, "normal", "bhsd")
-    assert failure.found_on in grids.cases(operation="softmax", **FUZZ)
+    assert failure.found_on in drawn(SEED)
     assert failure.found_on.problem.N % 16 == 3
     worst = failure.outcome.worst
     assert worst.ratio > 1
@@ -237,19 +247,20 @@ def test_an_error_in_a_record_is_one_failure(tmp_path):
 
 def test_unsupported_cases_are_counted_by_reason(tmp_path):
     script = own_kernel.write(tmp_path)
-    done = check([f"{script}:mine", "v3"], samples=20, dtypes=["float64"])
-    mine, v3 = done.tallies
-    assert {"it does not support causal", "it does not support gqa"} <= set(mine.not_run)
-    assert mine.runs + sum(mine.not_run.values()) == 20
-    assert v3.not_run == {"its dtypes are float16, bfloat16, float32": 20}
-    assert "20 its dtypes are float16, bfloat16, float32" in str(done)
+    how = {"samples": 5, "dtypes": ["float64"], "causal": True}
+    for grid in ("edges", "fuzz"):
+        done = check([f"{script}:mine", "v3"], grid=grid, **how)
+        mine, v3 = done.tallies
+        assert "it does not support causal" in mine.not_run
+        assert sum(mine.not_run.values()) == 5 and not done.runs
+        assert v3.not_run == {"its dtypes are float16, bfloat16, float32": 5}
+        assert "5 its dtypes are float16, bfloat16, float32" in str(done)
 
 
 def test_the_simulator_skips_cases_that_are_too_large():
-    done = check("softmax_safe", grid="fa2", samples=40, dtypes=["float16"])
-    (tally,) = done.tallies
-    assert tally.not_run["too large for the simulator"] > 0
-    assert tally.right == tally.runs > 20
+    large = Case("softmax", Problem.of_row_sizes(70_000, 20, "float16"))
+    (outcome,) = perform(Simulator(), Task(large, ("softmax_safe",)))
+    assert outcome == Outcome("softmax_safe", UNSUPPORTED, "too large for the simulator")
     far = Case("softmax", Problem.of_row_sizes(2, 9, "float16"), layout="far")
     (outcome,) = perform(Simulator(), Task(far, ("softmax_safe",)))
     assert outcome == Outcome("softmax_safe", UNSUPPORTED, "it needs a GPU")
@@ -261,6 +272,17 @@ def test_processes_find_the_same_failures(tmp_path):
     here, there = (check([kernel, "softmax_online"], jobs=jobs) for jobs in (0, 2))
     assert here.failures == there.failures
     assert here.tallies == there.tallies
+
+
+@pytest.mark.parametrize("grid", ["smoke", "edges", "fa3", "fuzz"])
+def test_a_sample_is_one_that_kernel_and_backend_run(grid):
+    """The whole grids have cases that the kernel, or the simulator, refuses."""
+    for seed in range(8):
+        how = {"grid": grid, "samples": 1, "seed": seed, "backend": "simulator"}
+        (task,) = checking.tasks_of("v3", **how)
+        plan = planning.plan(cupyfa.kernel("v3"), task.case.problem, Simulator().limits)
+        tasks.refuse_long(Simulator(), plan.problem)
+        task.case.require_reach(Simulator())
 
 
 def test_records_are_checked_in_processes_too(tmp_path):
@@ -277,7 +299,7 @@ def test_records_are_checked_in_processes_too(tmp_path):
 
 def test_failures_are_shrunk_only_on_fuzz(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
-    done = check(record_named(kernel), grid="fa3", samples=40)
+    done = check(record_named(kernel), grid="edges", samples=40)
     assert len(done.failures) > 1
     for failure in done.failures:
         assert (failure.found_on, failure.file) == (None, None)
@@ -416,3 +438,65 @@ def test_large_gradients_are_judged_by_a_sample(monkeypatch):
     outcome = list(perform(Simulator(), replace(task, keep=True)))[-1]
     assert outcome.kind == WRONG_RESULT and "dK: error" in outcome.message
     assert {"Q", "actual_dK"} <= outcome.arrays.keys() and "expected_dK" not in outcome.arrays
+
+
+def test_each_case_runs_in_several_orders_of_threads(tmp_path):
+    """The result is wrong unless the last thread to reach a barrier is the first to leave it."""
+    wrong = ("order = 1 + real(1e-7) * (first % 4)", "order = 1 + (first != blockDim.x - 1)")
+    first = tuple((x, y.replace(*wrong)) for x, y in broken_kernels.DEPENDS_ON_THE_ORDER)
+    kernel = broken_kernels.write(tmp_path, first)
+    assert check(kernel, samples=4).failures == ()
+    done = check(kernel, samples=4, schedules=3)
+    assert done.cases == done.runs == 12
+    assert max(done.tallies[0].covered.values()) <= 4
+    schedule = {word for x in done.failures for word in x.command.split() if "schedule" in word}
+    assert schedule <= {"--schedule=1", "--schedule=2"} and schedule
+    assert repeat(done.failures[0]).returncode == 1
+
+
+def test_orders_of_threads_are_the_simulators(monkeypatch):
+    device = SimpleNamespace(limits=Simulator().limits)
+    monkeypatch.setattr(checking, "backend_named", lambda backend: device)
+    with pytest.raises(ValueError, match="schedules is 2, and .* orders its threads itself"):
+        cupyfa.check("fa2", schedules=2)
+
+
+def test_auto_is_what_attention_takes():
+    for grid in ("fuzz", "edges"):
+        done = check("auto", grid=grid, samples=3, dtypes=["float16"])
+        assert done.failures == () and done.right == done.runs == 3
+        assert {tally.kernel for tally in done.tallies} <= set(LADDER["forward"])
+
+
+def test_a_dry_run_lists_the_cases_and_runs_nothing(monkeypatch):
+    monkeypatch.setattr(tasks, "run_guarded", None)
+    options = ("--dry-run", "--backend", "simulator", "--samples", 6, "--seed", 1)
+    rows = json.loads(cli("check", "wgmma", "auto", *options, "--format", "json").stdout)
+    assert len(rows) == 12
+    cases = checking.tasks_of("wgmma", samples=6, seed=1, backend="simulator")
+    assert [row["case"] for row in rows[:6]] == [str(task.case) for task in cases]
+    assert any("beyond the ring" in row["covers"] for row in rows[:6])
+    assert all(row["constants"]["stages"] >= 2 for row in rows[:6])
+    for form in ("csv", "md", "table"):
+        shown = cli("check", "wgmma", *options, "--schedules", 2, "--format", form).stdout
+        assert shown.count("seed=") == 12, form
+
+
+def test_what_was_covered_is_shown():
+    few = ("check", "softmax_safe", *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
+    (row,) = json.loads(cli(*few, "--format", "json").stdout)
+    assert row["covered"]["below a tile"] > 2
+    assert f"softmax_safe covered: below a tile {row['covered']['below a tile']}, " in (
+        cli(*few).stdout
+    )
+
+
+def test_failures_without_results_have_no_empty_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken_kernels.write(tmp_path, broken_kernels.RACE)
+    options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
+    shown = cli("check", "script.py:mine", *options, code=1).stdout
+    heading, first, *_ = shown.splitlines()
+    assert heading.split() == ["kernel", "failure"]
+    assert first.split() == ["1", "script.py:mine", "simulator", "fault"]
+    assert "race: thread" in shown

@@ -1,0 +1,376 @@
+"""Random cases for one kernel, with sizes near those of its tiles, rings and schedule.
+
+A fault often needs a size: a mask's edge at the end of a tile, more keys than a ring of stages has
+room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
+compiled with. All choices take turns, so that few samples have each of them.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from cupyfa.dtypes import DTYPES
+from cupyfa.errors import Unsupported
+from cupyfa.ladder.common import WARP
+from cupyfa.ladder.kernel import FEATURES, Kernel
+from cupyfa.options import OPTIONS, Window
+from cupyfa.planner import select
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.verify.tasks import refuse_long
+
+Value = TypeVar("Value")
+
+SAMPLES = {"simulator": 32, "cuda": 200}  # by default
+TOGETHER = 4  # successive samples that share what is compiled
+_MOST_WORK = {"simulator": 2**26, "cuda": 2**29}  # multiply-adds of a case
+_ATTEMPTS = 8  # at a sample that kernel and backend can run
+# The constants, by the names that records give them.
+_ROWS, _KEYS, _STAGES = ("Br", "Qr"), ("Bc", "Qc", "Bk"), ("stages", "Qs")
+_BOX = 64  # columns of a slice of d that is copied by boxes
+# Queries and keys of successive samples. "many" is more of them than the kernel does at once.
+_LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
+_HEADS = (
+    (1, 1, 1),
+    (2, 2, 2),
+    (1, 3, 1),
+    (3, 1, 2),
+    (1, 2, 5),
+    (2, 1, 1),
+)  # batch, kv_heads, group
+_DIMS = ("odd", "usual", "edge", "wide")
+_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
+_WIDEST = 640  # of kernels for any head dimension
+_MASKS = (None, "bottom-right", None, "top-left")
+_SIDES = ("neither", "both", "neither", "left", "neither", "right")
+_FEW_ROWS = 48
+_EMPTY = 0.03  # the share of lengths that are 0
+_NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
+_VALUES = ("normal", "normal", "uniform", *VALUES)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case, the kernel it is for, and the constants that its sizes were drawn for."""
+
+    case: Case
+    kernel: Kernel
+    constants: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """Draws cases for a kernel, or for what "auto" chooses if it is None.
+
+    Sample i of a seed does not depend on the other samples. dtypes and options of attention replace
+    the drawn ones.
+    """
+
+    kernel: Kernel | None
+    backend: Backend
+    seed: int = 0
+    dtypes: Sequence[str] | None = None
+    options: Mapping[str, Any] | None = None
+
+    def sample(self, i: int) -> Drawn:
+        """One sample; one that the kernel refuses only if no attempt finds another."""
+        for attempt in range(_ATTEMPTS):
+            pick = random.Random(f"{self.seed} {i} {attempt}")
+            try:
+                drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
+                select.plan(drawn.kernel, drawn.case.problem, self._limits, **drawn.constants)
+                refuse_long(self.backend, drawn.case.problem)
+                return drawn
+            except Unsupported:
+                continue
+            except ValueError:  # a mistake in the record
+                break
+        return self._plain(i)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.backend.limits
+
+    @cached_property
+    def _operation(self) -> str:
+        return self.kernel.operation if self.kernel else "forward"
+
+    @cached_property
+    def _dtypes(self) -> list[str]:
+        taken = [x for x in self.dtypes or DTYPES if not self.kernel or self.kernel.takes(x)]
+        return taken or list(self.dtypes or DTYPES)
+
+    def _record(self, p: Problem) -> Kernel:
+        return self.kernel or select.select("auto", self._operation, p, self._limits)
+
+    def _has(self, feature: str) -> bool:
+        return feature in (self.kernel.features if self.kernel else FEATURES)
+
+    def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
+        """A sample: what is compiled takes turns from group to group, the rest in each sample."""
+        compiled = self._compiled(turns)
+        record = self._record(compiled)
+        constants = self._constants(record, compiled, turns)
+        plan = select.plan(record, compiled, self._limits, **constants)
+        each = _Turns(self.seed, i, turns.attempt)
+        values = each.choose("values", _VALUES)
+        problem = self._sized(compiled, plan, each, pick)
+        if not problem.is_softmax:
+            problem = self._scaled(problem, values, pick)
+        layout = each.choose("layout", _NEAR)
+        case = Case(self._operation, problem, pick.randrange(2**31), values, layout)
+        if self.kernel is None:  # other sizes, another choice
+            record = self._record(problem)
+            constants = {}
+        return Drawn(case, record, constants)
+
+    def _plain(self, i: int) -> Drawn:
+        """A sample for a kernel whose tiles are not known; running it gives the reason."""
+        turns = _Turns(self.seed, i // TOGETHER)
+        p = replace(self._problem(turns), M=i + 1, N=i + 2)
+        return Drawn(Case(self._operation, p, i), self._record(p), {})
+
+    def _compiled(self, turns: "_Turns") -> Problem:
+        """The problem of a group with head dimensions for which the kernel has a plan."""
+        problem = self._problem(turns)
+        for _ in range(6):
+            try:
+                select.plan(self._record(problem), problem, self._limits)
+                break
+            except Unsupported:
+                problem = replace(problem, d=-(-problem.d // 2), dv=-(-problem.dv // 2))
+        return problem
+
+    def _problem(self, turns: "_Turns") -> Problem:
+        """A problem of a usual size with the dtype, head dimensions and options of a group."""
+        dtype = turns.choose("dtype", self._dtypes)
+        few = turns.choose("tiles", ("many", "many", "few")) == "few"
+        M, N = (5, 1100) if few else (1024, 1024)
+        if self._operation == "softmax":
+            return Problem.of_row_sizes(M, N, dtype)
+        d = self._dim(turns, "d")
+        other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
+        dv = self._dim(turns, "dv") if other else d
+        sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
+        return Problem.of_sizes(**sizes, d=d, dv=dv, **self._options(turns))
+
+    def _dim(self, turns: "_Turns", name: str) -> int:
+        """A head dimension: mostly small and odd, or one that models use, or a large one."""
+        kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
+        most = (self.kernel and self.kernel.largest_d) or _WIDEST
+        if kind == "odd":
+            return 2 * pick.randrange(1, 40) - 1
+        if kind == "usual":
+            return pick.choice([x for x in _USUAL_DIMS if x <= most] or [most])
+        if kind == "edge":
+            return min(pick.choice((16, 64)) * pick.randrange(1, 4) + pick.choice((-1, 1)), most)
+        return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
+
+    def _options(self, turns: "_Turns") -> dict[str, Any]:
+        """Mask, sides of the window and other options of a group; sizes are drawn later."""
+        causal = turns.choose("causal", self._able("causal", _MASKS))
+        sides = turns.choose("sides", _SIDES)
+        window = tuple(1 if sides in (side, "both") else None for side in ("left", "right"))
+        window = window if self._able("window", (window,)) else (None, None)
+        sign = -1.0 if turns.choose("sign", (1, 1, 1, -1)) < 0 else None
+        found = {"causal": causal, "window": window, "scale": sign}
+        for name in other_options():
+            option = OPTIONS[name]
+            tried = self._able(name, option.tried)
+            found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        return found | dict(self.options or {})
+
+    def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """The values of an option for which the kernel has the features."""
+        features = OPTIONS[name].features.items()
+        return [
+            x for x in values if all(self._has(what) or not needs(x) for what, needs in features)
+        ]
+
+    def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
+        """The plan's own constants; with little room, where the kernel works in rounds."""
+        constants = dict(select.plan(record, p, self._limits).constants)
+        if "room" in constants and turns.choose("room", (True, False)):
+            constants["room"] = turns.random("room itself").randrange(2, 9)
+        return constants
+
+    def _sized(self, p: Problem, plan: Plan, each: "_Turns", pick: random.Random) -> Problem:
+        """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
+        tile = _Tile(plan)
+        of_rows, of_keys = each.choose("lengths", _LENGTHS)
+        M = tile.length(of_rows, tile.rows, tile.row_stages, pick)
+        N = tile.length(of_keys, tile.keys, tile.stages, pick)
+        if p.is_softmax:
+            return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
+        batch, kv_heads, group = each.choose("heads", _HEADS)
+        group = group if self._has("gqa") else 1
+        if of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
+            batch, kv_heads, M = 1, 1, max(M // 4, 1)
+        p = replace(p, batch=batch, heads=kv_heads * group, kv_heads=kv_heads, M=M, N=N)
+        p = self._smaller(p)
+        if of_rows == "many" and _on_few_blocks(plan, self._limits):
+            p = self._crowded(p, plan)
+        given = (self.options or {}).keys()
+        if "window" not in given and p.window != (None, None):
+            sides = (side is not None for side in p.window)
+            p = p.with_options(window=_window(sides, p.N, tile.keys, pick))
+        return p
+
+    def _smaller(self, p: Problem) -> Problem:
+        """The problem with fewer heads, then rows, then keys, if it takes long."""
+        most = _MOST_WORK[self.backend.name]
+        while _work(p) > most:
+            if p.batch > 1:
+                p = replace(p, batch=1)
+            elif p.kv_heads > 1:
+                p = replace(p, heads=p.group, kv_heads=1)
+            elif p.group > 2:
+                p = replace(p, heads=2)
+            else:
+                p = replace(p, M=p.M // 2) if p.M > _FEW_ROWS else replace(p, N=p.N // 2)
+        return p
+
+    def _crowded(self, p: Problem, plan: Plan) -> Problem:
+        """The problem with so many batch elements that blocks have several tasks, if it may be."""
+        while p.M and p.N:
+            now = select.plan(plan.kernel, p, self._limits, **plan.constants)
+            if _on_few_blocks(now, self._limits) or 2 * _work(p) > _MOST_WORK[self.backend.name]:
+                break
+            p = replace(p, batch=2 * p.batch)
+        return p
+
+    def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:
+        """The problem with another scale of the same sign; scores of "huge" stay finite."""
+        if "scale" in (self.options or {}):
+            return p
+        size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
+        if p.options.scale is not None:
+            size = 0.02 if values == "huge" else pick.choice((0.0, size))
+            return p.with_options(scale=-size)
+        return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
+
+
+def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
+    """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
+    p, tile = plan.problem, _Tile(plan)
+    lengths = [(p.M, tile.rows)] if tile.rows > 1 else []
+    lengths += [(p.N, tile.keys)] if tile.keys > 1 else []
+    return {
+        "below a tile": any(0 < length < size for length, size in lengths),
+        "a tile's edge": any(
+            length and min(length % size, -length % size) <= 1 for length, size in lengths
+        ),
+        "several tiles": any(length > size for length, size in lengths),
+        "beyond the ring": tile.has_ring and tile.is_left(p),
+        "several tasks a block": _on_few_blocks(plan, limits),
+        "several splits": _splits(plan) > 1,
+        "several spans": 0 < tile.span < p.N,
+        "several rounds": any(plan.rounds_of(x) > 1 for x in plan.programs if x.launch.in_rounds),
+        "slices of d": p.d > tile.slice,
+        "no rows or keys": 0 in (p.M, p.N),
+        "mask": p.right is not None,
+        "window": p.left is not None,
+        "GQA": p.group > 1,
+        **{name: name in p.options.changed for name in other_options()},
+    }
+
+
+def other_options() -> list[str]:
+    """The options with values to try, besides those that grids have as axes of their own."""
+    own = ("causal", "window", "scale")
+    return [name for name, option in OPTIONS.items() if option.tried and name not in own]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Choices for the turn i of a seed, each by its name and independent of the others."""
+
+    seed: int
+    i: int
+    attempt: int = 0
+
+    def random(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed} {self.i} {self.attempt} {name}")
+
+    def choose(self, name: str, values: Sequence[Value]) -> Value:
+        """The value whose turn it is: as many turns as there are values have each value once."""
+        turn, place = divmod(self.i, len(values))
+        order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
+        return values[order[(place + self.attempt) % len(values)]]
+
+
+class _Tile:
+    """The sizes of a plan that decide what a length covers."""
+
+    def __init__(self, plan: Plan) -> None:
+        constants = plan.constants
+        # Without tiles of keys, those that a warp or a block takes at a time.
+        threads = max((x.threads for x in plan.launches), default=1)
+        at_a_time = WARP if any(name in constants for name in _ROWS) else threads
+        self.rows = max((constants[x] for x in _ROWS if x in constants), default=1)
+        self.keys = max((constants[x] for x in _KEYS if x in constants), default=at_a_time)
+        self.has_ring = any(x in constants for x in _STAGES)
+        self.stages = max((constants[x] for x in _STAGES if x in constants), default=2)
+        self.row_stages = self.stages if plan.kernel.operation == "backward" else 1
+        self.span = constants.get("span", 0)
+        boxed = any(x.boxes for x in plan.launches)
+        is_sliced = plan.kernel.largest_d is None and (boxed or "Bd" in constants)
+        self.slice = constants.get("Bd", _BOX) if is_sliced else math.inf
+        self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
+
+    def is_left(self, p: Problem) -> bool:
+        """Whether there are more keys, or rows of gradients, than stages hold at once."""
+        rows = self.row_stages * self.rows
+        return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
+
+    def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
+        """A number of rows or keys of a kind, for tiles of a size."""
+        if pick.random() < _EMPTY:
+            return 0
+        if kind == "below":
+            return pick.randrange(1, max(size, 2))
+        if kind == "edge":
+            return max(
+                size * pick.randrange(1, max(96 // size, 2) + 1) + pick.choice((-1, 0, 1)), 1
+            )
+        least = max(size * stages, self.span if kind == "many" and size == self.keys else 0)
+        return least + pick.randrange(1, 2 * size + 32)
+
+
+def _splits(plan: Plan) -> int:
+    return max((x.numbers.get("num_splits", 1) for x in plan.launches), default=1)
+
+
+def _on_few_blocks(plan: Plan, limits: Limits) -> bool:
+    """Whether a launch would have more blocks on a device with more multiprocessors."""
+    many = replace(limits, multiprocessors=2**20)
+    fixed = SimpleNamespace(**plan.constants, multiprocessors=many.multiprocessors, round=0)
+    for x in plan.launches:
+        if x.launch.in_rounds or "num_splits" in x.numbers:
+            continue
+        blocks = x.launch.grid(plan.problem, fixed)
+        if math.prod(blocks if isinstance(blocks, Sequence) else (blocks,)) > math.prod(x.grid):
+            return True
+    return False
+
+
+def _work(p: Problem) -> int:
+    return p.batch * p.heads * p.M * p.N * (p.d + p.dv)
+
+
+def _window(limited: Iterable[bool], N: int, keys: int, pick: random.Random) -> Window:
+    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile."""
+
+    def side() -> int:
+        if keys <= N and pick.random() < 0.3:
+            return keys * pick.randrange(1, N // keys + 1) - pick.choice((0, 1))
+        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1
+
+    left, right = (side() if has else None for has in limited)
+    return left, right

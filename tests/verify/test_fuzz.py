@@ -1,0 +1,123 @@
+"""Random cases: sizes near a kernel's tiles, rings and schedule, and what they cover."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import cupyfa
+from cupyfa import Problem, Simulator
+from cupyfa.planner import select
+from cupyfa.verify.case import LAYOUTS, VALUES
+from cupyfa.verify.fuzz import TOGETHER, Fuzz, covers
+
+SIMULATOR = Simulator()
+# What the default number of samples covers of kernels of different families.
+SIZES = ("below a tile", "a tile's edge", "several tiles", "GQA", "mask", "softcap")
+COVERED = {
+    "v3": SIZES,
+    "fa2": (*SIZES, "window"),
+    "mma_pipelined": (*SIZES, "window", "beyond the ring"),
+    "mma_split_kv": (*SIZES, "beyond the ring", "several splits"),
+    "mma_slices": (*SIZES, "beyond the ring", "several spans", "slices of d"),
+    "wgmma": (*SIZES, "window", "beyond the ring"),
+    "wgmma_persistent": (*SIZES, "beyond the ring", "several tasks a block"),
+    "wgmma_slices": (*SIZES, "beyond the ring", "slices of d"),
+    "mma_slices_backward": (*SIZES, "several rounds", "slices of d"),
+    "wgmma_columns": (*SIZES, "beyond the ring"),
+    "softmax_safe": ("below a tile", "a tile's edge", "several tiles"),
+}
+
+
+def samples(name, count=32, **how):
+    drawing = Fuzz(cupyfa.kernel(name) if name != "auto" else None, SIMULATOR, **how)
+    return [drawing.sample(i) for i in range(count)]
+
+
+def planned(drawn):
+    problem = drawn.case.problem
+    return select.plan(drawn.kernel, problem, SIMULATOR.limits, **drawn.constants)
+
+
+@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_samples_cover_sizes_relative_to_the_tiles(name, seed):
+    count = Counter(
+        what
+        for drawn in samples(name, seed=seed)
+        for what, has in covers(planned(drawn), SIMULATOR.limits).items()
+        if has
+    )
+    assert {what: count[what] for what in COVERED[name] if count[what] < 4} == {}
+
+
+def test_what_a_problem_covers():
+    kernel, limits = cupyfa.kernel("wgmma"), SIMULATOR.limits
+    tile = {"Br": 64, "Bc": 32, "stages": 2}
+
+    def found(M, N, **more):
+        p = Problem.of_sizes(M=M, N=N, d=16, dtype="float16", **more)
+        return {
+            x for x, has in covers(select.plan(kernel, p, limits, **tile), limits).items() if has
+        }
+
+    assert found(63, 70) == {"below a tile", "a tile's edge", "several tiles", "beyond the ring"}
+    assert found(70, 40) == {"several tiles"}
+    assert found(64, 64) == {"a tile's edge", "several tiles"}
+    assert found(70, 0, causal=True) == {"several tiles", "no rows or keys", "mask"}
+    assert "several splits" not in found(64, 640)
+    assert {"GQA", "window", "softcap"} <= found(
+        70, 70, heads=2, kv_heads=1, window=(3, None), softcap=2.0
+    )
+
+
+@pytest.mark.parametrize("name", ["fa2", "v3", "mma_tf32", "wgmma_columns", "softmax_safe", "auto"])
+def test_a_sample_is_one_that_the_kernel_runs_and_depends_on_seed_and_number_only(name):
+    many = samples(name, 30, seed=3)
+    assert all(planned(drawn).problem for drawn in many)
+    assert many[7] == samples(name, 8, seed=3)[7]
+    cases = {drawn.case for drawn in many}
+    assert len(cases) == 30 and not cases & {x.case for x in samples(name, 30, seed=4)}
+    for drawn in many:
+        p = drawn.case.problem
+        assert p.batch * p.heads * p.M * p.N * (p.d + p.dv) <= 2**26
+
+
+def test_successive_samples_share_what_is_compiled():
+    for first in range(0, 32, TOGETHER):
+        programs = {
+            (program.entry, str(sorted(program.constants.items())), program.dtype)
+            for drawn in samples("wgmma", first + TOGETHER)[first:]
+            for program in planned(drawn).programs
+        }
+        assert len(programs) == 1
+
+
+def test_choices_take_turns():
+    cases = [drawn.case for drawn in samples("fa2", 200)]
+    problems = [case.problem for case in cases]
+    assert {case.values for case in cases} == set(VALUES)
+    assert {case.layout for case in cases} == set(LAYOUTS) - {"far"}
+    assert {p.causal for p in problems} == {None, "bottom-right", "top-left"}
+    assert {tuple(x is None for x in p.window) for p in problems} == {
+        *((True, True), (True, False), (False, True), (False, False))
+    }
+    assert {p.dtype.name for p in problems[:16]} == {"float16", "bfloat16", "float32", "float64"}
+    assert {0, 1} & {p.M for p in problems} and max(p.d for p in problems) > 256
+    assert any(p.options.scale is not None and p.scale < 0 for p in problems)
+    assert any(p.dv != p.d for p in problems)
+
+
+def test_features_that_a_kernel_lacks_are_not_drawn():
+    plain = replace(cupyfa.kernel("fa2"), features=())
+    for i in range(40):
+        p = Fuzz(plain, SIMULATOR).sample(i).case.problem
+        assert p.group == 1 and p.d == p.dv and not p.is_masked and p.options.softcap is None
+
+
+def test_dtypes_and_options_replace_the_drawn_ones():
+    options = {"causal": "top-left", "window": (5, None), "scale": 2.0, "softcap": None}
+    for drawn in samples("fa2", 12, dtypes=["float64"], options=options):
+        p = drawn.case.problem
+        assert p.dtype.name == "float64" and p.options.scale == 2.0
+        assert (p.causal, p.window, p.options.softcap) == ("top-left", (5, None), None)
