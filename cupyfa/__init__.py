@@ -25,6 +25,8 @@ from cupyfa.errors import (
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
 from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.tiles import TileChoice, cdiv
+from cupyfa.numerics.tolerance import Expected
+from cupyfa.operations import Input
 from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
@@ -57,6 +59,8 @@ __all__ = [
     "CompilerNotFound",
     "DeviceError",
     "DeviceLost",
+    "Expected",
+    "Input",
     "Kernel",
     "Launch",
     "Limits",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
-from math import prod
+from math import isfinite, prod
+from numbers import Real
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,7 +17,14 @@ from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions, Causal, OptionKeywords, Precision, Window
+from cupyfa.options import (
+    OPTIONS,
+    AttentionOptions,
+    Causal,
+    OptionKeywords,
+    Precision,
+    Window,
+)
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
@@ -40,11 +49,13 @@ if TYPE_CHECKING:
         """What ``attention`` takes, without return_lse, which decides what it returns."""
 
         kernel: str | Kernel
+        own: Own | None
         out: Any
         progress: Progress | None
 
 
 Tiles = Mapping[str, int]
+Own = Mapping[str, Any]  # arrays and floats of a kernel's own
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
 # Arguments that cannot change between two calls.
@@ -78,7 +89,13 @@ def attention(
 ) -> tuple[Any, Any]: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool, **keywords: Unpack[_Keywords]
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: bool = False,
+    return_own: Sequence[str] = (),
+    **keywords: Unpack[_Keywords],
 ) -> Any: ...
 def attention(
     q: Any,
@@ -95,7 +112,9 @@ def attention(
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     tiles: Tiles | None = None,
+    own: Own | None = None,
     return_lse: bool = False,
+    return_own: Sequence[str] = (),
     out: Any = None,
     check: bool = False,
     progress: Progress | None = None,
@@ -121,7 +140,10 @@ def attention(
     kernel: a name of ``kernels()``, a Kernel, or "auto".
     backend: "cuda", "simulator", "auto", or a Simulator with settings of its own.
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
-    check: also compare the result with the float64 reference, and detect writes outside of it.
+    own: what a Kernel of your own takes besides: all arrays of its ``inputs``, where q is, in the
+        order of the axes there (in any layout); and its ``floats`` that are to be other numbers.
+    return_own: names of its ``outputs`` to return after out and lse.
+    check: also compare all results with the reference, and detect writes outside of them.
     progress: ``progress(done, total, what)`` is called as chunks of NumPy arrays are done.
 
     Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
@@ -137,9 +159,12 @@ def attention(
     """
     if unknown:
         raise unknown_argument(attention, unknown)
-    how: How = ("forward", kernel, backend, options, layout, tiles, return_lse)
+    how: How = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
     how += (precision, causal, window, scale, softcap)  # in the order of OPTIONS
-    return _call(how, (q, k, v), out, None, check, progress)
+    if own is None and not return_own:
+        return _call(how, (q, k, v), out, None, check, progress)
+    how, arrays = _with_own(how, (q, k, v), own, return_own)
+    return _call(how, arrays, out, None, check, progress)
 
 
 def compile(
@@ -153,20 +178,23 @@ def compile(
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     tiles: Tiles | None = None,
+    own: Own | None = None,
     return_lse: bool = False,
+    return_own: Sequence[str] = (),
     **keywords: Unpack[OptionKeywords],
 ) -> Prepared:
     """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
     q, k and v are arrays with the forms of later calls, or the shapes of contiguous arrays of
     ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
-    ``attention``.
+    ``attention``; with shapes, ``own`` has no arrays, whose shapes follow.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices.
     """
-    how = ("forward", kernel, backend, options, layout, tiles, return_lse)
-    return _compiled((*how, *_values(compile, keywords)), (q, k, v), dtype)
+    how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
+    how += _values(compile, keywords)
+    return _compiled(how, (q, k, v), dtype, own, return_own)
 
 
 def compile_backward(
@@ -184,6 +212,8 @@ def compile_backward(
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     tiles: Tiles | None = None,
+    own: Own | None = None,
+    return_own: Sequence[str] = (),
     **keywords: Unpack[OptionKeywords],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
@@ -192,9 +222,9 @@ def compile_backward(
     ``attention_backward``. The Prepared is called as ``prepared(dout, q, k, v, out, lse,
     grads=None)``.
     """
-    how = ("backward", kernel, backend, options, layout, tiles, deterministic)
+    how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
     how += _values(compile_backward, keywords)
-    return _compiled(how, (dout, q, k, v, out, lse), dtype)
+    return _compiled(how, (dout, q, k, v, out, lse), dtype, own, return_own)
 
 
 def attention_backward(
@@ -211,28 +241,35 @@ def attention_backward(
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     tiles: Tiles | None = None,
+    own: Own | None = None,
+    return_own: Sequence[str] = (),
     grads: Any = None,
     check: bool = False,
     **keywords: Unpack[OptionKeywords],
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
 
     q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
     the shape of out. With ``deterministic`` every run gives the same bits. ``grads`` are three
-    arrays for the results, each None for a new one.
+    arrays for the results, each None for a new one. ``own`` and ``return_own`` are as for
+    ``attention``.
 
-    Returns dq, dk and dv with the shapes of q, k and v; dk and dv are sums over the query heads
-    that share a key head. The gradient of a row that sees no key is 0.
+    Returns dq, dk and dv with the shapes of q, k and v, then the arrays of ``return_own``; dk and
+    dv are sums over the query heads that share a key head. The gradient of a row that sees no key
+    is 0.
 
     Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but
     has to be.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
-    how = ("backward", kernel, backend, options, layout, tiles, deterministic)
+    how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
     how += _values(attention_backward, keywords)
-    return _call(how, (dout, q, k, v, out, lse), None, grads, check)
+    arrays: Sequence[Any] = (dout, q, k, v, out, lse)
+    if own is not None or return_own:
+        how, arrays = _with_own(how, arrays, own, return_own)
+    return _call(how, arrays, None, grads, check)
 
 
 def attention_vjp(
@@ -243,16 +280,18 @@ def attention_vjp(
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
+    own: Own | None = None,
     **options: Unpack[_Common],
-) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
+) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """The attention of q, k and v, and the function that computes its gradients.
 
     Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. ``kernel`` is the argument
     of ``attention``, ``backward_kernel`` and ``deterministic`` are those of ``attention_backward``;
-    the other arguments go to both. The pullback keeps references to q, k, v, out and lse, and may
-    be called several times; it uses their contents at that time.
+    the other arguments go to both, and of ``own`` each kernel takes what its record has. The
+    pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
+    their contents at that time.
     """
-    if given := options.keys() & {"return_lse", "out", "grads"}:
+    if given := options.keys() & {"return_lse", "return_own", "out", "grads"}:
         raise ValueError(
             f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
             "lse; call attention and attention_backward to have them"
@@ -260,14 +299,16 @@ def attention_vjp(
     both = (*OPTIONS, *("options", "backend", "layout", "tiles", "check"))
     if not options.keys() <= set(both):
         raise unknown_argument(attention_vjp, options, both)
-    out, lse = attention(q, k, v, kernel=kernel, return_lse=True, **options)
+    forward, backward = _shared_own(own, kernel, backward_kernel)
+    out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
 
-    def pullback(dout: Any) -> tuple[Any, Any, Any]:
+    def pullback(dout: Any) -> tuple[Any, ...]:
         return attention_backward(
             dout,
             *(q, k, v, out, lse),
             deterministic=deterministic,
             kernel=backward_kernel,
+            own=backward,
             **options,
         )
 
@@ -280,7 +321,9 @@ def softmax(
     kernel: str | Kernel = "auto",
     backend: BackendName | Backend = "auto",
     tiles: Tiles | None = None,
+    own: Own | None = None,
     return_lse: bool = False,
+    return_own: Sequence[str] = (),
     out: Any = None,
     check: bool = False,
     **unknown: Any,
@@ -295,8 +338,11 @@ def softmax(
     """
     if unknown:
         raise unknown_argument(softmax, unknown)
-    how = ("softmax", kernel, backend, None, None, tiles, return_lse)
-    return _call(how, (x,), out, None, check)
+    how: How = ("softmax", kernel, backend, None, None, tiles, return_lse, _NO_OWN)
+    arrays: Sequence[Any] = (x,)
+    if own is not None or return_own:
+        how, arrays = _with_own(how, arrays, own, return_own)
+    return _call(how, arrays, out, None, check)
 
 
 def plan(
@@ -305,6 +351,7 @@ def plan(
     backend: BackendName | Backend = "auto",
     limits: Limits | None = None,
     tiles: Tiles | None = None,
+    own: Own | None = None,
     M: int,
     N: int | None = None,
     d: int,
@@ -319,12 +366,15 @@ def plan(
     """The plan of an attention call of these sizes, without arrays and without a launch.
 
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
-    by default the backend's. Raises what ``attention`` raises.
+    by default the backend's. ``own`` has floats of the kernel's own. Raises what ``attention``
+    raises.
     """
     chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values(plan, keywords))))
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     problem = Problem.of_sizes(**sizes, kv_heads=kv_heads, dtype=dtype, options=chosen)
     limits = limits or backend_named(backend).limits
+    if own is not None:
+        kernel = _with_floats(_record_with_own(kernel, own), own)
     record = planning.select(kernel, "forward", problem, limits)
     return planning.plan(record, problem, limits, **_given(tiles))
 
@@ -353,8 +403,11 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 # A call without its arrays: the operation, kernel, backend, options, layout and tiles;
-# ``return_lse`` or ``deterministic``; and the values of OPTIONS, of which softmax has none.
+# ``return_lse`` or ``deterministic``; the names of the kernel's own arrays that are given and asked
+# for; and the values of OPTIONS, of which softmax has none.
 How = tuple[Any, ...]
+_NO_OWN: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+_OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _ARRAYS = {
     "forward": ("q", "k", "v"),
@@ -379,10 +432,10 @@ def _call(
             repeated = prepared.again(arrays, prepared.targets(out, grads), shapes=True)
             if repeated is not None:
                 return repeated
-    operation, kernel, named, options, layout, tiles, flag, *asked = how
-    backend, arrays, forms = _adopted(named, _ARRAYS[operation], arrays)
+    operation, kernel, named, options, layout, tiles, flag, own, *asked = how
+    backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
-    key = operation, forms, str(which), repr(asked), options, layout, flag, repr(tiles)
+    key = operation, forms, str(which), repr(asked), options, layout, flag, own, repr(tiles)
     try:
         prepared = backend.known.get(key)
     except TypeError:  # an argument that cannot be hashed, and will be refused
@@ -410,7 +463,13 @@ def _adopted(
     return theirs, arrays, tuple([form(theirs, x) for x in arrays])
 
 
-def _compiled(how: How, given: Sequence[Any], dtype: str | None) -> Prepared:
+def _compiled(
+    how: How,
+    given: Sequence[Any],
+    dtype: str | None,
+    own: Own | None,
+    return_own: Sequence[str],
+) -> Prepared:
     """The prepared form of calls on arrays like these, or of these shapes if there is a dtype."""
     operation, backend = how[0], how[2]
     *names, last = _ARRAYS[operation]
@@ -419,6 +478,9 @@ def _compiled(how: How, given: Sequence[Any], dtype: str | None) -> Prepared:
             f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
         )
     inputs = dict(zip(_ARRAYS[operation], given))
+    if own is not None or return_own:
+        how, every = _with_own(how, given, own, return_own, shapes=dtype is not None)
+        inputs |= dict(zip(how[_OWN_AT][0], every[len(given) :]))
     if dtype is None:
         return _prepared(how, *adopt(backend, **inputs), keep=True)
     backend, of = backend_named(backend), dtype_named(dtype)
@@ -428,15 +490,21 @@ def _compiled(how: How, given: Sequence[Any], dtype: str | None) -> Prepared:
             backend.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
             for name, x in sizes.items()
         ]
-    return _prepared(how, backend, arrays, keep=True)
+    return _prepared(how, backend, arrays, keep=True, of_shapes=True)
 
 
-def _prepared(how: How, backend: Backend, arrays: Sequence[Any], *, keep: bool) -> Prepared:
-    """The prepared form of a call on arrays like these."""
-    operation, kernel, _, options, layout, tiles, flag, *asked = how
-    inputs = dict(zip(_ARRAYS[operation], arrays))
+def _prepared(
+    how: How, backend: Backend, arrays: Sequence[Any], *, keep: bool, of_shapes: bool = False
+) -> Prepared:
+    """The prepared form of a call on arrays like these.
+
+    ``of_shapes``: arrays of the kernel's own are not given, but made.
+    """
+    operation, kernel, _, options, layout, tiles, flag, own, *asked = how
+    inputs = dict(zip((*_ARRAYS[operation], *own[0]), arrays))
     if operation == "softmax":
-        problem, (x,) = Problem.of_rows(*arrays), arrays
+        x = inputs["x"]
+        problem = Problem.of_rows(x)
         results = [Result("P", tuple(x.shape), "out"), Result("lse", tuple(x.shape[:-1]), None)]
     else:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
@@ -463,7 +531,140 @@ def _prepared(how: How, backend: Backend, arrays: Sequence[Any], *, keep: bool) 
         limits = backend.limits
         record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
         plan = planning.plan(record, problem, limits, **_given(tiles))
+        if not record.is_plain:
+            lead = () if operation == "softmax" else inputs["q"].shape[:-3]
+            inputs |= _own_arrays(record, problem, inputs, backend if of_shapes else None, lead)
+            results += _own_results(record, problem, own[1], lead)
         return Prepared(backend, plan, inputs, results, layout=layout, keep=keep)
+
+
+# What a kernel of the user's own takes and gives besides
+
+
+def _with_own(
+    how: How,
+    arrays: Sequence[Any],
+    own: Own | None,
+    return_own: Sequence[str],
+    *,
+    shapes: bool = False,
+) -> tuple[How, Sequence[Any]]:
+    """A call with the arrays, floats and results of its kernel's own.
+
+    With ``shapes`` the arrays are not given.
+    """
+    given = {} if own is None else own
+    if isinstance(return_own, str) or not all(isinstance(x, str) for x in return_own):
+        raise TypeError(f"return_own is {described(return_own)}; give names, as ('rowmax',)")
+    record = _record_with_own(how[1], given)
+    names = () if shapes else tuple(name for name in record.inputs if name in given)
+    if shapes and (wrong := [name for name in record.inputs if name in given]):
+        raise TypeError(
+            f"own has {', '.join(wrong)}, and q is a shape; leave it out: its shape follows"
+        )
+    operation, _, *others = how
+    others[_OWN_AT - 2] = names, tuple(return_own)
+    made = (operation, _with_floats(record, given), *others)
+    return made, (*arrays, *(given[name] for name in names))
+
+
+def _record_with_own(kernel: str | Kernel, own: Own) -> Kernel:
+    """The record of a kernel. Raises TypeError for names that it does not have."""
+    if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):
+        raise TypeError(f'own is {described(own)}; give arrays and floats by name, as {{"x": x}}')
+    if isinstance(kernel, str) and kernel == "auto":
+        raise TypeError("own and return_own are for a kernel of your own; give it as kernel=")
+    record = kernel if isinstance(kernel, Kernel) else lookup.kernel(kernel)
+    known = (*record.inputs, *record.floats)
+    for name in own:
+        if name not in known:
+            raise TypeError(
+                f"{record.name} takes no {name!r} of its own{lookup.nearest(name, known)}; it "
+                f"takes {', '.join(known) or 'nothing'}"
+            )
+    return record
+
+
+def _with_floats(record: Kernel, own: Own) -> Kernel:
+    """The record with these numbers in place of its own."""
+    given = {name: own[name] for name in record.floats if name in own}
+    for name, value in given.items():
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and isfinite(value)):
+            raise ValueError(f"{name} is {described(value)}; give a finite number")
+    if not given:
+        return record
+    fixed = {name: lambda p, c, value=float(x): value for name, x in given.items()}
+    return replace(record, floats={**record.floats, **fixed})
+
+
+def _shared_own(own: Own | None, *kernels: str | Kernel) -> tuple[dict[str, Any] | None, ...]:
+    """What each of several kernels takes of ``own``. Raises TypeError for what none takes."""
+    if own is None:
+        return (None,) * len(kernels)
+    records = [
+        x if isinstance(x, Kernel) else None if x == "auto" else lookup.kernel(x) for x in kernels
+    ]
+    known = [{*x.inputs, *x.floats} if x else set() for x in records]
+    if unknown := [name for name in own if not any(name in names for names in known)]:
+        takes = ", ".join(sorted(set().union(*known))) or "nothing"
+        raise TypeError(f"no kernel takes {', '.join(unknown)} of its own; these take {takes}")
+    return tuple({x: own[x] for x in own if x in names} or None for names in known)
+
+
+def _own_arrays(
+    record: Kernel,
+    p: Problem,
+    given: Mapping[str, Any],
+    backend: Backend | None,
+    lead: tuple[int, ...],
+) -> dict[str, Any]:
+    """The arrays of a kernel's own, checked; with a backend they are made."""
+    found = {}
+    for name, wanted in record.inputs.items():
+        shape, dtype = wanted.shape(p), wanted.dtype(p)
+        takes = f"{name} must be {dtype} {shape}"
+        if isinstance(wanted.axes, str):
+            takes += f", [{', '.join(wanted.axes.split())}]"
+        if not wanted.when(p):
+            if name in given:
+                raise ValueError(f"{record.name} takes no {name} for {p}; leave it out of own")
+        elif backend is not None:
+            found[name] = backend.empty(shape, dtype)
+        elif name not in given:
+            raise TypeError(
+                f"{record.name} needs {name}, an array of its own; {takes}: give it as "
+                f'own={{"{name}": …}}'
+            )
+        elif tuple(given[name].shape) not in (shape, _led(wanted.axes, shape, lead)):
+            raise ValueError(
+                f"{name} has shape {tuple(given[name].shape)}; {takes} for {record.name} on {p}"
+            )
+        elif given[name].dtype != dtype:
+            raise TypeError(f"{name} is {given[name].dtype}; {takes}: convert it")
+        else:
+            found[name] = given[name]
+    return found
+
+
+def _own_results(
+    record: Kernel, p: Problem, names: Sequence[str], lead: tuple[int, ...]
+) -> list[Result]:
+    for name in names:
+        if name not in record.outputs:
+            raise ValueError(
+                f"{record.name} has no output {name!r} of its own; it has "
+                f"{', '.join(record.outputs) or 'none'}"
+            )
+    axes = {name: record.outputs[name][0] for name in names}
+    return [Result(name, _led(x, p.shape(x), lead), None) for name, x in axes.items()]
+
+
+def _led(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with the caller's leading axes in place of the batch, where that is the first."""
+    if not isinstance(axes, str) or axes.split()[0] != "batch":
+        return shape
+    return (*lead, *shape[1:])
 
 
 def _rows_of(q: Any, layout: str) -> tuple[int, ...]:

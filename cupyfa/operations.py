@@ -14,6 +14,11 @@ from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
 Arrays = Mapping[str, np.ndarray]
+# Of inputs and outputs; NumPy's dtype where the problem does not decide it.
+INPUT_KINDS = {
+    **{"scalar": None, "real": None, "float32": "f4", "float64": "f8"},
+    **{"int": "i4", "int32": "i4", "int64": "i8", "uint8": "u1", "bool": "?"},
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +50,33 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Input:
-    """An array of an operation, in most cases an input."""
+    """An array of an operation or of a kernel, in most cases an input.
 
-    axes: str  # its sizes by name
-    kind: str = "scalar"  # the problem's dtype; or "real" (that of sums), "int" (int32), "bool"
-    when: Callable[[Problem], bool] = lambda p: True  # the problems that take it
+    axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
+    kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "real" that of sums, "int" int32.
+    when: the problems that take it.
+    draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
+        By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
+    """
+
+    axes: str | Callable[[Problem], tuple[int, ...]]
+    kind: str = "scalar"
+    when: Callable[[Problem], bool] = lambda p: True
+    draw: Callable[[np.random.Generator, Problem], Any] | None = None
 
     def shape(self, p: Problem) -> tuple[int, ...]:
-        return p.shape(self.axes)
+        return p.shape(self.axes) if isinstance(self.axes, str) else tuple(self.axes(p))
+
+    def axes_for(self, p: Problem) -> str:
+        """Its axes by name; "-" is one that has none."""
+        return self.axes if isinstance(self.axes, str) else " ".join("-" for _ in self.shape(p))
 
     def bytes(self, p: Problem) -> int:
         return prod(self.shape(p)) * self.dtype(p).itemsize
 
     def dtype(self, p: Problem) -> np.dtype:
         kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
-        return np.dtype(kinds.get(self.kind) or {"int": "i4", "bool": "?"}[self.kind])
+        return np.dtype(kinds.get(self.kind) or INPUT_KINDS[self.kind])
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,8 @@ class Operation:
     ``inputs`` are all that a problem may have. ``outputs`` are axes and kind ("scalar" or "real")
     of each array. ``reference(inputs, problem, roundings, excerpt)`` gives the expected results
     with bounds for each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a
-    multiply-add, and of a masked problem only the visible scores.
+    multiply-add, and of a masked problem only the visible scores. What a kernel computes that has
+    arrays or a reference of its own is derived from one of OPERATIONS: see ``Kernel.computes``.
     """
 
     name: str
@@ -88,7 +106,7 @@ class Operation:
 
     def axes_of(self, p: Problem) -> dict[str, str]:
         """The axes of every input that a problem has, and of every output."""
-        inputs = {name: x.axes for name, x in self.inputs_of(p).items()}
+        inputs = {name: x.axes_for(p) for name, x in self.inputs_of(p).items()}
         return inputs | {name: axes for name, (axes, _) in self.outputs.items()}
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:

@@ -188,6 +188,16 @@ class Problem:
         """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
         return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
 
+    def visible(self) -> np.ndarray:
+        """Whether query i sees key j, [M, N]: what a reference of a kernel's own needs."""
+        rows, keys = np.arange(self.M)[:, None], np.arange(self.N)
+        seen = np.ones((self.M, self.N), bool)
+        if self.right is not None:
+            seen &= keys <= rows + self.causal_offset
+        if self.left is not None:
+            seen &= keys >= rows + self.window_offset
+        return seen
+
     @property
     def _position(self) -> int:
         """The position of the first query among the keys."""

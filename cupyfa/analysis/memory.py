@@ -26,7 +26,6 @@ from cupyfa.errors import DeviceError, DeviceLost, Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import can, plan, select
 from cupyfa.problem import Problem
@@ -151,13 +150,14 @@ def _planned(kernel: Kernel, operation: str, p: Problem, limits: Limits) -> Foot
         note = reason.removeprefix(f"{kernel.name} cannot do {p}: ")
         return Footprint(kernel.name, operation, p, limits.device, {}, note=note)
     padded = (made.problem.d, made.problem.dv) != (p.d, p.dv)
+    inputs = made.operation.inputs_of(made.problem).values()
     return Footprint(
         kernel.name,
         operation,
         replace(made.problem, d=p.d, dv=p.dv),
         limits.device,
         dict(made.constants),
-        sum(input_sizes(operation, made.problem).values()),
+        sum(x.bytes(made.problem) for x in inputs),
         sum(prod(shape) * dtype.itemsize for shape, dtype in made.outputs.values()),
         made.scratch_bytes,
         note="an empty head dimension is computed as one column of zeros" if padded else "",
@@ -176,8 +176,10 @@ def _measured(row: Footprint, backend: Backend, kernel: Kernel) -> Footprint:
 
 
 def _run(backend: Backend, plan: Plan) -> None:
-    p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
-    zeros = {name: np.zeros(x.shape(p), x.dtype(p)) for name, x in operation.inputs_of(p).items()}
+    p = plan.problem
+    zeros = {
+        name: np.zeros(x.shape(p), x.dtype(p)) for name, x in plan.operation.inputs_of(p).items()
+    }
     inputs = {name: backend.upload(x) for name, x in readable_inputs(plan, zeros).items()}
     outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
     run(backend, plan, readable_inputs(plan, inputs), outputs)

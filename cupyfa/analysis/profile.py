@@ -160,7 +160,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     record = record_named(kernel)
     plan = plan_of(record, case.problem, backend.limits, **constants)
     with backend.working_on(None):
-        readable = readable_inputs(plan, case.inputs(backend))
+        readable = readable_inputs(plan, case.inputs(backend, plan.kernel))
         inputs = timing.placed(backend, readable, {})
         outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
         for _ in range(2):

@@ -238,11 +238,16 @@ class _Measuring:
         return self.case.inputs(self.backend)
 
     def judge(self, plan: Plan) -> Judge:
-        """The judge of all kernels, on the inputs as the first plan has them."""
+        """The judge of a kernel with its own reference, or of all others, on the first's inputs."""
+        excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
+        if not plan.kernel.is_plain:
+            return Judge.of(plan, self.inputs_of(plan.kernel), excerpts)
         if self.first_judge is None:
-            excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
             self.first_judge = Judge.of(plan, self.inputs, excerpts)
         return self.first_judge
+
+    def inputs_of(self, kernel: Kernel) -> dict[str, np.ndarray]:
+        return self.case.completed(self.inputs, kernel)
 
     def note(self, text: str) -> None:
         """Warns once, even if several problems give the same text."""
@@ -294,7 +299,7 @@ class _Measuring:
         try:
             with backend.working_on(None):
                 used: Any = timing.resources(backend, plan)
-                readable = readable_inputs(plan, self.inputs)
+                readable = readable_inputs(plan, self.inputs_of(kernel))
                 results = run_guarded(backend, plan, readable, {})
                 arrays = timing.arrays_of(backend, plan, readable, self.memory)
         except (*_NOT_HERE, *_WRONG) as error:
@@ -351,6 +356,8 @@ class _Measuring:
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
+        if plan.kernel.reference:  # which computes something else
+            return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
         for name, theirs in other.results.items():

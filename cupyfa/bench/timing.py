@@ -147,7 +147,7 @@ def placed(
     """The inputs on the backend, from ``memory`` if they are there."""
     arrays = {}
     for name, array in inputs.items():
-        key = (name, array.shape, array.strides)
+        key = (name, array.shape, array.strides, array.dtype)
         if key not in memory:
             memory[key] = _placed(backend, array)
         arrays[name] = memory[key]

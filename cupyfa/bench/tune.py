@@ -161,7 +161,8 @@ class _Tuning:
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         plan = self.plans[0]
-        return readable_inputs(plan, Case(plan.kernel.operation, plan.problem).inputs(self.backend))
+        case = Case(plan.kernel.operation, plan.problem)
+        return readable_inputs(plan, case.inputs(self.backend, plan.kernel))
 
     @property
     def right(self) -> list[str]:
@@ -294,7 +295,7 @@ def _check(backend: Backend, plan: Plan) -> None:
         heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
         small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
-    inputs = Case(plan.kernel.operation, small).inputs()
+    inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
     guard.checked(backend, checked, readable_inputs(checked, inputs), {})
 
 

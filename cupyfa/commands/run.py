@@ -49,7 +49,7 @@ def run(
     planned = plan(chosen, problem, backend.limits, **tiles)
     try:
         with backend.working_on(None):
-            result = trial(backend, planned, case.inputs(backend), reruns=reruns)
+            result = trial(backend, planned, case.inputs(backend, chosen), reruns=reruns)
     except Exception:
         options.note(f"this was {case}")
         raise

@@ -5,20 +5,28 @@ problem ``p`` and the constants ``c``. Users write records for their own files.
 """
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
+from cupyfa.numerics import deviation
+from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
+from cupyfa.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
 from cupyfa.problem import Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
+Float = Callable[[Problem, SimpleNamespace], float]
+Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
@@ -82,11 +90,12 @@ class Launch(_Record):
 
         - arrays: those of the operation (``Q K V O lse``; of gradients also ``dO dQ dK dV``; of a
           softmax ``S P lse``), inputs of options, by their names in operations.py, and the kernel's
-          scratch. ``Q`` is passed as the struct Tensor of tensor.cuh, ``Q.data`` as a bare pointer,
-          ``Q.map`` as the struct TensorMap of tma.cuh; all are null for an input that the problem
-          lacks;
+          own inputs, outputs and scratch. ``Q`` is passed as the struct Tensor of tensor.cuh,
+          ``Q.data`` as a bare pointer to contiguous elements, ``Q.map`` as the struct TensorMap of
+          tma.cuh; all are null for an input that the problem lacks;
         - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``
           (also named ``diagonal lower``), and the names in ``numbers``;
+        - the kernel's ``floats``, as ``real``;
         - ``scale`` as float (double for float64);
         - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
         - ``mods``, the struct Mods that the host declares above the file: the numbers of the
@@ -186,8 +195,27 @@ class Kernel(_Record):
         ``kernel="auto"`` takes it for these, once it was measured, and for no others.
     unordered: outputs that are summed in any order, as by atomics: their last bits differ from run
         to run.
-    folder: where the files of a kernel from outside the project are.
+    folder: where the files of a kernel from outside the project are. A file that is not there is
+        the project's, if another file of the kernel is there.
     after: the rungs of its family that its files are read after, as small changes of theirs.
+
+    For a kernel that computes something else than its operation, or needs more for it:
+
+    inputs: arrays of its own, as ``{"slopes": Input("heads", "real")}``. Callers give them as
+        ``own={"slopes": array}``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have the
+        strides of these names and the others are rows and columns; an array whose shape is a
+        formula has its last axis as columns.
+    outputs: arrays that it computes besides those of the operation, as ``{"rowmax": ("batch heads
+        M", "real")}``. Callers ask for them with ``return_own=("rowmax",)``.
+    floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers may give another
+        number: ``own={"cap": 50.0}``.
+    reference: what it computes, for checks: ``reference(arrays, p, c)`` gives ``{output: array}``
+        with every output of the kernel, in float64. ``arrays`` are the inputs by name, Q as
+        [batch, heads, M, d], own ones with the axes of their records; float arrays are float64.
+        ``c`` has constants and floats. The bounds of its errors are found by evaluating it several
+        times (docs/checking.md); for bounds of its own it gives ``Expected(value, bound)``.
+    forward: for gradients, ``forward(arrays, p, c)`` gives ``{"O": …, "lse": …}`` of random inputs
+        in checks; without it they are those of plain attention.
     """
 
     name: str
@@ -211,6 +239,11 @@ class Kernel(_Record):
     unordered: Sequence[str] = ()
     folder: str | Path | None = None
     after: Sequence[str] = ()
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    floats: Mapping[str, Float] = field(default_factory=dict)
+    reference: Reference | None = None
+    forward: Reference | None = None
 
     def __post_init__(self) -> None:
         self.check(_KERNEL_RULES)
@@ -262,9 +295,123 @@ class Kernel(_Record):
             p, arch, multiprocessors, lambda tile: int(pack_gqa(p, SimpleNamespace(**tile)))
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes its operation from that operation's inputs alone."""
+        return not (self.inputs or self.outputs or self.reference)
+
+    def computes(self, constants: Mapping[str, float] | None = None) -> Operation:
+        """Its operation with the inputs, outputs and reference of its own.
+
+        The reference finds ``constants``, floats included, in its argument ``c``.
+        """
+        base = OPERATIONS[self.operation]
+        if self.is_plain:
+            return base
+        inputs, outputs = {**base.inputs, **self.inputs}, {**base.outputs, **self.outputs}
+        reference = partial(self._expected, constants or {}) if self.reference else base.reference
+        return replace(base, inputs=inputs, outputs=outputs, reference=reference)
+
+    def floats_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, float]:
+        """The numbers that ``floats`` give, as the kernel gets them: rounded to ``real``."""
+        c, found = SimpleNamespace(**constants), {}
+        for name, formula in self.floats.items():
+            value = self.evaluated(f"float {name}", formula, p, c)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise ValueError(
+                    f"{self.name}: the record's float {name} is {value!r} for {p}; give a number"
+                )
+            found[name] = float(p.dtype.sums.type(value))
+        return found
+
+    def evaluated(self, what: str, formula: Callable[..., Any], *values: Any) -> Any:
+        """The value of one of its formulas. Raises ValueError if the formula raises anything."""
+        try:
+            return formula(*values)
+        except Exception as error:
+            shown = ", ".join("arrays" if isinstance(x, Mapping) else str(x) for x in values)
+            raise ValueError(
+                f"{self.name}: the record's {what} fails with {type(error).__name__}: {error}; "
+                f"it was called with {shown}"
+            ) from error
+
+    def _expected(
+        self,
+        constants: Mapping[str, float],
+        inputs: Arrays,
+        p: Problem,
+        roundings: Roundings,
+        excerpt: Excerpt | None = None,
+    ) -> ExpectedOfEach:
+        """The reference of its own, with bounds; always whole."""
+        assert excerpt is None, "a reference of a kernel's own computes everything"
+        operation = self.computes()
+        wanted = {
+            name: Input(*x)
+            for name, x in operation.outputs.items()
+            if name != "lse" or "lse" in self.features
+        }
+        known = operation.inputs_of(p)
+        operands = [name for name, x in known.items() if x.kind == "scalar"]
+        floats = {name: constants[name] for name in self.floats if name in constants}
+        terms = max(p.M * p.group, p.N, p.d, p.dv)
+
+        def function(arrays: Arrays, others: Mapping[str, float]) -> Mapping[str, Any]:
+            c = SimpleNamespace(**{**constants, **others})
+            assert self.reference is not None
+            found = self.evaluated("reference", self.reference, arrays, p, c)
+            return self._checked(found, {name: x.shape(p) for name, x in wanted.items()})
+
+        dtypes = {name: x.dtype(p) for name, x in wanted.items()}
+        return {
+            rounding: deviation.expected(
+                function,
+                {name: inputs[name] for name in known},
+                floats,
+                dtypes,
+                deviation.Rounding(p.dtype.name, rounding, operands, terms),
+            )
+            for rounding in roundings
+        }
+
+    def _checked(self, found: Any, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
+        """The arrays of a reference. Raises ValueError unless they are those of ``shapes``."""
+        if not isinstance(found, Mapping) or not found.keys() >= shapes.keys():
+            names = ", ".join(found) if isinstance(found, Mapping) else type(found).__name__
+            raise ValueError(
+                f"{self.name}: the record's reference gives {names or 'nothing'}; it must give "
+                f"{{name: array}} with {', '.join(shapes)}"
+            )
+        for name, shape in shapes.items():
+            value = found[name].value if isinstance(found[name], Expected) else found[name]
+            if np.shape(value) != shape:
+                raise ValueError(
+                    f"{self.name}: the record's reference gives {name} of shape "
+                    f"{np.shape(value)}; it must have {shape}"
+                )
+        return found
+
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
         p = self.resolved(p)
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
+
+
+# Names of arguments of calls and of launches, which no array or float of a kernel's own may have.
+_TAKEN = {
+    *("q", "k", "v", "x", "out", "dout", "grads", "own", "Q", "K", "V", "O", "lse", "dO", "dQ"),
+    *("dK", "dV", "S", "P", "M", "N", "d", "dv", "heads", "kv_heads", "batch", "group", "scale"),
+    *("causal_offset", "window_offset", "diagonal", "lower", "sizes", "mods", "round"),
+    "multiprocessors",
+}
+
+
+def _are_own(names: Iterable[str]) -> bool:
+    return all(name.isidentifier() and name not in _TAKEN for name in names)
+
+
+def _differ(x: Any) -> bool:
+    every = [*x.inputs, *x.outputs, *x.floats, *x.scratch, *x.choice.names]
+    return len(set(every)) == len(every)
 
 
 # What the fields of records must be.
@@ -339,5 +486,33 @@ _KERNEL_RULES: Rules = {
         x.made_for is None or callable(x.made_for)
     ),
     "unordered are names of outputs, in a tuple": lambda x: not isinstance(x.unordered, str),
+    "inputs are {name: Input(axes, kind)}": lambda x: all(
+        isinstance(of, Input) for of in x.inputs.values()
+    ),
+    "inputs have names that no other argument has": lambda x: _are_own(x.inputs),
+    "floats differ from inputs, outputs, scratch and tile sizes by their names": _differ,
+    f"inputs have axes {', '.join(AXES)}, or a formula": lambda x: all(
+        callable(of.axes) or (of.axes.strip() and set(of.axes.split()) <= set(AXES))
+        for of in x.inputs.values()
+    ),
+    f"inputs are of kind {', '.join(INPUT_KINDS)}": lambda x: all(
+        of.kind in INPUT_KINDS for of in x.inputs.values()
+    ),
+    "outputs are {name: (axes, kind)}, and need a reference": lambda x: (
+        all(
+            axes.strip() and set(axes.split()) <= set(AXES) and kind in INPUT_KINDS
+            for axes, kind in x.outputs.values()
+        )
+        and (not x.outputs or x.reference is not None)
+    ),
+    "outputs have names that no other argument has": lambda x: _are_own(x.outputs),
+    "floats are {name: lambda p, c: …}": lambda x: all(map(callable, x.floats.values())),
+    "floats have names that no other argument has": lambda x: _are_own(x.floats),
+    "reference is None or a function of arrays, p and c": lambda x: (
+        x.reference is None or callable(x.reference)
+    ),
+    "forward is None or a function of arrays, p and c": lambda x: (
+        x.forward is None or callable(x.forward)
+    ),
     "folder is None or a path": lambda x: isinstance(x.folder, str | Path | None),
 }

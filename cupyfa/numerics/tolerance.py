@@ -153,7 +153,7 @@ def expected_attention(
     by design, or None; kernels share most of the work. Where that rounding overflows in the plain
     computation, an element may hold anything.
     """
-    kernels = {rounding: _Arithmetic(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: Arithmetic(dtype, rounding) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
@@ -194,7 +194,7 @@ def expected_gradients(
     the gradient of out; the others are those of `expected_attention`. dK and dV are sums over the
     query heads that share a key head.
     """
-    kernels = {rounding: _Arithmetic(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: Arithmetic(dtype, rounding) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
@@ -226,7 +226,7 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype allow flushing
     to zero and underflow.
     """
-    kernel = _Arithmetic(dtype)
+    kernel = Arithmetic(dtype)
     count, N = math.prod(x.shape[:-1]), x.shape[-1]
     rows, some = x.reshape(count, N), max(1, _BLOCK // max(N, 1))
     parts = [
@@ -239,7 +239,7 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     }
 
 
-class _Arithmetic:
+class Arithmetic:
     """The dtype of a kernel's arrays, and the precision of the operands of its products.
 
     rounds_by_design: whether it may round more than its arrays and P to that precision.
@@ -273,7 +273,7 @@ class _Arithmetic:
         return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
 
 
-def _score_errors(size: Array, tile: reference.Tile, kernel: _Arithmetic) -> tuple[Array, Array]:
+def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
     """The errors of modified scores whose terms add up to `size`: in eps, and by design."""
     d = tile.q.shape[-1]
     of_cap = 4.0 * (tile.options.softcap or 0.0)  # tanh has an absolute error, and a slope up to 1
@@ -293,7 +293,7 @@ class _Work:
         )
 
 
-def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, float]]:
+def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, float]]:
     """For "O" and "lse" of a tile: the bound of accumulation, the error of a plain computation."""
     exact, bounds, errors = work.attend()[:2], _bounds(work, kernel), [0.0, 0.0]
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
@@ -310,7 +310,7 @@ def _bounds_on_tile(work: _Work, kernel: _Arithmetic) -> dict[str, tuple[Array, 
     return dict(zip(("O", "lse"), zip(bounds, errors)))
 
 
-def _bounds(work: _Work, kernel: _Arithmetic) -> tuple[Array, Array]:
+def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """The bounds of accumulation, of out [n, rows, dv] and lse [n, rows]."""
     tile, (out, lse, P) = work.tile, work.attend()
     n, eps, tiny = tile.visible_keys, kernel.eps, kernel.tiny
@@ -348,7 +348,7 @@ class _BackwardWork:
         self.exponent_size = np.abs(_finite(self.step.scores)) + np.abs(_finite(lse))[..., None]
 
 
-def _gradient_bounds(work: _BackwardWork, kernel: _Arithmetic) -> tuple[Array, Array, Array]:
+def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Array, Array]:
     """The terms of a tile in the bounds of dQ, dK and dV, without the rounding of results."""
     dv, scale = work.tile.v.shape[-1], abs(work.tile.scale)
     eps, tiny = float(kernel.accumulator.eps), kernel.tiny
@@ -385,7 +385,7 @@ def _gradient_bounds(work: _BackwardWork, kernel: _Arithmetic) -> tuple[Array, A
     )
 
 
-def _add_rounding_of_results(value: Array, bound: Array, kernel: _Arithmetic) -> None:
+def _add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic) -> None:
     """Adds the error of rounding the results, where the bound is not exactly 0."""
     dtype = _finfo(kernel.dtype)
     narrow = kernel.dtype in _NARROW
@@ -429,7 +429,7 @@ def _two_roundings(value: Array, precision: str) -> float:
     return 2 * largest
 
 
-def _expected_rows(x: Array, kernel: _Arithmetic) -> tuple[Expected, Expected]:
+def _expected_rows(x: Array, kernel: Arithmetic) -> tuple[Expected, Expected]:
     eps, tiny = float(kernel.accumulator.eps), kernel.tiny
     P, lse = reference.softmax(x)
     x = _finite(x.astype(np.float64))

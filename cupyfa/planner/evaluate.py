@@ -1,6 +1,7 @@
 """Evaluates the formulas of a record: launches, scratch and outputs, as plain integers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from math import isfinite, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ import numpy as np
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
-from cupyfa.operations import OPERATIONS
-from cupyfa.planner.plan import Argument, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.operations import Input
+from cupyfa.planner.plan import FIRST_AXES, Argument, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.planner.source import KERNELS
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -31,7 +33,7 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
     """
     c = SimpleNamespace(**constants, d=problem.d, dv=problem.dv)
     for rule, holds in kernel.rules.items():
-        if not evaluated(kernel, f"rule {rule!r}", holds, c):
+        if not kernel.evaluated(f"rule {rule!r}", holds, c):
             raise ValueError(
                 f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
                 "choose others, or leave them to the plan"
@@ -40,22 +42,19 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
 
 
 def source_path(kernel: Kernel, launch: Launch) -> Path:
-    """The file of a launch: in the folder of a user's kernel, else relative to kernels/."""
+    """The file of a launch: in the folder of a user's kernel, else relative to kernels/.
+
+    Of a kernel whose folder has one of its files, those that are not there are the project's.
+    """
     file = Path(launch.file or f"{launch.entry}.cu")
-    if kernel.folder is not None:
-        return Path(kernel.folder).resolve() / file
-    return file if launch.file else kernel.operation / file
-
-
-def evaluated(kernel: Kernel, what: str, formula: Callable[..., Any], *values: Any) -> Any:
-    """The value of a record's formula. Raises ValueError if it raises anything."""
-    try:
-        return formula(*values)
-    except Exception as error:
-        raise ValueError(
-            f"{kernel.name}: the record's {what} fails with {type(error).__name__}: {error}; "
-            f"it was called with {', '.join(map(str, values))}"
-        ) from error
+    ours = file if launch.file else kernel.operation / file
+    if kernel.folder is None:
+        return ours
+    folder = Path(kernel.folder).resolve()
+    others = (x.file or f"{x.entry}.cu" for x in kernel.launches if isinstance(x, Launch))
+    if (folder / file).is_file() or not any((folder / x).is_file() for x in others):
+        return folder / file
+    return ours if (KERNELS / ours).is_file() else folder / file
 
 
 class _Planner:
@@ -66,7 +65,8 @@ class _Planner:
     ) -> None:
         self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
         self.c = SimpleNamespace(**constants)
-        self.operation = OPERATIONS[kernel.operation]
+        self.floats = kernel.floats_of(problem, constants)
+        self.operation = kernel.computes()
         # tf32 is stored as float32.
         self.operand = DTYPES.get(rounding_of(kernel, problem) or "", problem.dtype)
         self.kinds = {
@@ -79,13 +79,13 @@ class _Planner:
         has_lse = "lse" in kernel.features
         outputs = self.operation.outputs.items()
         self.outputs = {
-            name: (problem.shape(axes), self.kinds[kind])
-            for name, (axes, kind) in outputs
+            name: (Input(*of).shape(problem), Input(*of).dtype(problem))
+            for name, of in outputs
             if name != "lse" or has_lse
         }
 
     def plan(self) -> Plan:
-        steps = evaluated(self.kernel, "when", self.kernel.steps, self.problem)
+        steps = self.kernel.evaluated("when", self.kernel.steps, self.problem)
         return Plan(
             kernel=self.kernel,
             problem=self.problem,
@@ -96,6 +96,7 @@ class _Planner:
             ),
             scratch=dict(self.scratch(steps)),
             outputs=self.outputs,
+            floats=self.floats,
         )
 
     def on_device(self, **more: int) -> SimpleNamespace:
@@ -119,10 +120,10 @@ class _Planner:
     def launch(self, launch: Launch, number: int) -> PlannedLaunch:
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
         of_grid = self.on_device(round=number)
-        blocks = evaluated(self.kernel, f"grid of {entry}", launch.grid, p, of_grid)
+        blocks = self.kernel.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
-        threads = evaluated(self.kernel, f"threads of {entry}", launch.threads, p, c)
-        shared_bytes = evaluated(self.kernel, f"shared of {entry}", launch.shared, p, c)
+        threads = self.kernel.evaluated(f"threads of {entry}", launch.threads, p, c)
+        shared_bytes = self.kernel.evaluated(f"shared of {entry}", launch.shared, p, c)
         self.check_formulas(launch, counts, threads, shared_bytes)
         x, y, z, *_ = (*counts, 1, 1)
         self.check_limits((x, y, z), threads, shared_bytes)
@@ -160,10 +161,15 @@ class _Planner:
         """The arguments of a launch; an optional input that the problem lacks is zeros."""
         inputs = self.operation.inputs
         arrays = [*inputs, *self.outputs, *self.kernel.scratch]
-        values = _values(self.problem) | {
-            name: np.int32(self.whole(name, formula, c, least=-(2**31), most=2**31 - 1))
-            for name, formula in launch.numbers.items()
-        }
+        real = self.problem.dtype.sums.type
+        values = (
+            _values(self.problem)
+            | {name: real(x) for name, x in self.floats.items()}
+            | {
+                name: np.int32(self.whole(name, formula, c, least=-(2**31), most=2**31 - 1))
+                for name, formula in launch.numbers.items()
+            }
+        )
         absent = inputs.keys() - self.operation.inputs_of(self.problem)
         made = []
         for name, form in launch.arrays:
@@ -174,9 +180,30 @@ class _Planner:
                 )
             value = None if name in arrays else values[name]
             made.append(
-                Argument(name, form, np.zeros((), _BYTES[form]) if name in absent else value)
+                Argument(name, form, np.zeros((), _BYTES[form]), ())
+                if name in absent
+                else Argument(name, form, value, self.strides(name, form))
             )
         return tuple(made)
+
+    def strides(self, name: str, form: str) -> tuple[int | None, ...]:
+        """The axes of an array whose strides a Tensor has for batch, head and row."""
+        if form or name not in {**self.kernel.inputs, **self.kernel.outputs}:
+            return FIRST_AXES
+        of = {**self.operation.inputs, **{x: Input(*y) for x, y in self.kernel.outputs.items()}}
+        axes = of[name].axes_for(self.problem).split()
+        by_name = {"batch": 0, "heads": 1, "kv_heads": 1}
+        others = count(2)
+        places = [by_name[axis] if axis in by_name else next(others) for axis in axes]
+        if "-" in axes:
+            places = list(range(4 - len(axes), 4))
+        fits = len(axes) <= 4 and len(set(places)) == len(places) and max(places) < 4
+        if not fits or (3 in places and places[-1] != 3):
+            raise ValueError(
+                f"{self.kernel.name}: {name} has the axes {' '.join(axes)}, which a Tensor of "
+                f"batch, heads, rows and columns cannot have; pass it as {name}.data"
+            )
+        return tuple(places.index(x) if x in places else None for x in range(3))
 
     def scratch(
         self, steps: Sequence[Launch | Matmul]
@@ -211,7 +238,7 @@ class _Planner:
         most: float = float("inf"),
     ) -> int:
         """A whole number that a record's formula gives. Raises ValueError for anything else."""
-        number = evaluated(self.kernel, what, formula, self.problem, c)
+        number = self.kernel.evaluated(what, formula, self.problem, c)
         if not (isinstance(number, int | np.integer) and least <= number <= most):
             to = f" to {most}" if isfinite(most) else ""
             raise ValueError(
@@ -222,7 +249,7 @@ class _Planner:
 
     def constant(self, what: str, formula: Constant) -> int | float:
         """A constant above a kernel's text: a bool, an int, or a float in single precision."""
-        value = evaluated(self.kernel, what, formula, self.problem, self.c)
+        value = self.kernel.evaluated(what, formula, self.problem, self.c)
         if isinstance(value, bool | np.bool_):
             return bool(value)
         if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:

@@ -11,10 +11,11 @@ import numpy as np
 
 from cupyfa.dtypes import DType
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul
-from cupyfa.operations import OPERATIONS
+from cupyfa.operations import Operation
 from cupyfa.problem import Problem, round_up
 
 BOX_ALIGNMENT = 16  # bytes
+FIRST_AXES = (0, 1, 2)
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -52,6 +53,8 @@ class Argument:
     name: str
     form: str = ""  # of an array: "" the struct Tensor, "data" a pointer, "map" a TMA tensor map
     value: Any = None  # a number or a NumPy record; None for an array
+    # Of an array: its axes whose strides a Tensor has for batch, head and row; None has stride 0.
+    strides: tuple[int | None, ...] = FIRST_AXES
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,12 @@ class Plan:
     steps: tuple[PlannedLaunch | Matmul, ...]
     scratch: Allocations
     outputs: Allocations
+    floats: Mapping[str, float] = field(default_factory=dict)  # arguments that the kernel declares
+
+    @cached_property
+    def operation(self) -> Operation:
+        """What it computes."""
+        return self.kernel.computes({**self.constants, **self.floats})
 
     @property
     def rounding(self) -> str | None:
@@ -122,9 +131,14 @@ class Plan:
         return {name for launch in self.launches for name in launch.boxes}
 
     @cached_property
+    def pointed(self) -> set[str]:
+        """The arrays that are passed as bare pointers, and so must be contiguous."""
+        return {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}
+
+    @cached_property
     def arrays(self) -> Allocations:
         p = self.problem
-        inputs = OPERATIONS[self.kernel.operation].inputs_of(p)
+        inputs = self.operation.inputs_of(p)
         own = {name: (x.shape(p), x.dtype(p)) for name, x in inputs.items()}
         return {**own, **self.outputs, **self.scratch}
 

@@ -16,7 +16,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import nearest
 from cupyfa.operations import OPERATIONS
-from cupyfa.planner.evaluate import evaluated, plan_of
+from cupyfa.planner.evaluate import plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
 
@@ -159,7 +159,7 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
     def suits(p: Problem, constants: Mapping[str, int]) -> bool:
         c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
-        return bool(evaluated(kernel, "made_for", made_for, p, c))
+        return bool(kernel.evaluated("made_for", made_for, p, c))
 
     p = kernel.resolved(_with_columns(kernel, problem))
     tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
@@ -262,7 +262,9 @@ def _accurate(problem: Problem) -> Problem:
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
     """The problem with one column in place of none; softmax has neither d nor dv."""
-    if any("d" in x.axes.split() for x in OPERATIONS[kernel.operation].inputs.values()):
+    if any(
+        "d" in x.axes_for(problem).split() for x in OPERATIONS[kernel.operation].inputs.values()
+    ):
         return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
     return problem
 
@@ -334,8 +336,8 @@ def _check_arrays(kernel: Kernel) -> None:
     if kernel.operation not in OPERATIONS:
         known = ", ".join(OPERATIONS)
         raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
-    operation = OPERATIONS[kernel.operation]
-    given = {**operation.inputs, **operation.outputs}
+    base, own = OPERATIONS[kernel.operation], {**kernel.inputs, **kernel.outputs}
+    given = {**base.inputs, **base.outputs, **own}
     if taken := given.keys() & kernel.scratch.keys():
         raise ValueError(
             f"{kernel.name}: {', '.join(sorted(taken))} is an array of the operation, not scratch; "

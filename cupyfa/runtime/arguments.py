@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.planner.plan import BOX_ALIGNMENT, PlannedLaunch, aligned_width
+from cupyfa.planner.plan import BOX_ALIGNMENT, Argument, PlannedLaunch, aligned_width
 from cupyfa.runtime.backend import Backend, Mapped
 
 # The struct Tensor of tensor.cuh, strides in elements.
@@ -19,19 +19,20 @@ _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
     """The values of a launch's arguments, each with the bytes of the kernel's parameter."""
     return [
-        _passed(backend, step, x.name, x.form, arrays[x.name]) if x.value is None else x.value
+        _passed(backend, step, x, arrays[x.name]) if x.value is None else x.value
         for x in step.arguments
     ]
 
 
-def _passed(backend: Backend, step: PlannedLaunch, name: str, form: str, array: Any) -> Any:
-    if form == "map":
-        return backend.tensor_map(mapped(backend, step, name, array))
+def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:
+    if argument.form == "map":
+        return backend.tensor_map(mapped(backend, step, argument.name, array))
     address = backend.address(array)
-    if form:
+    if argument.form:
         return np.uint64(address)
-    batch, head, row = (stride // array.dtype.itemsize for stride in array.strides[:3])
-    return np.array((address, batch, head, row), TENSOR)
+    size = array.dtype.itemsize
+    strides = (0 if axis is None else array.strides[axis] // size for axis in argument.strides)
+    return np.array((address, *strides), TENSOR)
 
 
 def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan, aligned_width
 from cupyfa.runtime.arguments import can_be_boxed
 from cupyfa.runtime.backend import Backend
@@ -117,11 +116,10 @@ def is_writable(plan: Plan, name: str, array: Any) -> bool:
     written by TMA needs rows of a multiple of that.
     """
     shape, _ = plan.outputs[name]
-    strided = "strides" in plan.kernel.features or array.flags.c_contiguous
     aligned = plan.stored_shape(name) == shape and (
         name not in plan.boxed or can_be_boxed(array, address_of(array))
     )
-    return strided and aligned and tuple(array.shape) == shape
+    return _takes_strides(plan, name, array) and aligned and tuple(array.shape) == shape
 
 
 # Inputs
@@ -135,7 +133,7 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     for it, which adds nothing to any score.
     """
     seen = {
-        name: array if _is_plain(plan, array) else array.copy()
+        name: array if _is_plain(plan, name, array) else array.copy()
         for name, array in with_planned_shapes(plan, inputs).items()
     }
     return {
@@ -148,14 +146,14 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
     """Whether a kernel can read an input as it is."""
-    shape = OPERATIONS[plan.kernel.operation].inputs[name].shape(plan.problem)
+    shape = plan.operation.inputs[name].shape(plan.problem)
     boxed = name not in plan.boxed or can_be_boxed(array, address_of(array))
-    return tuple(array.shape) == shape and _is_plain(plan, array) and boxed
+    return tuple(array.shape) == shape and _is_plain(plan, name, array) and boxed
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs with the shapes that were planned: zeros for an input without columns."""
-    known = OPERATIONS[plan.kernel.operation].inputs
+    known = plan.operation.inputs
     shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
         name: array if tuple(array.shape) == shapes[name] else _zeros_like(array, shapes[name])
@@ -163,10 +161,14 @@ def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     }
 
 
-def _is_plain(plan: Plan, array: Any) -> bool:
-    strided = "strides" in plan.kernel.features or array.flags.c_contiguous
+def _takes_strides(plan: Plan, name: str, array: Any) -> bool:
+    strided = "strides" in plan.kernel.features and name not in plan.pointed
+    return strided or array.flags.c_contiguous
+
+
+def _is_plain(plan: Plan, name: str, array: Any) -> bool:
     aligned = not isinstance(array, np.ndarray) or array.flags.aligned
-    return strided and aligned and _columns_contiguous(array)
+    return _takes_strides(plan, name, array) and aligned and _columns_contiguous(array)
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:

@@ -16,7 +16,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.arrays import address_of, contiguous_strides, extent
 from cupyfa.runtime.backend import Backend
@@ -69,8 +68,7 @@ def checked(
     """The results of a guarded run if they are right; else raises WrongResult."""
     results = run_guarded(backend, plan, inputs, outputs)
     on_host = {name: backend.download(x) if backend.owns(x) else x for name, x in inputs.items()}
-    reference = OPERATIONS[plan.kernel.operation].reference
-    expected = reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
+    expected = plan.operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
     verdicts = tolerance.compare(results, expected)
     tolerance.require(verdicts, f"{plan.kernel.name} on {plan.problem}")
     return results

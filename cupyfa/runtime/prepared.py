@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
+from math import prod
 from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
@@ -61,16 +61,24 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
     return four_axes(array, layout)
 
 
+def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
+    """An array of a kernel's own as the kernel sees it; one without columns stays as it is."""
+    return array.reshape(shape) if array.size == prod(shape) else array
+
+
 class Prepared:
     """A call for arrays of the same shapes, strides and dtypes on the same device.
 
     ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
     grads=None)`` is ``attention_backward``, with the options that it was made with; ``plan`` is
-    what was decided. A call launches in CuPy's current stream. That may be captured: the graph may
-    be launched as long as the Prepared lives, and not at the same time as another graph that was
-    captured in that stream, or in a later one at its address, for these share temporaries. Any
-    number of threads may call. It is fastest with arrays for the results, and with the very arrays
-    of an earlier call, which it recognises by their identity.
+    what was decided. Arrays of the kernel's own follow in the order of its record, or are given by
+    name, or as ``own={name: array}``; its floats are those that it was made with.
+
+    A call launches in CuPy's current stream. That may be captured: the graph may be launched as
+    long as the Prepared lives, and not at the same time as another graph that was captured in that
+    stream, or in a later one at its address, for these share temporaries. Any number of threads may
+    call. It is fastest with arrays for the results, and with the very arrays of an earlier call,
+    which it recognises by their identity.
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class Prepared:
                 raise Unsupported(
                     f"{plan.kernel.name} does not compute {result.name}; use another kernel"
                 )
-        operation = OPERATIONS[plan.kernel.operation]
+        operation, own = plan.operation, {**plan.kernel.inputs, **plan.kernel.outputs}
         self.plan = plan
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
@@ -103,7 +111,9 @@ class Prepared:
         self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         self._views = {
-            name: partial(viewed, plan.problem, layout, axes)
+            name: partial(_reshaped, plan.arrays[name][0])
+            if name in own
+            else partial(viewed, plan.problem, layout, axes)
             for name, axes in operation.axes_of(plan.problem).items()
         }
         self._pieces: transfer.Pieces | None = None
@@ -247,7 +257,7 @@ class Prepared:
             raise TypeError(
                 f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
             )
-        return tuple(grads)
+        return (*grads, *self._all_new[len(grads) :])
 
     # Which arrays were given
 
@@ -255,6 +265,7 @@ class Prepared:
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
         """All inputs in order, some of which were given by name; and ``out``, if it is none."""
+        named |= named.pop("own", {})
         if "out" in self._names and out is not None:
             named, out = {**named, "out": out}, None
         left = self._names[len(arrays) :]

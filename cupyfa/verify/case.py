@@ -4,13 +4,16 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from cupyfa.errors import DeviceError, Unsupported
-from cupyfa.operations import OPERATIONS, Arrays, exact_attention
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.numerics.deviation import as_float64
+from cupyfa.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
@@ -61,8 +64,10 @@ class Case:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
 
-    def inputs(self, backend: Backend | None = None) -> dict[str, np.ndarray]:
-        """The arrays of the operation, each [batch, heads, rows, columns].
+    def inputs(
+        self, backend: Backend | None = None, kernel: Kernel | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays of the operation, each [batch, heads, rows, columns], and a kernel's own.
 
         O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
         fastest kernel of a backend, if one is given, computes them: any O and lse define the
@@ -79,7 +84,46 @@ class Case:
         }
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        return arranged({name: arrays[name] for name in inputs}, self.layout)
+        made = arranged({name: arrays[name] for name in inputs}, self.layout)
+        return self.completed(made, kernel) if kernel else made
+
+    def completed(
+        self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
+    ) -> dict[str, np.ndarray]:
+        """These inputs and those of a kernel's own that are not among them.
+
+        The O and lse of gradients are those of the kernel's ``forward``, unless ``keep``.
+        """
+        p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
+        own = {
+            name: _arranged(self._own(kernel, name, x), layout)
+            for name, x in kernel.inputs.items()
+            if x.when(p) and name not in inputs
+        }
+        found = {**inputs, **own}
+        if kernel.forward is None or keep or "lse" not in inputs:
+            return found
+        given = {name: as_float64(x) for name, x in found.items() if name not in ("O", "lse")}
+        tile = kernel.choice.first
+        c = SimpleNamespace(**tile, **kernel.floats_of(p, tile))
+        made = kernel.evaluated("forward", kernel.forward, given, p, c)
+        with np.errstate(all="ignore"):
+            there = {x: np.asarray(made[x]).astype(inputs[x].dtype) for x in ("O", "lse")}
+        return found | {name: _arranged(x, layout) for name, x in there.items()}
+
+    def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
+        """A random array of a kernel's own; it does not depend on the others."""
+        p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
+        shape, dtype = wanted.shape(p), wanted.dtype(p)
+        if wanted.draw is None:
+            return _drawn(name, shape, self.values, dtype, rng)
+        drawn = np.asarray(kernel.evaluated(f"draw of {name}", wanted.draw, rng, p))
+        if drawn.shape != shape:
+            raise ValueError(
+                f"{kernel.name}: the record draws {name} of shape {drawn.shape} for {p}; its shape "
+                f"is {shape}"
+            )
+        return drawn.astype(dtype)
 
     def require_reach(self, backend: Backend) -> None:
         """Raises Unsupported if the backend does not have this layout."""
@@ -111,7 +155,7 @@ def _drawn(
     """The elements of one array, contiguous."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
-    if dtype.kind == "i":
+    if dtype.kind in "iu":
         return rng.integers(0, 3, shape, dtype)
     if values == "uniform":
         x = rng.random(shape, np.float32)

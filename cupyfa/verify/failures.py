@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa import store
-from cupyfa.dtypes import dtype_named
+from cupyfa.dtypes import DTYPES
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
@@ -37,6 +37,7 @@ NOT_RUN = (UNSUPPORTED, NO_MEMORY)
 LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
 
 _FORMAT = "cupyfa failure 2"
+_RESULTS = ("actual_", "expected_", "bound_")  # what names of arrays begin with that are no inputs
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -110,9 +111,9 @@ class Stored:
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs, contiguous."""
-        names = OPERATIONS[self.case.operation].inputs_of(self.case.problem)
-        return {name: self.outcome.arrays[name] for name in names}
+        """The inputs, contiguous, and those of the kernel's own."""
+        arrays = self.outcome.arrays
+        return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
 
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
@@ -161,7 +162,7 @@ def read(path: str | Path) -> Stored:
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}")
             arrays = {
-                name: members[name].view(dtype_named(dtype).numpy)
+                name: members[name].view(DTYPES[dtype].numpy if dtype in DTYPES else dtype)
                 for name, dtype in about["dtypes"].items()
             }
         outcome = Outcome(

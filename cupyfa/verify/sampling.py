@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected, Verdict
-from cupyfa.operations import OPERATIONS, Arrays, Excerpt, Operation
+from cupyfa.operations import Arrays, Excerpt, Operation
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
@@ -36,9 +36,13 @@ class Judge:
 
     @classmethod
     def of(cls, plan: Plan, inputs: Arrays, excerpts: Sequence[Excerpt | None] = (None,)) -> Judge:
-        """The judge of kernels with plans for the same problem."""
+        """The judge of kernels with plans for the same problem, or of one with its own reference.
+
+        A reference of a kernel's own is computed as a whole.
+        """
         readable = readable_inputs(plan, inputs)
-        return cls(OPERATIONS[plan.kernel.operation], plan.problem, readable, excerpts)
+        chosen = (None,) if plan.kernel.reference else excerpts
+        return cls(plan.operation, plan.problem, readable, chosen)
 
     def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
         """What every excerpt should hold, for each rounding; they share most of the work."""

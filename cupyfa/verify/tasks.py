@@ -71,9 +71,11 @@ def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Itera
             yield Outcome(name, failures.ERROR, str(error))
     if not plans:
         return
+    is_given, judge = inputs is not None, None
     try:
         inputs = task.case.inputs(backend) if inputs is None else inputs
-        judge = _judge(list(plans.values()), inputs, task.case)
+        if alike := [plan for plan in plans.values() if plan.kernel.is_plain]:
+            judge = _judge(alike, inputs, task.case)
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
@@ -84,10 +86,13 @@ def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Itera
             with backend.working_on(None):
                 for launch in plan.programs:
                     backend.prepare(launch)
+                mine = task.case.completed(inputs, plan.kernel, keep=is_given)
+                its = judge if plan.kernel.is_plain else _judge([plan], mine, task.case)
+                assert its is not None
                 if task.keep:
-                    begun = replace(begun, arrays=_kept(inputs, judge, plan))
+                    begun = replace(begun, arrays=_kept(mine, its, plan))
                 yield replace(begun, kind=failures.RUNNING)
-                yield _outcome(backend, plan, inputs, judge, begun, task)
+                yield _outcome(backend, plan, mine, its, begun, task)
         except errors.CompilerNotFound:
             raise
         except Exception as error:

@@ -54,7 +54,10 @@ class Call:
         strided: Mapping[str, np.ndarray] = inputs if self.cut.by_keys else self.bits
         strided = strided if "strides" in self.plan.kernel.features else {}
         self.layouts = self.cut.layouts(
-            {name: _order(strided.get(name), len(axes)) for name, axes in self.axes.items()}
+            {
+                name: _order(None if name in self.plan.pointed else strided.get(name), len(axes))
+                for name, axes in self.axes.items()
+            }
         )
         fitting = max(1, free // max(self.cut.bytes, 1))
         self.count = min(chosen.pieces, len(self.cut.pieces), fitting)

@@ -15,7 +15,6 @@ import numpy as np
 
 from cupyfa.errors import OutOfMemory
 from cupyfa.ladder.kernel import cdiv
-from cupyfa.operations import OPERATIONS
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import contiguous_strides
@@ -55,9 +54,11 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
     Only batch and heads are cut for that, and rows where every array has them. A piece that still
-    needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it.
+    needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it. A kernel
+    with arrays or a reference of its own gets the whole problem: what it computes from the number
+    of a row or head is not known.
     """
-    p, operation = plan.problem, OPERATIONS[plan.kernel.operation]
+    p, operation = plan.problem, plan.operation
     axes = [x.split() for x in operation.axes_of(p).values()]
     by_rows = all("M" in x.split() for x, _ in operation.outputs.values())
     by_keys = (
@@ -70,12 +71,22 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     def size(b: int, h: int, m: int, n: int) -> int:
         return needed(plan_of(p.part(b, h, range(m), range(n))))
 
+    def too_large(what: str, size: int) -> OutOfMemory:
+        return OutOfMemory(
+            f"{plan.kernel.name} on {p}: {what} needs {size:,} bytes on the device, and {most:,} "
+            "may be taken; free memory there, or name another kernel"
+        )
+
     def largest(total: int, fits: Callable[[int], bool]) -> int:
         """The largest even share that fits, at least one."""
         found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
         return cdiv(total, cdiv(total, found)) if total else 1
 
     b, h, m, n = p.batch, p.kv_heads, p.M, p.N
+    if not plan.kernel.is_plain:
+        if needed(plan) > most:
+            raise too_large("all of it", needed(plan))
+        return [Piece(*map(range, (b, h, m, n)))]
     if needed(plan) > wanted:
         b = largest(b, lambda x: size(x, h, m, n) <= wanted)
         if size(b, h, m, n) > wanted:
@@ -86,10 +97,7 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
         rows, keys = by_rows and m > 1, by_keys and n > 1
         if not (rows or keys):
             what = "its smallest piece" if by_rows or by_keys else "one head of it"
-            raise OutOfMemory(
-                f"{plan.kernel.name} on {p}: {what} needs {size(b, h, m, n):,} bytes on the "
-                f"device, and {most:,} may be taken; free memory there, or name another kernel"
-            )
+            raise too_large(what, size(b, h, m, n))
         if rows and (m * p.group >= n or not keys):
             m = cdiv(m, 2)
         else:
@@ -107,7 +115,7 @@ class Cut:
         self._distinct = {id(plan): plan for plan in self.plans}
         self.bytes = needed(self.plans[0])  # of the first piece, which is the largest
         self.by_keys = len({piece.keys for piece in pieces}) > 1
-        axes = OPERATIONS[whole.kernel.operation].axes_of(whole.problem)
+        axes = whole.operation.axes_of(whole.problem)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
         self._compiled = False
