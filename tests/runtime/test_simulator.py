@@ -6,19 +6,27 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers.cli import table
-from helpers.device_code import INCLUDE, answer, code, fault, fresh, in_new_process, launch, run
+from helpers.device_code import (
+    INCLUDE,
+    answer,
+    code,
+    fault,
+    fresh,
+    in_new_process,
+    launch,
+    run,
+    run_fresh,
+)
 from helpers.threads import in_threads
 
 from cupyfa.errors import CompileError, SimulatorFault
-from cupyfa.runtime.simulator import dynamic_shared, machine
-
-# Without it, a fault of a plain access names no line.
-HAS_LINES = shutil.which("addr2line") is not None
+from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 
 def test_every_thread_of_a_three_dimensional_grid_runs_once():
@@ -154,7 +162,7 @@ def test_reads_of_16_bit_arguments_are_checked(monkeypatch, level, number, heade
     assert (A == 2.0 * np.arange(64)[::-1]).all()
     unwritten = fault(body.replace("__syncthreads();", ""), A, head=head, threads=64)
     assert "no thread of this block has written" in unwritten.what
-    assert unwritten.place == ("test.cu:4" if HAS_LINES else "")
+    assert unwritten.place == "test.cu:4"
 
 
 RIGHT_ACCESSES = (
@@ -327,8 +335,7 @@ def test_a_missing_barrier_between_write_and_read(schedule):
     body = NEIGHBOUR.replace("__syncthreads();", "__syncwarp();")
     caught = fault(body, ones(), threads=64, schedule=schedule)
     assert "race" in caught.what or "no thread of this block has written" in caught.what
-    if HAS_LINES:
-        assert caught.place in ("test.cu:2", "test.cu:4")
+    assert caught.place in ("test.cu:2", "test.cu:4")
 
 
 @pytest.mark.parametrize("schedule", [None, 0, 1])
@@ -340,7 +347,7 @@ def test_a_missing_barrier_between_read_and_next_write(schedule):
     last = body.rindex("__syncthreads();")
     caught = fault(body[:last] + body[last + 16 :], A, threads=64, schedule=schedule)
     assert "race: thread" in caught.what and "no barrier between" in caught.what
-    assert caught.place in (("test.cu:4", "test.cu:6") if HAS_LINES else ("",))
+    assert caught.place in ("test.cu:4", "test.cu:6")
 
 
 def test_lanes_of_one_warp_need_a_barrier_too():
@@ -405,8 +412,7 @@ def test_an_access_outside_a_buffer(index, text, write):
     caught = fault(body, ones(), grid=(1, 2, 1))
     assert caught.what == f"{'writes' if write else 'reads'} 4 bytes, {text}"
     assert (caught.block, caught.thread) == ((0, 1, 0), (3, 0, 0))
-    if HAS_LINES:
-        assert caught.place == "test.cu:2"
+    assert caught.place == "test.cu:2"
     assert str(caught).startswith("test, block (0, 1, 0), thread (3, 0, 0): ")
 
 
@@ -466,8 +472,7 @@ def test_extern_shared_arrays_are_dynamic_shared_memory(scope, declaration):
     assert (A == np.arange(32)[::-1]).all()
     caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=128, head=head)
     assert caught.what == "reads 4 bytes, just past the end of shared memory (128 bytes)"
-    if HAS_LINES:
-        assert caught.place == f"test.cu:{3 + (scope == 'function')}"
+    assert caught.place == f"test.cu:{3 + (scope == 'function')}"
     caught = fault(body, A, scalars=(np.int32(1),), shared_bytes=132, head=head)
     assert "no thread of this block has written" in caught.what
     race = body.replace("__syncthreads();", "")
@@ -628,6 +633,42 @@ def test_zig_is_the_fallback_compiler(monkeypatch):
     assert machine.compiler() == [sys.executable, "-m", "ziglang", "c++"]
 
 
+def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
+    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    usual = machine.compiler()
+    for useless in ("nvcc-of-nowhere", "true", "false -x", "an 'open quote", ""):
+        monkeypatch.setenv("CXX", useless)
+        assert machine.compiler() == usual
+    assert "found first; CUPYFA_COMPILER or CXX names another" in machine.compiler_choice()
+    monkeypatch.setenv("CXX", f"{' '.join(usual)} -DNUMBER=61")
+    assert machine.compiler() == [*usual, "-DNUMBER=61"]
+    assert machine.compiler_choice().endswith("-DNUMBER=61 (named by CXX)")
+    assert run_fresh("NUMBER") == 61
+    monkeypatch.setenv("CUPYFA_COMPILER", usual[0])
+    assert machine.compiler() == usual[:1]
+    assert machine.compiler_choice().endswith("(named by CUPYFA_COMPILER)")
+
+
+def test_a_fault_says_what_reads_source_lines(monkeypatch):
+    monkeypatch.setattr(lines, "can_read", lambda: False)
+    monkeypatch.setattr(lines, "frames", lambda path, addresses: [])
+    caught = fault("A[64] = 1;", ones(), threads=1)
+    assert not caught.place and 'pip install "cupyfa[compiler]"' in caught.what
+
+
+CALLS = """
+#line 1 "calls.cuh"
+__device__ __noinline__ void set(float* A) {
+  A[64] = 1;
+}
+__device__ __noinline__ void call(float* A) {
+  set(A);
+}
+"""
+CALLED = "A[0] = 1;\ncall(A);"
+
+
 @pytest.mark.parametrize("compiler", ["g++", "zig"])
 def test_both_compilers_run_and_check(monkeypatch, compiler):
     if compiler == "zig":
@@ -638,9 +679,12 @@ def test_both_compilers_run_and_check(monkeypatch, compiler):
     A = np.arange(64, dtype=np.float32)
     launch(NEIGHBOUR, A, threads=64)
     assert (A == np.arange(64)[::-1]).all()
-    race = fault("__shared__ int x;\nx = threadIdx.x;\n__syncthreads();\nA[x] = 1;", A)
-    assert "race: thread (0, 0, 0) wrote" in race.what
-    assert race.place == ("test.cu:2" if HAS_LINES else "")
+    for tool in ("addr2line", "pyelftools"):
+        if tool == "pyelftools":
+            monkeypatch.setattr(lines, "shutil", SimpleNamespace(which=lambda name: None))
+        race = fault("__shared__ int x;\nx = threadIdx.x;\n__syncthreads();\nA[x] = 1;", A)
+        assert "race: thread (0, 0, 0) wrote" in race.what and race.place == "test.cu:2"
+        assert fault(CALLED, A, head=CALLS).place == "calls.cuh:2 (called from test.cu:2)"
     assert "out of bounds" in fault(NEIGHBOUR.replace("63 -", "64 -"), A, threads=64).what
     past = fault("A[64 + threadIdx.x] = 1;", A)
     assert past.what == "writes 4 bytes, just past the end of A (256 bytes)"
@@ -663,7 +707,6 @@ def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     assert not list(tmp_path.glob("build-*"))
 
 
-@pytest.mark.skipif(not HAS_LINES, reason="addr2line is not installed")
 def test_equal_headers_in_two_folders_share_an_object_and_faults_name_their_own(
     tmp_path, monkeypatch
 ):

@@ -22,7 +22,7 @@ from cupyfa.problem import whole
 from cupyfa.runtime.arguments import blank_map
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
-from cupyfa.runtime.simulator import dynamic_shared, machine
+from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
 _MAP = np.dtype(
@@ -118,7 +118,7 @@ class Simulator(Backend):
 
 
 def try_out() -> str:
-    """The compiler's version, once a kernel has compiled and run correctly; for ``doctor``."""
+    """The compiler, once a kernel has compiled and run correctly; for ``doctor``."""
     x = np.ones(32, np.float32)
     never_the_same = f"// {time.time_ns()}\n"
     text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'
@@ -132,4 +132,4 @@ def try_out() -> str:
         kernel.path.unlink(missing_ok=True)
     if (x != 2).any():
         raise RuntimeError("a kernel ran and gave a wrong result")
-    return machine.compiler_version().splitlines()[0]
+    return machine.compiler_choice() + ("" if lines.can_read() else f"; {lines.REMEDY}")

@@ -1335,11 +1335,6 @@ Text awaited_text(Worker& worker, const PhaseBarrier& barrier, const Fiber& wait
       barrier.bytes == 0 ? "" : format(" and %ld expected bytes are missing", barrier.bytes).chars);
 }
 
-void append_text(Text& text, const char* more) {
-  std::size_t length = std::strlen(text.chars);
-  std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
-}
-
 const Fiber* first_in_barrier(const Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     const Fiber& fiber = worker.fibers[i];
@@ -1382,7 +1377,7 @@ bool report_vain_waits(Worker& worker) {
   if (const Fiber* other = first_in_barrier(worker)) {
     append_text(text, format("; %s", waiting_text(worker, *other).chars).chars);
   }
-  record(worker, first->index, first->place, text);
+  record(worker, first->index, first->place, text, first, frame_of(*first));
   return true;
 }
 

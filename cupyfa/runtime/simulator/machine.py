@@ -31,7 +31,7 @@ from cupyfa import store
 from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
 from cupyfa.planner import includes
 from cupyfa.runtime.backend import Region
-from cupyfa.runtime.simulator import dynamic_shared
+from cupyfa.runtime.simulator import dynamic_shared, lines
 
 _HERE = Path(__file__).resolve().parent
 _RUNTIME_FILES = (_HERE / "runtime.cpp", _HERE / "asynchronous.h")
@@ -237,15 +237,29 @@ _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     what = report.text.decode(errors="replace")
     place = report.place.decode(errors="replace")
-
-    def name(found: re.Match[str]) -> str:
-        line = _own_name(kernel, f"{found[2]}:{found[3]}") if found[2] else ""
-        return _source_line(kernel, found[1]) or line
-
     x, y, z = report.block
     i, j, k = report.thread
-    what = _PLACE.sub(lambda found: name(found) or "an unknown line", what)
-    return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, _PLACE.sub(name, place))
+    what = _PLACE.sub(lambda found: _line(kernel, [found]) or "an unknown line", what)
+    line = _line(kernel, list(_PLACE.finditer(place)))
+    if not lines.can_read():
+        what = f"{what} ({lines.REMEDY})"
+    return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, line)
+
+
+def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
+    """The source line of a place, and the line of the kernel that called it, if that is elsewhere.
+
+    The first is the innermost that is not in the simulator's own headers.
+    """
+    addresses = [int(place[1], 16) for place in places]
+    frames = lines.frames(kernel.path, [x for x in addresses if x])
+    inside = (_PLACED_TWINS, f"{_UNPLACED}/{ENTRY}")
+    shown = [_own_name(kernel, x) for x in frames if not x.startswith(inside)]
+    if not shown:
+        return _own_name(kernel, f"{places[0][2]}:{places[0][3]}") if places[0][2] else ""
+    line, callers = shown[0], [x for x in shown if ".cu:" in x]
+    caller = callers[-1 if line in callers else 0] if callers else shown[-1]
+    return line if caller == line else f"{line} (called from {caller})"
 
 
 def _own_name(kernel: CompiledKernel, line: str) -> str:
@@ -255,27 +269,6 @@ def _own_name(kernel: CompiledKernel, line: str) -> str:
     name = line.removeprefix(f"{_PLACED}/")
     file = name.rpartition(":")[0]
     return next((f"{x / name}" for x in kernel.folders if (x / file).is_file()), name)
-
-
-def _source_line(kernel: CompiledKernel, address: str) -> str:
-    """The source line of an address of an object, and the line that called it, if inlined.
-
-    The first is the innermost that is not in the simulator's own headers.
-    """
-    tool = shutil.which("addr2line")
-    if tool is None or not int(address, 16):
-        return ""
-    command = [tool, "-i", "-e", str(kernel.path), address]  # -i: inlined callers follow, outwards
-    done = subprocess.run(command, capture_output=True, check=False)
-    frames = re.sub(r" \(.*\)$", "", done.stdout.decode(errors="replace"), flags=re.MULTILINE)
-    shown = [
-        _own_name(kernel, frame)
-        for frame in frames.splitlines()
-        if not frame.startswith(("?", _PLACED_TWINS)) and not frame.endswith((":0", ":?"))
-    ]
-    if shown[:1] != shown[-1:]:
-        return f"{shown[0]} (called from {shown[-1]})"
-    return shown[0] if shown else ""
 
 
 # Building
@@ -334,7 +327,7 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path) -> None:
-        # File names in the text that are not absolute are to stay as they are: see _source_line.
+        # File names in the text that are not absolute are to stay as they are: see _line.
         names = {folder: _PLACED for folder in folders} | {_TWINS: _PLACED_TWINS}
         names[path.parent] = _UNPLACED
         # Of several that begin a path, compilers take the last one.
@@ -375,7 +368,7 @@ def _runtime() -> tuple[Path, ctypes.CDLL]:
     name = f"cupyfa-runtime-{_runtime_key()[:32]}.so"
 
     def make(path: Path) -> None:
-        flags = [*_BASE_FLAGS, "-fno-exceptions", f"-I{_HERE}"]
+        flags = [*_BASE_FLAGS, "-fno-exceptions", "-fno-omit-frame-pointer", f"-I{_HERE}"]
         compiled = _compiled(path.with_name("main.cpp"), '#include "runtime.cpp"', flags)
         # Kernels find the runtime by its soname, once it is loaded.
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
@@ -406,12 +399,15 @@ def _kernel_flags() -> list[str]:
 
 # The compiler
 
+_SUPPORTED = re.compile(r"clang version|\+\+ \(.*\n.*Free Software Foundation")  # in its version
+
 
 def compiler() -> list[str]:
     """The command that compiles C++. Raises CompilerNotFound.
 
-    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the ziglang wheel; by default the first found
-    of ``c++``, ``g++``, ``clang++`` on the PATH and the wheel.
+    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the ziglang wheel. By default it is ``CXX``, if
+    that is g++ or clang++, or the first found of ``c++``, ``g++``, ``clang++`` on the PATH and the
+    wheel.
     """
     chosen = os.environ.get("CUPYFA_COMPILER")
     if chosen and chosen != "zig":
@@ -423,6 +419,8 @@ def compiler() -> list[str]:
             )
         return [os.path.abspath(found)]  # it is started in other folders
     if not chosen:
+        if command := _usual_compiler():
+            return command
         for name in ("c++", "g++", "clang++"):
             if found := shutil.which(name):
                 return [found]
@@ -432,6 +430,28 @@ def compiler() -> list[str]:
         "the simulator needs a C++ compiler and found neither c++, g++ nor clang++ on the PATH,"
         " nor the ziglang wheel; install g++ or clang++, or pip install ziglang"
     )
+
+
+def _usual_compiler() -> list[str]:
+    """The command in ``CXX``, with its flags; empty if it is not one of the compilers supported."""
+    with suppress(ValueError, CompilerNotFound):
+        program, *flags = shlex.split(os.environ.get("CXX", ""))
+        if found := shutil.which(program):
+            command = [os.path.abspath(found), *flags]
+            if _SUPPORTED.search(_version_of(tuple(command))):
+                return command
+    return []
+
+
+def compiler_choice() -> str:
+    """The compiler's version and command, and what names it."""
+    if os.environ.get("CUPYFA_COMPILER"):
+        by = "named by CUPYFA_COMPILER"
+    elif _usual_compiler():
+        by = "named by CXX"
+    else:
+        by = "found first; CUPYFA_COMPILER or CXX names another"
+    return f"{compiler_version().splitlines()[0]}: {shlex.join(compiler())} ({by})"
 
 
 _libc = cache(platform.libc_ver)  # reads the program's file
@@ -447,17 +467,17 @@ def _version_of(command: tuple[str, ...]) -> str:
     try:
         version = _run([*command, "--version"])
     except CompileError as error:
-        raise _useless("does not tell its version", str(error)) from None
+        raise _useless("does not tell its version", str(error), command) from None
     if not version.strip():
-        raise _useless("does not tell its version", "it says nothing")
+        raise _useless("does not tell its version", "it says nothing", command)
     return version
 
 
-def _useless(what: str, said: str) -> CompilerNotFound:
+def _useless(what: str, said: str, command: Sequence[str] = ()) -> CompilerNotFound:
     first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
     return CompilerNotFound(
-        f"{' '.join(compiler())} {what} ({first}); set CUPYFA_COMPILER to a C++ compiler, or to "
-        "'zig' for the ziglang wheel, or unset it"
+        f"{' '.join(command or compiler())} {what} ({first}); set CUPYFA_COMPILER to a C++ "
+        "compiler, or to 'zig' for the ziglang wheel, or unset it"
     )
 
 

@@ -72,7 +72,8 @@ struct Request {
   std::uint64_t seed;
 };
 
-// A place is written {address in the object;file:line}; Python makes it readable.
+// A place is written {address in the object;file:line}; Python makes it readable. Behind that of
+// the fault are those of the calls that led there.
 struct Report {
   char text[report_bytes];
   char place[report_bytes];
@@ -174,6 +175,7 @@ cupyfa_switch_stack:
 )");
 constexpr int saved_words = 7;
 constexpr int entry_word = 6;
+constexpr int frame_word = 5;
 #elif defined(__aarch64__)
 asm(R"(
   .text
@@ -210,6 +212,7 @@ cupyfa_switch_stack:
 )");
 constexpr int saved_words = 20;
 constexpr int entry_word = 11;
+constexpr int frame_word = 10;
 #else
 #error "the simulator switches stacks on x86-64 and aarch64 only"
 #endif
@@ -569,14 +572,45 @@ Text place_name(const Worker& worker, const Place& place) {
                 place.line);
 }
 
-void record(Worker& worker, int thread, const Place& place, const Text& text) {
+void append_text(Text& text, const char* more) {
+  std::size_t length = std::strlen(text.chars);
+  std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
+}
+
+// A place, and the calls of the kernel that led there, outwards from this stack frame. A place
+// where something began earlier has its address, which is not that of the first call.
+Text places_name(const Worker& worker, const Place& place, const Fiber& fiber, const void* frame) {
+  Text text = place_name(worker, place);
+  bool is_first = true;
+  auto at = reinterpret_cast<std::uintptr_t>(frame);
+  while (at - fiber.stack_low <= stack_bytes - 2 * sizeof(void*) && at % sizeof(void*) == 0) {
+    void* const* words = reinterpret_cast<void* const*>(at);
+    std::uintptr_t pc = reinterpret_cast<std::uintptr_t>(words[1]);
+    std::uintptr_t outer = reinterpret_cast<std::uintptr_t>(words[0]);
+    if (worker.launch->module.readable.contain(pc, 1)) {
+      if (is_first && place.pc != nullptr && place.pc != words[1]) break;
+      if (!is_first || place.pc == nullptr) {
+        append_text(text, place_name(worker, {nullptr, 0, words[1]}).chars);
+      }
+      is_first = false;
+    }
+    if (outer <= at) break;
+    at = outer;
+  }
+  return text;
+}
+
+void record(Worker& worker, int thread, const Place& place, const Text& text,
+            const Fiber* fiber = nullptr, const void* frame = nullptr) {
   Launch& launch = *worker.launch;
   Guard guard(launch.mutex);
   if (worker.block >= launch.faulty_block.load()) return;
   launch.faulty_block.store(worker.block);
   Report& report = *launch.report;
   std::snprintf(report.text, sizeof report.text, "%s", text.chars);
-  std::snprintf(report.place, sizeof report.place, "%s", place_name(worker, place).chars);
+  Text places =
+      fiber == nullptr ? place_name(worker, place) : places_name(worker, place, *fiber, frame);
+  std::snprintf(report.place, sizeof report.place, "%s", places.chars);
   block_coordinates(worker, worker.block, report.block);
   thread_coordinates(worker, thread, report.thread);
 }
@@ -594,7 +628,8 @@ inline bool stopped(const Worker& worker) {
 }
 
 [[noreturn]] COLD void fault(Worker& worker, const Place& place, const Text& text) {
-  record(worker, worker.fiber->index, place, text);
+  const Fiber& fiber = *worker.fiber;
+  record(worker, fiber.index, place, text, &fiber, __builtin_frame_address(0));
   abandon(worker);
 }
 
@@ -1049,17 +1084,24 @@ Text waiting_text(const Worker& worker, const Fiber& waiting) {
                 waiting.operation, place.chars);
 }
 
+// Where the stack of a fiber that waits goes on.
+const void* frame_of(const Fiber& fiber) {
+  return static_cast<void* const*>(fiber.stack_pointer)[frame_word];
+}
+
 COLD void report_stuck(Worker& worker) {
   const Fiber* waiting = first_waiting(worker);
   const Fiber* missing = first_missing(worker, *waiting);
   Text text = waiting_text(worker, *waiting);
   if (missing == nullptr) {
-    record(worker, waiting->index, waiting->place, format("waits for ever: %s", text.chars));
+    record(worker, waiting->index, waiting->place, format("waits for ever: %s", text.chars),
+           waiting, frame_of(*waiting));
     return;
   }
   record(worker, missing->index, waiting->place,
          format("never reaches a barrier: %s; this thread %s", text.chars,
-                whereabouts(worker, *missing).chars));
+                whereabouts(worker, *missing).chars),
+         waiting, frame_of(*waiting));
 }
 
 // ---------------------------------------------------------------------------------------------
