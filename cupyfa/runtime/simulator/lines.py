@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REMEDY = (
-    'source lines need addr2line (binutils) or pyelftools; pip install "cupyfa[compiler]" has it'
-)
+REMEDY = "source lines need addr2line; install binutils, or pip install pyelftools"
 
 
 def can_read() -> bool:
