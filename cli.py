@@ -30,6 +30,7 @@ from cupyfa.commands.run import run
 from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
 from cupyfa.commands.tune import tune
+from cupyfa.commands.watching import own_process
 
 # By name, so that CuPy and others are not imported for them.
 EXIT_CODES = {
@@ -60,6 +61,8 @@ class Program(click.Group):
         return super().parse_args(ctx, with_flag_values(args))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("args") is None:
+            own_process()
         try:
             with ended_by_signals():
                 sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))

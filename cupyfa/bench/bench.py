@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyfa.bench import peaks, peers, sweeps, timing
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
+from cupyfa.bench.watch import Watch
 from cupyfa.errors import (
     DeviceError,
     DeviceLost,
@@ -57,6 +58,7 @@ def bench(
     patience: float | None = None,
     progress: Progress = no_progress,
     so_far: Callable[[list[Measurement]], None] | None = None,
+    watch: Watch | None = None,
     **sizes: Any,
 ) -> list[Measurement]:
     """Checks kernels and times them in alternation, on one problem or on many.
@@ -72,7 +74,7 @@ def bench(
     until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
     ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
     ``patience`` seconds, by an earlier problem, is left out. ``so_far`` gets all rows so far after
-    each problem.
+    each problem. ``watch`` is told what runs, and begins after the problems that it has as done.
 
     Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
@@ -92,16 +94,21 @@ def bench(
     _check(chosen, list(by_operation), given, sizes, against)
     labels = _labels(names, chosen, alone)
     budget = timing.checked_budget(budget)
-    on = partial(_Measuring, backend, labels, given, against, cold, graph, budget, patience, alone)
+    watch = watch or Watch()
+    how = (cold, graph, budget, patience, alone, watch)
+    on = partial(_Measuring, backend, labels, given, against, *how)
     noted: set[str] = set()
     cases: list[Case] = []
     for operation, mine in by_operation.items():
         able = [x for x in mine if isinstance(x, Kernel)]
         problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
         cases += [Case(operation, problem, seed, values, layout) for problem in problems]
-    rows: list[Measurement] = []
-    refusals: list[Exception | None] = []
+    rows = list(watch.rows)
+    refusals: list[Exception | None] = [None] if any(row.time for row in rows) else []
     for done, case in enumerate(cases):
+        if done < watch.done:
+            continue
+        watch.done, watch.rows = done, list(rows)
         progress(done, len(cases), str(case.problem))
         measuring = on(case, noted)
         try:
@@ -228,6 +235,7 @@ class _Measuring:
     budget: float
     patience: float | None
     alone: bool
+    watch: Watch
     case: Case
     noted: set[str] = field(default_factory=set)
     memory: dict[Any, Any] = field(default_factory=dict, init=False)
@@ -279,6 +287,8 @@ class _Measuring:
         for entry in entries:
             self.check(entry, earlier)
         entries = [*entries, *self.peers([entry for entry in entries if entry.call])]
+        for entry in entries:
+            self.leave_out(entry)
         for entry in entries if self.graph else ():
             self.capture(entry)
         self.time([entry for entry in entries if entry.call])
@@ -296,11 +306,15 @@ class _Measuring:
             self.check_patience(entry.row, earlier)
         except (Unsupported, ValueError) as error:
             return entry.fail(error)
+        if self.leave_out(entry):
+            return
         try:
             with backend.working_on(None):
                 used: Any = timing.resources(backend, plan)
                 readable = readable_inputs(plan, self.inputs_of(kernel))
-                results = run_guarded(backend, plan, readable, {})
+                with self.watch.calls():
+                    self.watch.begins(_call(entry.row))
+                    results = run_guarded(backend, plan, readable, {})
                 arrays = timing.arrays_of(backend, plan, readable, self.memory)
         except (*_NOT_HERE, *_WRONG) as error:
             return entry.fail(error)
@@ -315,6 +329,13 @@ class _Measuring:
         entry.plan, entry.results = plan, results
         entry.call = replay(backend, plan, arrays)
         entry.capture = partial(_captured, backend, plan, entry.call, arrays, results)
+
+    def leave_out(self, entry: _Entry) -> bool:
+        """Whether the call of an entry did not return in an earlier process; it is not made."""
+        is_hung = _call(entry.row) in self.watch.hung
+        if is_hung:
+            entry.row, entry.call = replace(entry.row, passed=False, note=self.watch.verdict), None
+        return is_hung
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
         """Raises Unsupported if the time on the last problem predicts too long a launch."""
@@ -391,22 +412,31 @@ class _Measuring:
         try:
             if entry.capture is None:
                 raise Unsupported("it cannot be captured as a CUDA graph")
-            with self.backend.working_on(None):
+            with self.backend.working_on(None), self.watch.calls():
+                self.watch.begins(_call(entry.row))
                 entry.call = entry.capture()
         except (*_NOT_HERE, *_WRONG) as error:
             entry.fail(error)
 
     def time(self, entries: Sequence[_Entry]) -> None:
         calls = [entry.call for entry in entries if entry.call]
+        how: Any = {"budget": self.budget, "cold": self.cold}
+        begins = partial(self.watch.begins_one_of, [_call(entry.row) for entry in entries])
         try:
-            with self.backend.working_on(None):
-                times = timing.measure(self.backend, calls, budget=self.budget, cold=self.cold)
+            with self.backend.working_on(None), self.watch.calls():
+                times = timing.measure(self.backend, calls, begins=begins, **how)
         except DeviceError as error:
             for entry in entries:
                 entry.fail(error)
             return
         for entry, milliseconds in zip(entries, times):
             entry.row = replace(entry.row, milliseconds=milliseconds)
+
+
+def _call(row: Measurement) -> str:
+    """The name of a call, which another process gives it too."""
+    constants = "".join(f" {name}={value}" for name, value in row.constants.items())
+    return f"{row.kernel}{constants} on {row.problem}"
 
 
 def _peak(backend: Backend, plan: Plan) -> float | None:

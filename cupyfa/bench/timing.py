@@ -6,6 +6,7 @@ The speed of a device drifts by several percent within seconds. So calls alterna
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf, sqrt
 from statistics import median
 from time import perf_counter
@@ -36,15 +37,25 @@ def checked_budget(budget: float) -> float:
 
 
 def measure(
-    backend: Backend, calls: Sequence[Call], *, budget: float, cold: bool, most: float = inf
+    backend: Backend,
+    calls: Sequence[Call],
+    *,
+    budget: float,
+    cold: bool,
+    most: float = inf,
+    begins: Callable[[int], None] = lambda number: None,
 ) -> list[list[float]]:
     """Milliseconds of each call in each of its rounds.
 
     A call leaves the rounds when its ``budget`` of seconds is spent or after ``most`` rounds; all
     end when every median is known to half a percent. A call is measured at least twice, or once if
     it takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
+    ``begins`` is told the number of each call before it is made.
     """
-    lanes = [_Lane(backend, call, budget, cold, most) for call in calls]
+    lanes = [
+        _Lane(backend, call, budget, cold, most, partial(begins, number))
+        for number, call in enumerate(calls)
+    ]
     while not all(lane.ended or lane.known for lane in lanes):
         for lane in lanes:
             if not lane.ended:
@@ -56,9 +67,15 @@ class _Lane:
     """One call, its times so far, and the seconds spent on it."""
 
     def __init__(
-        self, backend: Backend, call: Call, budget: float, cold: bool, most: float
+        self,
+        backend: Backend,
+        call: Call,
+        budget: float,
+        cold: bool,
+        most: float,
+        begins: Callable[[], None],
     ) -> None:
-        self.backend, self.call, self.cold = backend, call, cold
+        self.backend, self.call, self.cold, self.begins = backend, call, cold, begins
         self.budget, self.most, self.fewest = budget, most, 2
         self.milliseconds: list[float] = []
         self.spent = 0.0
@@ -81,6 +98,7 @@ class _Lane:
         return len(times) >= _FEWEST and standard_error(times) < _ACCURACY
 
     def timed(self) -> float:
+        self.begins()
         start = perf_counter()
         milliseconds = self.backend.time(self.call, cold=self.cold)
         self.spent += perf_counter() - start

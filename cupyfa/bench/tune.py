@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -14,6 +14,7 @@ import numpy as np
 from cupyfa import errors, store
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
+from cupyfa.bench.watch import Watch
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
@@ -31,6 +32,7 @@ from cupyfa.runtime.select import AT_THE_CALLER, backend_named
 from cupyfa.verify.case import Case
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
+TIMED_OUT = "timed out"
 _FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of the first timing of a candidate
 _ROUNDS = {"budget": 1.0, "most": 20}  # of each timing of the finalists
 _FINALISTS = 8
@@ -48,8 +50,8 @@ _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smalle
 class Candidate:
     """Constants of a kernel on a problem, and their measurement.
 
-    state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
-        is spent.
+    state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
+        when the budget is spent.
     factor: speedup over the record's own choice, in the same rounds; None for the others where
         there are finalists.
     rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
@@ -81,6 +83,7 @@ def tune(
     budget: float = 120.0,
     fresh: bool = False,
     progress: Progress = no_progress,
+    watch: Watch | None = None,
     **sizes: Any,
 ) -> list[Candidate]:
     """Measures the candidates of a kernel and stores the fastest for later plans.
@@ -93,6 +96,7 @@ def tune(
     Each candidate is compared with the float64 reference on a smaller problem between guard zones,
     then timed shortly; the best are timed in alternation until their order is known. All is stored
     by compiled text, problem and versions, and a later call continues; ``fresh`` ignores that.
+    ``watch`` is told what runs, and has what an earlier process has done.
 
     Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
@@ -118,7 +122,13 @@ def tune(
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
         for problem in problems
     ]
-    return [x for plans in tried for x in _Tuning(backend, plans, fresh).run(budget, progress)]
+    watch = watch or Watch()
+    begun, found = watch.done if watch.hung else -1, []
+    for done, plans in enumerate(tried):
+        watch.done = done
+        tuning = _Tuning(backend, plans, fresh and done > begun, watch)
+        found += tuning.run(budget if done >= begun else 0.0, progress)
+    return found
 
 
 def is_kept() -> bool:
@@ -133,6 +143,7 @@ class _Tuning:
     backend: Backend
     plans: Sequence[Plan]
     fresh: bool
+    watch: Watch
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[Any, Any] = field(default_factory=dict)
 
@@ -188,10 +199,15 @@ class _Tuning:
         refusals += self.backend.compile_errors
         lost: Exception | None = None
         try:
+            if _call(plan) in self.watch.hung:
+                raise _TimedOut(f"no answer within {self.watch.timeout:g} s")
             with self.backend.working_on(None):
-                _check(self.backend, plan)
+                with self.watch.calls():
+                    _check(self.backend, plan, self.watch)
                 fact |= timing.resources(self.backend, plan)
                 (fact["look"],) = self.timed([plan], **_FIRST)
+        except _TimedOut as error:
+            fact |= {"state": TIMED_OUT, "note": str(error)}
         except errors.OutOfMemory:
             raise
         except (errors.WrongResult, errors.SimulatorFault) as error:
@@ -209,7 +225,9 @@ class _Tuning:
             replay(self.backend, x, timing.arrays_of(self.backend, x, self.inputs, self.memory))
             for x in plans
         ]
-        return timing.measure(self.backend, calls, cold=True, **how)
+        begins = partial(self.watch.begins_one_of, list(map(_call, plans)))
+        with self.watch.calls():
+            return timing.measure(self.backend, calls, cold=True, begins=begins, **how)
 
     def undecided(self) -> list[str]:
         """The best of the finalists, and those that are not known to be slower."""
@@ -285,7 +303,16 @@ class _Tuning:
         )
 
 
-def _check(backend: Backend, plan: Plan) -> None:
+class _TimedOut(Exception):
+    """A candidate did not return in an earlier process."""
+
+
+def _call(plan: Plan) -> str:
+    """The name of a call, which another process gives it too."""
+    return f"{plan.kernel.name} {_listed(plan)} on {plan.problem}"
+
+
+def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     """Checks a plan's constants on a small problem whose sizes are no multiples of its tiles."""
     p, largest = plan.problem, max(plan.constants.values(), default=32)
     if plan.kernel.operation == "softmax":
@@ -296,13 +323,18 @@ def _check(backend: Backend, plan: Plan) -> None:
         small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
+    for launch in checked.programs:  # compiles, which is no part of the call
+        backend.prepare(launch)
+    watch.begins(_call(plan))
     guard.checked(backend, checked, readable_inputs(checked, inputs), {})
 
 
 def _is_sound(fact: Any) -> bool:
     try:
         times = [*fact["look"], *(x for x in fact["rounds"] if x is not None)]
-        known = fact["state"] in (WRONG, REFUSED) or (fact["state"] == RIGHT and fact["look"])
+        known = fact["state"] in (WRONG, REFUSED, TIMED_OUT) or (
+            fact["state"] == RIGHT and fact["look"]
+        )
         return bool(known) and isinstance(fact["note"], str) and all(x > 0 for x in times)
     except (TypeError, KeyError):
         return False

@@ -15,6 +15,7 @@ from cupyfa.bench.bench import bench as measure
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.signals import take_time
+from cupyfa.commands.watching import LONGEST, watched
 from cupyfa.errors import Unsupported
 from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
@@ -27,6 +28,12 @@ budget_option = click.option(
 )
 save_option = click.option(
     "--save", type=options.FILE, help="Write all measurements to a JSON file, for `cupyfa compare`."
+)
+timeout_option = click.option(
+    "--timeout",
+    type=options.TIMEOUT,
+    help="Seconds after which a running kernel has failed.  "
+    "[default: {:g}; in the simulator {:g}]".format(*LONGEST.values()),
 )
 sweep_option = click.option(
     "-p",
@@ -58,6 +65,7 @@ sweep_option = click.option(
     type=options.SECONDS,
     help="Skip a kernel if a smaller problem shows that it would take longer than these seconds.",
 )
+@timeout_option
 @save_option
 @options.backend_option
 @options.format_option
@@ -67,6 +75,7 @@ def bench(
     tiles: dict[str, int],
     hot: bool,
     against: str | None,
+    timeout: float | None,
     save: Path | None,
     backend: str,
     form: str,
@@ -103,6 +112,7 @@ def bench(
             click.echo(table, err=err)
 
     with (
+        watched(on, timeout) as watch,
         partial_results(partial(show, err=True)) as keep,
         options.progress_bar("measuring") as progress,
     ):
@@ -114,6 +124,7 @@ def bench(
             cold=not hot,
             progress=progress,
             so_far=keep,
+            watch=watch,
             **{**how, **sizes},
         )
     show(rows)

@@ -11,7 +11,14 @@ import click
 from cupyfa.bench.bench import bench
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG, options
-from cupyfa.commands.bench import budget_option, check_target, partial_results, save_option
+from cupyfa.commands.bench import (
+    budget_option,
+    check_target,
+    partial_results,
+    save_option,
+    timeout_option,
+)
+from cupyfa.commands.watching import watched
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.report import plots, publish
@@ -27,6 +34,7 @@ _PATIENCE = 5  # budgets
 @click.option("--backward", is_flag=True, help="The gradients' rungs.")
 @options.problem_options(dtype="float16")
 @budget_option
+@timeout_option
 @click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
 @click.option(
     "--plot", type=options.FILE, help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file."
@@ -43,6 +51,7 @@ _PATIENCE = 5  # budgets
 def ladder(
     backward: bool,
     budget: float,
+    timeout: float | None,
     readme: bool,
     plot: Path | None,
     save: Path | None,
@@ -57,7 +66,7 @@ def ladder(
     float16, which most rungs take and for which the baseline uses tensor cores.
     """
     if saved:
-        unused = ("backward", "budget", "backend", *(sizes.keys() - {"M"}))
+        unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))
         options.refuse_idle("--from measures nothing", *unused)
     check_target(save)
     if plot:
@@ -81,7 +90,9 @@ def ladder(
 
     if results is None:
         operation = "backward" if backward else "forward"
-        results = _measure(operation, backend, budget, bool(plot), sizes, partial(show, err=True))
+        results = _measure(
+            operation, backend, budget, timeout, bool(plot), sizes, partial(show, err=True)
+        )
     rows = show(results, sizes["M"])
     if plot:
         plots.draw(results.rows, plot, publish.title(results, publish.problem_of(rows)))
@@ -105,6 +116,7 @@ def _measure(
     operation: str,
     backend: str,
     budget: float,
+    timeout: float | None,
     sweep: bool,
     sizes: dict[str, Any],
     show: Callable[[Results, int | None], object],
@@ -120,7 +132,11 @@ def _measure(
     def show_partial(rows: list[Measurement]) -> None:
         show(Results(about, rows), M if M in {row.problem.M for row in rows} else None)
 
-    with partial_results(show_partial) as keep, options.progress_bar("measuring") as progress:
+    with (
+        watched(on, timeout) as watch,
+        partial_results(show_partial) as keep,
+        options.progress_bar("measuring") as progress,
+    ):
         rows = bench(
             names,
             backend=on,
@@ -128,6 +144,7 @@ def _measure(
             patience=_PATIENCE * budget if sweep else None,
             progress=progress,
             so_far=keep,
+            watch=watch,
             **sizes,
         )
     return Results(about, rows)

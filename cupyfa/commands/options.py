@@ -39,6 +39,7 @@ _SIZES = {
 }
 _FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
 SECONDS = click.FloatRange(0)
+TIMEOUT = click.FloatRange(0, 1e6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(

@@ -10,8 +10,11 @@ import click
 from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
 from cupyfa.commands import WRONG, options
+from cupyfa.commands.bench import timeout_option
+from cupyfa.commands.watching import watched
 from cupyfa.problem import Problem
 from cupyfa.report.tables import drop, drop_followers, render, table_or_fields, text
+from cupyfa.runtime.select import backend_named
 
 _SPARE = ("spread_%", "regs", "spilled")  # columns, in narrow terminals
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
@@ -22,9 +25,10 @@ _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shar
 @options.problem_options(several=("d", "dtype"))
 @click.option("--fresh", is_flag=True, help="Ignore stored measurements.")
 @click.option("--budget", type=options.SECONDS, default=120.0, help="Seconds for each problem.")
+@timeout_option
 @options.backend_option
 @options.format_option
-def tune(kernel: str, form: str, **how: Any) -> None:
+def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any) -> None:
     """Measure the tile sizes of KERNEL on this device, and store the fastest.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Later
@@ -45,8 +49,9 @@ def tune(kernel: str, form: str, **how: Any) -> None:
     spilled   bytes that a thread spills
     shared    bytes of shared memory of a block
     """
-    with options.progress_bar("tuning") as progress:
-        found = tuning.tune(kernel, progress=progress, **options.given_sizes(how))
+    on, given = backend_named(backend), options.given_sizes(how)
+    with watched(on, timeout) as watch, options.progress_bar("tuning") as progress:
+        found = tuning.tune(kernel, backend=on, progress=progress, watch=watch, **given)
     by_problem: dict[Problem, list[Candidate]] = defaultdict(list)
     for x in found:
         by_problem[x.measurement.problem].append(x)

@@ -77,11 +77,11 @@ def count_checks(monkeypatch, *, interrupted=None):
     """Collects the constants of every check; check number `interrupted` is interrupted."""
     seen, check = [], tuning._check
 
-    def counted(engine, plan):
+    def counted(engine, plan, watch):
         if len(seen) == interrupted:
             raise KeyboardInterrupt
         seen.append(plan.constants)
-        check(engine, plan)
+        check(engine, plan, watch)
 
     monkeypatch.setattr(tuning, "_check", counted)
     return seen
@@ -182,7 +182,7 @@ def test_candidates_that_do_not_compile_are_refused(tmp_path, engine):
 
 
 def test_a_candidate_that_lost_the_device_is_skipped_next_time(laps, engine, monkeypatch):
-    def check(engine, plan):
+    def check(engine, plan, watch):
         if plan.constants["laps"] == 1:
             raise DeviceLost("an illegal memory access: the context is lost")
 
@@ -209,7 +209,7 @@ def measured(monkeypatch, speeds):
     """Tuning with a drifting clock: each ``laps`` takes its milliseconds within 2 %."""
     noise, clock, bouts = Random(0), [1.0], []
 
-    def measure(engine, timed, *, budget, cold, most):
+    def measure(engine, timed, *, budget, cold, most, **_):
         names = [plan.constants["laps"] for plan in timed]
         bouts.append(names)
         times = [[] for _ in names]
@@ -221,7 +221,7 @@ def measured(monkeypatch, speeds):
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(tuning, "replay", lambda engine, plan, arrays: plan)
-    monkeypatch.setattr(tuning, "_check", lambda engine, plan: None)
+    monkeypatch.setattr(tuning, "_check", lambda engine, plan, watch: None)
     return bouts
 
 

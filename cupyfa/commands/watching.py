@@ -1,0 +1,67 @@
+"""Restarts a command that measures when a kernel does not return."""
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cupyfa.bench.watch import Watch
+from cupyfa.commands import options
+from cupyfa.runtime.backend import Backend
+
+_STATE = "_CUPYFA_STATE"  # the file with what an earlier process has done
+_OFTEN = 10  # times within a timeout that the watcher looks
+LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default seconds
+
+_is_own_process = False
+
+
+def own_process() -> None:
+    """Allows to restart this process: it runs nothing but one command."""
+    global _is_own_process
+    _is_own_process = True
+
+
+@contextmanager
+def watched(backend: Backend, timeout: float | None) -> Iterator[Watch]:
+    """A watch on calls; one that takes too long restarts the command without it.
+
+    The command line stays the same, and so does the process's number: the program is loaded again,
+    which ends the threads of the old one and frees its GPU. Nothing else runs while kernels are
+    timed, since the watcher sleeps.
+    """
+    watch = Watch(LONGEST.get(backend.name, 60.0) if timeout is None else timeout)
+    if not _is_own_process:
+        yield watch
+        return
+    if state := os.environ.pop(_STATE, None):
+        watch.load(Path(state))
+        Path(state).unlink()
+    ended = threading.Event()
+    threading.Thread(target=_look, args=(watch, ended), daemon=True).start()
+    try:
+        yield watch
+    finally:
+        ended.set()
+
+
+def _look(watch: Watch, ended: threading.Event) -> None:
+    while not ended.wait(watch.timeout / _OFTEN):
+        if call := watch.overdue:
+            _restart(watch, call)
+
+
+def _restart(watch: Watch, call: str) -> None:
+    handle, state = tempfile.mkstemp(prefix="cupyfa-", suffix=".json")
+    os.close(handle)
+    watch.save(Path(state), call)
+    options.note(f"{call}: {watch.verdict}; continuing without it")
+    sys.stdout.flush()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the one of the listing
+            os.set_inheritable(descriptor, descriptor <= 2)  # closing the driver's frees the GPU
+    os.environ[_STATE] = state
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

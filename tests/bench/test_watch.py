@@ -1,0 +1,72 @@
+"""Kernels that do not return: the command goes on without them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from helpers import own_kernel
+from helpers.cli import SIMULATOR, process
+
+from cupyfa.bench import watch as watching
+from cupyfa.bench.watch import Watch
+
+# Waits for ever if laps is 1 and there are more than 8 rows.
+WAITING = own_kernel.MINE.replace(
+    "  real maximum",
+    "  volatile int waits = 0;\n  while (laps == 1 && M > 8 && waits == 0) {}\n  real maximum",
+)
+RECORD = own_kernel.SCRIPT.replace(
+    "    features=", '    tiles=({"laps": 200},),\n    candidates={"laps": (1, 2)},\n    features='
+)
+HOW = (*SIMULATOR, "-B", 1, "-H", 1, "-d", 8, "--timeout", 0.5, "--format", "json")
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    return f"{own_kernel.write(tmp_path, WAITING, RECORD)}:mine"
+
+
+def test_bench_goes_on_without_a_kernel_that_hangs(waiting, tmp_path):
+    saved = tmp_path / "a.json"
+    sweep = ("-p", "M=8,16", "-p", "laps=1,2", "--budget", 0, "--alone", "--save", saved)
+    done = process(["bench", waiting, *HOW, *sweep])
+    assert done.returncode == 1, done.stderr
+    rows = json.loads(done.stdout)
+    found = {(row["M"], row["constants"]["laps"]): (row["ms"], row["note"]) for row in rows}
+    assert len(rows) == 4 and found.pop((16, 1)) == (None, "timed out after 0.5 s")
+    assert all(ms > 0 and not note for ms, note in found.values())
+    assert len(json.loads(saved.read_text())["rows"]) == 4
+    assert done.stderr.count("timed out after 0.5 s; continuing without it") == 1
+
+
+@pytest.mark.slow
+def test_tune_goes_on_without_a_candidate_that_hangs(tmp_path):
+    kernel = WAITING.replace("key < N;", "key < N - (laps == 2);")  # one is left: no finalists
+    env = {"CUPYFA_CACHE_DIR": tmp_path / "cache"}
+    args = ["tune", f"{own_kernel.write(tmp_path, kernel, RECORD)}:mine", *HOW, "-M", 16]
+    for fresh in (["--fresh"], []):  # what timed out is known to later calls
+        done = process([*args, *fresh], env=env)
+        assert done.returncode == 0, done.stderr
+        states = {row["constants"]["laps"]: row["state"] for row in json.loads(done.stdout)}
+        assert states == {200: "right", 2: "wrong", 1: "timed out"}
+        assert ("continuing without it" in done.stderr) == bool(fresh)
+
+
+def test_a_call_is_overdue_after_its_timeout(monkeypatch, tmp_path):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(watching, "monotonic", lambda: now.seconds)
+    watch = Watch(timeout=3)
+    assert watch.overdue is None
+    with watch.calls():
+        watch.begins("one")
+        now.seconds = 2.0
+        watch.begins_one_of(["one", "two"], 1)
+        now.seconds = 4.0
+        assert watch.overdue is None
+        now.seconds = 5.5
+        assert watch.overdue == "two"
+    assert watch.overdue is None
+    watch.save(tmp_path / "state", "two")
+    later = Watch()
+    later.load(tmp_path / "state")
+    assert (later.hung, later.done, later.rows) == (["two"], 0, [])
