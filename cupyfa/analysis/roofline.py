@@ -229,7 +229,7 @@ def measured_roofs(
     rows = [row for row in rows if is_asked_for(row)]
     if not rows:
         found = ", ".join(dict.fromkeys(str(row.problem) for row in results.rows))
-        raise ValueError(f"no kernel of the file has these names and sizes; it has {found}")
+        raise ValueError(f"no kernel of attention has these names and sizes; there are {found}")
     problems = dict.fromkeys((row.operation, row.problem) for row in rows)
     bounds = [x for x in (NAIVE, TILED) if x in chosen or not chosen]
     roofs = [_roof(x, *about, target, limits) for about in problems for x in bounds]
@@ -260,8 +260,11 @@ def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    name = results.environment.get("device", "")
+    """The device that results name, by its data sheet, or if it is here by its measured rates."""
+    name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
+    if found is None and backend and backend.limits.device == name:
+        found = measured_device(backend)
     if found is None:
         known = ", ".join(peaks.DEVICES)
         raise ValueError(f"no data sheet of {name!r} is listed; name a device: {known}")

@@ -15,8 +15,9 @@ from cupyfa.errors import Unsupported
 
 SUFFIXES = (".svg", ".png")
 INK, PALE = "#424a53", "#d8dee4"
-# Seen apart without red or green too; markers and dashes differ as well.
-COLOURS = ("#0072b2", "#c04a00", "#117733", "#aa4499", "#332288", "#8c6d1f", "#882255", "#14827a")
+# Chosen for contrast with white and for their distance in normal and in colour-blind vision;
+# markers and dashes differ as well.
+COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 # What kernels compute with, by how their names begin; "" is any other name.

@@ -285,7 +285,16 @@ def test_measurements_of_a_file_are_shown_under_the_roof_of_their_device():
     assert (fa2.bytes, fa2.bound) == (row("fa2", device="h100").bytes, "compute")
 
 
-def test_the_arguments_select_measurements(tmp_path):
+def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatch):
+    unknown = replace(LADDER_OF_H100, environment={"device": cupyfa.Simulator().limits.device})
+    with pytest.raises(ValueError, match="no data sheet of .* is listed; name a device: t4, "):
+        roofs.measured_roofs(unknown)
+    monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
+    monkeypatch.setattr(roofs, "measured_device", lambda backend: DEVICES["h100"])
+    assert roofs.measured_roofs(unknown)[0].device is DEVICES["h100"]
+
+
+def test_the_arguments_select_measurements():
     def command(*args):
         done = cli("roofline", "--from", ROOT / "docs" / "ladder.json", "--format", "json", *args)
         return [(x["computation"], x["M"]) for x in strict(done.stdout)]
@@ -299,15 +308,11 @@ def test_the_arguments_select_measurements(tmp_path):
     peer = replace(LADDER_OF_H100.rows[0], kernel="a library")
     (found,) = roofs.measured_roofs(replace(LADDER_OF_H100, rows=[peer]))[2:]
     assert (found.computation, found.intensity) == ("a library", pytest.approx(128))
-    unknown = replace(LADDER_OF_H100, environment={"device": "a card"})
-    unknown.save(tmp_path / "a.json")
-    assert "'a card' is listed" in refused("roofline", "--from", tmp_path / "a.json", code=2)
-    assert "--budget has no effect" in refused(
-        "roofline", "--from", tmp_path / "a.json", "--budget", 1, code=2
-    )
-    assert "these names and sizes; it has" in refused(
-        "roofline", "--from", ROOT / "docs" / "ladder.json", "-d", 63, code=2
-    )
+    file = ROOT / "docs" / "ladder.json"
+    idle = refused("roofline", "--from", file, "--budget", 1, code=2)
+    assert "--from measures nothing, so --budget has no effect" in idle
+    nothing = refused("roofline", "--from", file, "-d", 63, code=2)
+    assert "no kernel of attention has these names and sizes; there are batch=4 " in nothing
 
 
 def test_the_picture_of_the_page_shows_the_measured_ladder(tmp_path):
