@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from difflib import unified_diff
 from itertools import pairwise
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
-ROOT = Path(__file__).resolve().parents[1]
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))  # of cli.py
 
 import cupyfa  # noqa: E402
@@ -65,9 +67,16 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 
-# Links to what may lie outside of docs/, and pages that include parts of the README.
-LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?P<target>(?:\.\./)+[^)#]+)(?P<anchor>#[^)]*)?\)")
-INCLUDED = {"README.md": "index", "README.md#install": "install", "README.md#the-ladder": "ladder"}
+# Links and pictures of Markdown, and files outside of docs/ that pages of the site include.
+LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?!http)(?P<target>[^)#]+)(?P<anchor>#[^)]*)?\)")
+INCLUDED = {
+    "README.md": "index",
+    "README.md#install": "install",
+    "README.md#the-ladder": "ladder",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    "SECURITY.md": "security",
+}
 PUBLIC = {*cupyfa.__all__}
 ERRORS = {name for name in dir(errors) if name in PUBLIC}
 DOCUMENTED: set[Path] = set()  # files of what the reference describes
@@ -76,20 +85,32 @@ LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Markdown for Sphinx: links to files and folders outside of docs/, and all rungs' pages."""
-    page = app.env.doc2path(name)
-    source[0] = LINK.sub(lambda link: _translated_link(link, name, page), source[0])
+    source[0] = _with_links(source[0], DOCS / name)
     if name == "rungs/README":
         rungs = "\n".join(rung for operation in LADDER.values() for rung in operation)
         source[0] += f"\n```{{toctree}}\n:hidden:\n{rungs}\n```\n"
 
 
-def _translated_link(link: re.Match[str], name: str, page: Path) -> str:
-    target, text, top = _target(link, page), link["text"], "../" * name.count("/")
-    if target.is_relative_to(ROOT / "docs"):
-        return link[0]
-    if included := INCLUDED.get(f"{target.relative_to(ROOT)}{link['anchor'] or ''}"):
-        return f"[{text}]({top}{included}.md)"
-    return text if target.is_dir() else f'<a href="{top}{_source_page(target)}.html">{text}</a>'
+def translated_include(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """A file of the repository as part of a page in docs/; sections of the README are pages."""
+    content[0] = _with_links(content[0], ROOT / path.name)
+    if path.name == "README.md":
+        content[0] = re.sub(r"^###", "##", content[0], flags=re.M)
+
+
+def _with_links(text: str, page: Path) -> str:
+    return LINK.sub(lambda link: _translated_link(link, page), text)
+
+
+def _translated_link(link: re.Match[str], page: Path) -> str:
+    target, text, anchor = _target(link, page), link["text"], link["anchor"] or ""
+    folder = page.parent if page.is_relative_to(DOCS) else DOCS
+    if included := INCLUDED.get(f"{target.relative_to(ROOT)}{anchor}"):
+        target, anchor = DOCS / f"{included}.md", ""
+    if target.is_relative_to(DOCS):
+        return f"[{text}]({relpath(target, folder)}{anchor})"
+    source = relpath(DOCS / _source_page(target), folder)
+    return f'<a href="{source}.html">{text}</a>' if target.suffix in LEXERS else text
 
 
 def _target(link: re.Match[str], page: Path) -> Path:
@@ -102,10 +123,10 @@ def _source_page(file: Path) -> str:
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each source file that another page links to."""
-    pages = [app.env.doc2path(name) for name in app.env.found_docs]
+    pages = [Path(app.env.doc2path(name)) for name in app.env.found_docs]
     links = [(link, page) for page in pages for link in LINK.finditer(page.read_text("utf-8"))]
     for file in sorted(DOCUMENTED | {_target(link, page) for link, page in links}):
-        if file.suffix in LEXERS:
+        if file.suffix in LEXERS and not file.is_relative_to(DOCS):
             title = str(file.relative_to(ROOT))
             body = [f"<h1>{title}</h1>", _highlighted(app, file.read_text("utf-8"), file.suffix)]
             for before in _before(file):
@@ -218,6 +239,7 @@ def escaped_help(app: Sphinx, context: Any, lines: list[str]) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", translated_page)
+    app.connect("include-read", translated_include)
     app.connect("html-collect-pages", source_pages)
     app.connect("doctree-read", linked_code)
     app.connect("builder-inited", forget_overloads)
