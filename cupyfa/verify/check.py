@@ -133,17 +133,23 @@ def check(
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
-    kernels: names, also ``script.py:name`` and "auto", or records. grid: one of ``grids.GRIDS``.
+    kernels: names, also ``script.py:name`` and "auto", or records.
+    grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk first.
     samples: how many cases to draw, by default all; of ``fuzz`` 32 for each kernel in the simulator
-    and 200 on a GPU. seed: of the drawn cases and of the inputs. dtypes: in place of the grid's.
+        and 200 on a GPU.
+    seed: of the drawn cases and of the inputs.
+    dtypes: in place of the grid's.
     options: of attention, in place of the grid's own; with a precision, inputs are float32 unless
-    dtypes are given. schedules: in how many orders of threads the simulator runs each case, each
-    compared with the reference. reruns: how often each kernel runs again and must give the
-    same bits. jobs: the number of worker processes, which use the visible GPUs in turn if these are
-    alike; 0 runs in this process, without a timeout. timeout: seconds that a kernel may run.
+        dtypes are given.
+    schedules: in how many orders of threads the simulator runs each case, each compared with the
+        reference.
+    reruns: how often each kernel runs again and must give the same bits.
+    jobs: the number of worker processes, which use the visible GPUs in turn if these are alike; 0
+        runs in this process, without a timeout.
+    timeout: seconds that a kernel may run.
     failures: a folder, created if necessary, for files of the first EXAMINED failures of each
-    kernel, for ``replay``. Failures on ``fuzz`` are shrunk first. The command that repeats a
-    failure has SCRIPT.py in place of the script of a record.
+        kernel, for ``replay``. The command that repeats a failure has SCRIPT.py in place of the
+        script of a record.
 
     Raises ValueError for wrong arguments, DeviceError without such a backend, and Interrupted with
     the results so far on Ctrl-C or if a signal handler exits.
