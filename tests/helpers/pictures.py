@@ -3,6 +3,7 @@
 from itertools import combinations
 from unittest import mock
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 
@@ -20,7 +21,7 @@ def assert_readable(figure):
         draw(text, renderer)
 
     with mock.patch.object(Text, "draw", record):
-        figure.canvas.draw()
+        FigureCanvasAgg(figure).draw()
     for (one, a), (other, b) in combinations(boxes.items(), 2):
         assert not a.overlaps(b), f"{one} {a} overlaps {other} {b}"
     for axes in figure.axes:

@@ -162,6 +162,17 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     assert plot.read_bytes().startswith(b"<?xml")
 
 
+def test_no_text_of_the_picture_hides_another(example, monkeypatch):
+    pictures = pytest.importorskip("helpers.pictures")
+    found = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda figure, *_, **__: found.extend(pictures.assert_readable(figure)),
+    )
+    example.draw([2.5, 1.05, 1.0], {"guessing": 1.1, "at best": 1.08}, "a.svg", "loss")
+    assert {"1.10 guessing", "1.08 at best", "loss; 1.00 at the end"} <= {*found}
+
+
 def test_the_program_refuses_wrong_options_at_once(example, monkeypatch):
     monkeypatch.setattr(example, "has_gpu", lambda: False)
     for wrong, said in (
