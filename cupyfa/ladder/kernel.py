@@ -163,12 +163,16 @@ class Matmul:
 class Kernel(_Record):
     """One version of an operation.
 
+    name: by which calls and commands find it.
     adds: what this version adds to the one before, in a few words.
+    launches: what is launched, in this order.
+    operation: "forward", "backward" or "softmax".
     tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
         others by head dimension, architecture and number of rows.
     candidates: the values of each constant that ``cupyfa tune`` combines, as
         ``{"Br": (16, 32)}``; without any it tries the tiles.
     rules: what constants must satisfy, as ``{"in words": c -> bool}``; c has d and dv too.
+    dtypes: those of the arrays that it takes.
     features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), and the
