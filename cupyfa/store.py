@@ -6,14 +6,21 @@ import json
 import os
 import re
 import stat
+import time
 import warnings
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tempfile
+
+COMPILED = re.compile(r"\w[\w-]*-[0-9a-f]{32}\.(so|cubin)")  # names of compiled kernels
+_IN_USE = 3600  # seconds since its last use in which a compiled kernel stays
+_TRIM_EVERY = 20  # new files of a process
+_written = count()
 
 
 def user_cache() -> Path | None:
@@ -108,6 +115,52 @@ def write_whole(path: Path, content: bytes) -> None:
             _replace(Path(os.path.realpath(path)), content)
     except OSError as error:  # its own path may be that of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def limit() -> int:
+    """The bytes that compiled kernels may take: CUPYFA_CACHE_MB, by default 1000, in MB of 10^6."""
+    given = os.environ.get("CUPYFA_CACHE_MB") or "1000"
+    if not given.isdecimal():
+        raise ValueError(f"CUPYFA_CACHE_MB is {given!r}; give a whole number of MB, or unset it")
+    return int(given) * 10**6
+
+
+def compiled(path: Path) -> bytes | None:
+    """A compiled kernel, without its seal; None if there is none. Its time becomes that of use."""
+    content = unsealed(path)
+    if content is not None:
+        with suppress(OSError):  # a folder that is only read
+            os.utime(path)
+    return content
+
+
+def keep_compiled(path: Path, content: bytes) -> None:
+    """Writes a compiled kernel, and now and then removes the least recently used ones."""
+    write_whole(path, sealed(content))
+    if next(_written) % _TRIM_EVERY == 0:
+        trim(path.parent)
+
+
+def trim(folder: Path) -> None:
+    """Removes the least recently used compiled kernels above the limit.
+
+    Those of the last hour stay: another process may be about to load them. One that loses a kernel
+    all the same compiles it again, and two processes may trim at a time.
+    """
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # removed by another process
+                if COMPILED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime, status.st_size, entry.path))
+    excess = sum(size for _, size, _ in found) - limit()
+    for used, size, path in sorted(found):
+        if excess <= 0 or used > time.time() - _IN_USE:
+            return
+        with suppress(OSError):
+            os.unlink(path)
+            excess -= size
 
 
 def sealed(content: bytes) -> bytes:

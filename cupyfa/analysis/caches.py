@@ -26,7 +26,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 
 FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
-    "compiled": "compiled kernels",
+    "compiled": "compiled kernels, at most CUPYFA_CACHE_MB (1000) of those unused for an hour",
     "peaks": "measured peak rates of devices",
     "tuned": "the fastest constants on each device",
     "tuning": "measurements of `cupyfa tune`",
@@ -39,7 +39,7 @@ _SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
 _HOUR = 3600
 _RANDOM = "[a-z0-9_]{8}"  # in names by tempfile
 _NAMES = {
-    "compiled": r"\w[\w-]*-[0-9a-f]{32}\.(so|cubin)",
+    "compiled": store.COMPILED.pattern,
     **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
     "zig": r"zig",
     "leftovers": rf"build-{_RANDOM}|\..+-{_RANDOM}",

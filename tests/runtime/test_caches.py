@@ -4,9 +4,10 @@ import json
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,57 @@ def process(*args, folder, cupy=None, **options):
     """Runs a command with private caches."""
     env = {"CUPYFA_CACHE_DIR": folder, "CUPY_CACHE_DIR": cupy or folder / "cupy"}
     return helpers.cli.process(args, env=env, **options)
+
+
+def compiled(folder, **hours):
+    """Files of 400,000 bytes as compiled kernels, last used some hours ago."""
+    for name, since in hours.items():
+        path = folder / f"{name}-{HEX * 2}.so"
+        store.write_whole(path, store.sealed(bytes(400_000 - 32)))
+        os.utime(path, (time.time() - 3600 * since,) * 2)
+
+
+def names(folder):
+    return {path.name.partition("-")[0] for path in folder.iterdir()}
+
+
+def test_the_least_recently_used_kernels_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
+    compiled(tmp_path, a=5, b=4, c=3, d=2, e=0)
+    (tmp_path / "mine.so").write_bytes(bytes(10**6))
+    assert store.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses it
+    store.trim(tmp_path)
+    assert names(tmp_path) == {"b", "e", "mine.so"}
+    monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
+    store.trim(tmp_path)  # those of the last hour stay: another process may be about to load them
+    assert names(tmp_path) == {"b", "e", "mine.so"}
+
+
+def test_new_kernels_displace_old_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
+    monkeypatch.setattr(store, "_written", count())
+    compiled(tmp_path, a=5, b=4, c=3)
+    store.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
+    assert names(tmp_path) == {"b", "c", "d"}
+    compiled(tmp_path, a=5)
+    store.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
+    assert "a" in names(tmp_path)  # not with every file
+
+
+def test_processes_trim_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
+    compiled(tmp_path, **{f"k{i}": 2 for i in range(40)})
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(store.trim, tmp_path) for _ in range(4)]:
+            done.result()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", ["1GB", "-1", "1e3"])
+def test_a_limit_that_is_no_number_is_named(monkeypatch, limit):
+    monkeypatch.setenv("CUPYFA_CACHE_MB", limit)
+    with pytest.raises(ValueError, match=f"CUPYFA_CACHE_MB is '{limit}'; give a whole number"):
+        store.limit()
 
 
 def test_warmed_kernels_are_found_by_the_next_process(tmp_path):

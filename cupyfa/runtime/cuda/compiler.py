@@ -45,12 +45,12 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
     key = "\0".join((text, arch, version, cupy.__version__))
     path = store.folder() / f"{launch.entry}-{sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
-        binary = store.unsealed(path)
+        binary = store.compiled(path)
         if binary is None:
             name, folders = f"{launch.entry}.cu", sources.include_folders(launch)
             binary, _ = compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)
             with suppress(OSError):  # a full disk
-                store.write_whole(path, store.sealed(binary))
+                store.keep_compiled(path, binary)
         return Kernel(binary, launch.entry)
     except driver.CUDADriverError as error:
         if error.status != _NOT_FOUND:

@@ -563,12 +563,12 @@ def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
 def _whole_or_made(name: str, make: _Make) -> Path:
     folder = store.folder()
     path = folder / name
-    if store.unsealed(path):
+    if store.compiled(path):
         return path
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
-        store.write_whole(path, store.sealed(made.read_bytes()))
+        store.keep_compiled(path, made.read_bytes())
     return path
