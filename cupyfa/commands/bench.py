@@ -19,6 +19,7 @@ from cupyfa.commands.watching import LONGEST, watched
 from cupyfa.errors import Unsupported
 from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
 
 # Defaults, which are not printed:
@@ -48,8 +49,8 @@ sweep_option = click.option(
 @click.command()
 @options.kernels_argument
 @options.problem_options()
-@click.option("--tokens", type=click.IntRange(1), help="batch * M, instead of the batch.")
-@click.option("--width", type=click.IntRange(1), help="heads * d, instead of the heads.")
+@click.option("--tokens", type=options.Integer(1), help="batch * M, instead of the batch.")
+@click.option("--width", type=options.Integer(1), help="heads * d, instead of the heads.")
 @options.input_options
 @options.tile_options
 @sweep_option
@@ -88,7 +89,7 @@ def bench(
     column "x ..." is the speedup over another kernel, the median over the rounds.
     """
     on = backend_named(backend)
-    check_target(save)
+    check_target(save, on)
     if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
     sizes, several = split(swept, {**how, **tiles})
@@ -170,8 +171,27 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
     return sizes, tiles
 
 
-def check_target(save: Path | None) -> None:
-    """Raises ValueError for a file that cannot be written, before time is spent on measuring."""
+def check_target(save: Path | None, on: Backend | None = None) -> None:
+    """Raises ValueError for a file that cannot be written, before time is spent on measuring.
+
+    Times of the simulator, where ``on`` is that, must not replace those of a GPU.
+    """
     if save and not store.can_write_to(save):
         target = save.resolve() if save.is_symlink() else save
         raise ValueError(f"{save} cannot be written; is there a folder {target.parent}?")
+    if save and save.is_file() and on and on.name == "simulator":
+        device = _measured_on(save)
+        if device:
+            raise ValueError(
+                f"{save} has times of {device}, which times of the simulator would replace; name "
+                "another file, or remove it"
+            )
+
+
+def _measured_on(file: Path) -> str | None:
+    """The GPU whose times a file has; None for others."""
+    try:
+        about = Results.load(file).environment
+    except (OSError, ValueError):
+        return None
+    return about.get("device") if about.get("backend") == "cuda" else None

@@ -73,8 +73,8 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @options.kernels_argument
 @click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, default=("float32",))
 @click.option("-d", "ds", default="64", help="Head dimensions, as 64,128.")
-@options.size_option("dv", type=click.IntRange(1))
-@click.option("--group", type=click.IntRange(1), default=1, help="Query heads for each key head.")
+@options.size_option("dv", type=options.Integer(1))
+@click.option("--group", type=options.Integer(1), default=1, help="Query heads for each key head.")
 @options.attention_options
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
 @options.backend_option

@@ -37,12 +37,12 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 )
 @click.option(
     "--samples",
-    type=click.IntRange(1, checking.MOST_SAMPLES),
+    type=options.Integer(1, checking.MOST_SAMPLES),
     help="Number of cases to draw, with as many pairs of sizes and options as possible.  "
     f"[default: all; of fuzz {SAMPLES['simulator']} for each kernel, {SAMPLES['cuda']} on a GPU]",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of the drawn cases and of the inputs."
+    "--seed", type=options.Integer(0), default=0, help="Seed of the drawn cases and of the inputs."
 )
 @click.option(
     "--dtype",
@@ -55,20 +55,20 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 @options.reruns_option
 @click.option(
     "--schedules",
-    type=click.IntRange(1),
+    type=options.Integer(1),
     default=1,
     help="Simulator: the number of orders of threads to run each case in.",
 )
 @click.option("--dry-run", is_flag=True, help="List the cases, and run nothing.")
 @click.option(
     "--jobs",
-    type=click.IntRange(0),
+    type=options.Integer(0),
     help="Number of processes, which share the visible GPUs; 0 means this process.  "
     f"[default: one per core, at most {_MOST_JOBS} per GPU]",
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=options.Number(0, min_open=True),
     default=60.0,
     help="Seconds after which a running kernel has failed.",
 )
@@ -92,7 +92,7 @@ def check(
 ) -> None:
     """Check kernels against the reference on a grid of cases.
 
-    KERNEL is a name from `cupyfa list`, `script.py:name` for a record of your own, or auto. Each
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
     failure is printed with a command that repeats it; the first failures of each kernel also have
     a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. The exit
     code is 1 if there is a failure.

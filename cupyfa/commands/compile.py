@@ -21,8 +21,8 @@ from cupyfa.options import AttentionOptions
     help="Compute capabilities; those that a kernel does not support are skipped.",
 )
 @click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, help="[default: all]")
-@options.size_option("d", type=click.IntRange(1), default=64)
-@options.size_option("dv", type=click.IntRange(1))
+@options.size_option("d", type=options.Integer(1), default=64)
+@options.size_option("dv", type=options.Integer(1))
 @options.attention_options
 @options.tile_options
 @options.format_option

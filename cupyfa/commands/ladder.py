@@ -68,7 +68,7 @@ def ladder(
     if saved:
         unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))
         options.refuse_idle("--from measures nothing", *unused)
-    check_target(save)
+    check_target(save, None if saved else backend_named(backend))
     if plot:
         plots.check(plot)
         check_target(plot)

@@ -38,8 +38,22 @@ _SIZES = {
     "dv": (None, "Value dimension."),
 }
 _FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
-SECONDS = click.FloatRange(0)
-TIMEOUT = click.FloatRange(0, 1e6, min_open=True)
+
+
+class Integer(click.IntRange):
+    """A range of whole numbers, whose help says INTEGER alone."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A range of numbers, whose help says FLOAT alone."""
+
+    name = "float"
+
+
+SECONDS = Number(0)
+TIMEOUT = Number(0, 10**6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
 format_option = click.option(
@@ -51,12 +65,10 @@ backend_option = click.option(
     default="auto",
     help="auto is cuda if there is a GPU, else the simulator.",
 )
-seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of the random inputs."
-)
+seed_option = click.option("--seed", type=Integer(0), default=0, help="Seed of the random inputs.")
 reruns_option = click.option(
     "--reruns",
-    type=click.IntRange(0),
+    type=Integer(0),
     default=0,
     help="Further runs, whose results must be equal bit by bit.",
 )
@@ -123,7 +135,7 @@ def backend_options(command: Command) -> Command:
         backend_option,
         click.option(
             "--schedule",
-            type=click.IntRange(0),
+            type=Integer(0),
             help="Simulator: the seed of another order of threads.",
         ),
     )
@@ -194,7 +206,7 @@ def size_option(
     long = _long(name) if len(name) > 1 else None
     if "default" not in attributes:
         text += f"  [default: {_usual_size(name, small)}]"
-    attributes = {"type": click.IntRange(0), "metavar": "INTEGER", "help": text, **attributes}
+    attributes = {"type": Integer(0), "help": text, **attributes}
     return click.option(*filter(None, (short, long)), name, **attributes)
 
 
@@ -250,8 +262,8 @@ def tile_options(command: Command) -> Command:
     """--Br, --Bc and -t, as a dictionary ``tiles``."""
     return _with(
         _combined(command, ("Br", "Bc", "tiles", "renamed"), "tiles", _tiles),
-        click.option("--Br", "Br", type=int, metavar="INTEGER", help="Rows of a tile of Q."),
-        click.option("--Bc", "Bc", type=int, metavar="INTEGER", help="Rows of a tile of K and V."),
+        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
+        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
         click.option(
             "-t",
             "--tile",

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import cli, strict
+from helpers.cli import cli, refused, strict
 from helpers.problems import DTYPES, FORWARD, inputs_of, planned
 
 import cupyfa
@@ -676,6 +676,16 @@ def test_a_wrong_kernel_ends_with_exit_code_1(tmp_path):
     assert "WRONG" in row
     assert "mine on batch=1 heads=2 M=20" in done.stdout
     assert "x the bound" in done.stdout
+
+
+@pytest.mark.parametrize("command", [("bench", "fa2"), ("ladder",)])
+def test_times_of_a_gpu_are_not_replaced_by_those_of_the_simulator(tmp_path, command):
+    saved = tmp_path / "a.json"
+    Results({"backend": "cuda", "device": "an H100"}, []).save(saved)
+    before = saved.read_text()
+    message = refused(*command, "--backend", "simulator", "--save", saved, code=2)
+    assert "a.json has times of an H100, which times of the simulator would replace" in message
+    assert saved.read_text() == before
 
 
 def test_save_holds_every_round(tmp_path):
