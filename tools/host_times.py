@@ -257,7 +257,15 @@ def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callabl
     if at.torch is not None:
         tensors = [at.torch.from_dlpack(x) for x in (q, k, v)]
         calls["cupyfa.attention of torch tensors"] = partial(attend, *tensors)
+        calls["cupy.from_dlpack of three torch tensors"] = partial(from_dlpack, tensors)
     return calls
+
+
+def from_dlpack(tensors: Sequence[Any]) -> list[Any]:
+    """What attention would take if it did not use the addresses of torch's tensors."""
+    import cupy
+
+    return [cupy.from_dlpack(x) for x in tensors]
 
 
 def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], Any]]:
