@@ -143,7 +143,8 @@ def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
     places: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
         key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
-        found[(*key, places[key])] = row
+        numbered = (*key, places[key])
+        found[numbered] = row
         places[key] += 1
     return found
 
