@@ -37,7 +37,7 @@ class SimulatorFault(RuntimeError):
     """A kernel did what the simulator forbids: names kernel, block, thread, access and source line.
 
     ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` describes the
-    fault and ``place`` is its ``file:line``, empty where unknown.
+    fault and ``place`` is its ``file:line``, empty where unknown, and the line that called that.
     """
 
     def __init__(
