@@ -42,45 +42,67 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
 # Only where there is no tile of keys may Q still be on its way when O takes its place.
 WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
+WAIT = re.compile(
+    rf"cp_async_wait_group<(.*)>\(\);(?!\n  __syncthreads\(\);  // {WHERE_NO_KEYS_ARE})"
+)
 
 
-def barriers():
-    """Every barrier of every forward kernel: its number in the file and its comment."""
+def statements(pattern):
+    """Each statement that orders something in a forward kernel: its number in the file."""
     files = sorted((sources.KERNELS / "forward").glob("*.cu"))
     return [
         pytest.param(file.stem, number, id=f"{file.stem}-{found[1]}")
         for file in files
         if file.stem in FORWARD
-        for number, found in enumerate(BARRIER.finditer(file.read_text()), 1)
+        for number, found in enumerate(pattern.finditer(file.read_text()), 1)
         if found[1] != WHERE_NO_KEYS_ARE
     ]
 
 
-@pytest.mark.parametrize("kernel, number", barriers())
-def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
+def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
+    """Runs a kernel without one such statement, in several orders of its threads."""
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
-    without = broken(tmp_path, kernel, text, optional(text, BARRIER))
+    without = broken(tmp_path, kernel, text, optional(text, pattern))
     monkeypatch.setenv(VARIABLE, str(number))
     # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
     # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
     launch = replace(without.launches[0], grid=lambda p, c: min(2, p.heads))
     without = replace(without, launches=(launch,))
     sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
+    sizes |= changes
     # With few stages there are the most barriers.
     stages = {name: min(x) for name, x in without.candidates.items() if name == "stages"}
     plan = planned(without, Simulator(), sizes, **stages)
     inputs = inputs_of(plan)
     inputs["V"][..., 70, :] = np.nan
+    for schedule in (None, 1, 2):
+        guard.checked(Simulator(schedule=schedule), plan, inputs, {})
+
+
+@pytest.mark.parametrize("kernel, number", statements(BARRIER))
+def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
     with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):
-        for schedule in (None, 1, 2):
-            guard.checked(Simulator(schedule=schedule), plan, inputs, {})
+        run_without(tmp_path, monkeypatch, kernel, BARRIER, number)
 
 
-def test_a_removed_barrier_for_blocks_without_keys_is_found(tmp_path):
-    barrier = f"__syncthreads();  // {WHERE_NO_KEYS_ARE}"
-    without = broken(tmp_path, "mma_split_kv", barrier, ";")
+@pytest.mark.each_choice("kernel")
+@pytest.mark.parametrize("kernel, number", statements(WAIT))
+def test_a_copy_that_is_not_waited_for_is_named(tmp_path, monkeypatch, kernel, number):
+    with pytest.raises(SimulatorFault, match=r"a copy .* with no cp_async_wait_group of that"):
+        run_without(tmp_path, monkeypatch, kernel, WAIT, number, N=170, dv=72)
+
+
+@pytest.mark.parametrize(
+    "statement, found",
+    [
+        (f"__syncthreads();  // {WHERE_NO_KEYS_ARE}", "race"),
+        ("cp_async_wait_group<0>();", "a copy .* is under way and this thread writes"),
+    ],
+)
+def test_a_removed_statement_for_blocks_without_keys_is_found(tmp_path, statement, found):
+    without = broken(tmp_path, "mma_split_kv", statement, ";")
     plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40, "causal": True})
-    with pytest.raises(SimulatorFault, match="race"):
+    with pytest.raises(SimulatorFault, match=found):
         for schedule in (None, 1, 2):
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
