@@ -488,12 +488,17 @@ def _closer(
 ) -> Failure:
     """The failure again with its arrays, on the smallest case that is found in some seconds."""
     quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
+    found = [(task, outcome)]
 
     def fails(case: Case) -> bool:
-        return worker.run(replace(quick, case=case))[0].kind == outcome.kind
+        tried = replace(quick, case=case)
+        found.append((tried, worker.run(tried)[0]))
+        return found[-1][1].kind == outcome.kind
 
     smaller = replace(task, case=shrunk(task.case, fails, seconds=seconds)) if seconds else task
-    again = worker.run(replace(smaller, keep=True))[0]
+    # A kernel that hung has no arrays to keep, and would take all of its time once more.
+    known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
+    again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
         flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
         return _failure(backend, task, replace(outcome, message=flaky))

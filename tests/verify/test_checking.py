@@ -24,7 +24,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
-from cupyfa.verify import check as checking, sampling, tasks
+from cupyfa.verify import check as checking, sampling, tasks, workers
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import (
     COMPILE_ERROR,
@@ -216,6 +216,16 @@ def test_a_kernel_that_hangs_is_killed_and_others_continue(tmp_path):
     assert patience == "timeout -k 5 61"
     with pytest.raises(subprocess.TimeoutExpired):
         repeat(replace(failure, command=f"cupyfa {command}"), timeout=5)
+
+
+def test_a_kernel_that_hangs_takes_its_time_once(tmp_path, monkeypatch):
+    ((begin, hangs),) = broken_kernels.HANGS
+    kernel = broken_kernels.write(tmp_path, ((begin, hangs.replace("extent.N % 4 == 3", "true")),))
+    runs, run = [], workers.Process.run
+    monkeypatch.setattr(workers.Process, "run", lambda *given: runs.append(given) or run(*given))
+    options = {"grid": "smoke", "samples": 1, "jobs": 1, "timeout": 1}
+    done = check([kernel], **options, failures=tmp_path / "failures")
+    assert [x.outcome.kind for x in done.failures] == [NO_ANSWER] and len(runs) == 1
 
 
 @pytest.mark.slow
