@@ -22,7 +22,7 @@ from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
-from cupyfa.commands.options import misplaced_value, with_flag_values
+from cupyfa.commands.options import misplaced_value, note, with_flag_values
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -67,7 +67,7 @@ class Program(click.Group):
             with ended_by_signals():
                 sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except click.Abort:
-            click.echo("note: interrupted", err=True)
+            note("interrupted")
             sys.exit(INTERRUPTED)
         except click.ClickException as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on
@@ -126,7 +126,7 @@ def notes_to_stderr() -> None:
     """Shows the library's warnings as notes on stderr; stdout is for data."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        click.echo(f"note: {message}", err=True)
+        note(message)
 
     warnings.showwarning = show
 

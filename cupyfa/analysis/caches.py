@@ -26,7 +26,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 
 FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
-    "compiled": "compiled kernels, at most CUPYFA_CACHE_MB (1000) of those unused for an hour",
+    "compiled": "compiled kernels, at most CUPYFA_CACHE_MB (1000)",
     "peaks": "measured peak rates of devices",
     "tuned": "the fastest constants on each device",
     "tuning": "measurements of `cupyfa tune`",

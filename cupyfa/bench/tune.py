@@ -55,7 +55,7 @@ class Candidate:
     factor: speedup over the record's own choice, in the same rounds; None for the others where
         there are finalists.
     rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
-        these rounds.
+        these rounds, relative to the record's own choice, so that they do not drift.
     shared_bytes: of a block.
     first_ms: the median of the first, short timing, which chooses the finalists.
     """
@@ -259,6 +259,17 @@ class _Tuning:
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
         return [x / y for x, y in rounds if x and y]
 
+    def steady_rounds(self, key: str) -> list[float]:
+        """The milliseconds of a candidate in rounds with the pacer, at the pacer's median speed.
+
+        Candidates leave the rounds at different times, and the speed of a device drifts.
+        """
+        its, pace = (self.facts[x]["rounds"] for x in (key, self.pacer if self.right else key))
+        if its is pace or not any(pace):
+            return [x for x in its if x]
+        usual = median(x for x in pace if x)
+        return [x / y * usual for x, y in zip(its, pace) if x and y]
+
     def time_rounds(self, rivals: Sequence[str]) -> None:
         keys = list(dict.fromkeys([*rivals, self.pacer]))
         with self.backend.working_on(None):
@@ -286,7 +297,7 @@ class _Tuning:
         measured = Measurement(kernel.name, kernel.operation, plan.problem, constants)
         if fact is None:
             return Candidate(measured, UNTRIED, shared_bytes=shared)
-        rounds = [x for x in fact["rounds"] if x]
+        rounds = self.steady_rounds(key)
         known: Any = {name: fact.get(name) for name in ("registers", "spilled_bytes", "note")}
         times, passed = rounds or fact["look"], fact["state"] == RIGHT
         measured = replace(measured, milliseconds=times, passed=passed, **known)

@@ -82,7 +82,7 @@ def bench(
     form: str,
     **how: Any,
 ) -> None:
-    """Measure kernels on one problem or several; each is checked before it is timed.
+    """Check kernels, and measure them on one problem or several.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. A
     single one is compared with its baseline and the rung before it. Kernels alternate in rounds; a

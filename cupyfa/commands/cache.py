@@ -35,7 +35,7 @@ def cache() -> None:
 @cache.command("list")
 @options.format_option
 def list_kinds(form: str) -> None:
-    """List each kind of file: how many, their bytes, the newest, and the folder.
+    """List each kind of file, its bytes and its folder.
 
     Other programs use CuPy's files too.
     """
@@ -45,7 +45,7 @@ def list_kinds(form: str) -> None:
 @cache.command()
 @options.format_option
 def size(form: str) -> None:
-    """Print the bytes of each kind, and of all kinds that only cupyfa uses."""
+    """Print the bytes of each kind, and of all but CuPy's."""
     sizes = {kind: caches.kept(kind).bytes for kind in caches.KINDS}
     sizes["all but cupy"] = sum(sizes[kind] for kind in _OURS)
     click.echo(render([{"kind": x, "bytes": sizes[x]} for x in sizes], form))
@@ -90,7 +90,7 @@ def warm(
     form: str,
     **given: Any,
 ) -> None:
-    """Compile KERNELs now, so that the first call of a program finds them.
+    """Compile KERNELs now, before a program needs them.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     Combinations that a kernel cannot do are skipped. Tiles are those of long sequences, of short

@@ -36,10 +36,10 @@ def compile_kernels(
     form: str,
     **given: Any,
 ) -> None:
-    """Compile kernels with NVRTC, for any architecture and without a GPU.
+    """Compile kernels for any architecture, without a GPU.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
-    Prints registers, spilled bytes, shared memory and warnings of the compiler. `--arch 90`
+    Prints registers, spilled bytes, shared memory and warnings of NVRTC. `--arch 90`
     includes kernels that require sm_90a.
     """
     chosen = [name if name == "auto" else record_named(name) for name in kernels]

@@ -12,7 +12,9 @@ from cupyfa.report.tables import render
 @click.command()
 @options.format_option
 def doctor(form: str) -> None:
-    """Report versions, devices, caches, and whether a kernel compiles and runs.
+    """Report what is installed, and whether a kernel runs.
+
+    Versions, devices, caches, and whether each backend compiles and runs a kernel.
 
     The exit code is 3 if neither a GPU nor the simulator can run kernels.
     """

@@ -60,7 +60,7 @@ def ladder(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Measure all rungs that support the dtype, and compare each with the previous one.
+    """Measure all rungs, and compare each with the one before.
 
     The default problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
     float16, which most rungs take and for which the baseline uses tensor cores.

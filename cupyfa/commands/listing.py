@@ -29,8 +29,7 @@ def list_kernels(dtype: str | None, backend: str, form: str) -> None:
         for kernel in kernels.values()
     ]
     click.echo(listing(rows) if form == "table" else render(rows, form))
-    click.echo(
-        f"note: largest d for {dtype or options.DTYPE}, with the smallest tile, in the "
-        f"{limits.shared_bytes:,} bytes of shared memory a block of {limits.device}",
-        err=True,
+    options.note(
+        f"largest d for {dtype or options.DTYPE}, with the smallest tile, in the "
+        f"{limits.shared_bytes:,} bytes of shared memory a block of {limits.device}"
     )

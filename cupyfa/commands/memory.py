@@ -19,7 +19,7 @@ from cupyfa.report.tables import render
 def memory(
     kernels: tuple[str, ...], backward: bool, no_ncu: bool, backend: str, form: str, **sizes: Any
 ) -> None:
-    """Count the memory that naive attention, tiled attention and kernels need.
+    """Count the memory that attention and its kernels need.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     The default is every kernel that can do the problem. Without a GPU, plans are for an H100.

@@ -1,6 +1,8 @@
 """Options that several commands have, and their values for the library."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -342,8 +344,13 @@ def backend_with(name: str, schedule: int | None) -> Backend:
 
 
 def note(text: object) -> None:
-    """Prints a note, which is no data, on stderr."""
-    click.echo(f"note: {text}", err=True)
+    """Prints a note, which is no data, on stderr; a terminal gets lines that it does not cut."""
+    words = f"note: {text}"
+    if sys.stderr.isatty():
+        how: Any = {"break_long_words": False, "break_on_hyphens": False}
+        width = shutil.get_terminal_size().columns
+        words = textwrap.fill(words, width, subsequent_indent="  ", **how)
+    click.echo(words, err=True)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def roofline(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Compute what bounds attention on a device, and the least time that it takes.
+    """Compute what bounds attention on a device, and its least time.
 
     KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
     written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;

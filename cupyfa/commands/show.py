@@ -37,7 +37,7 @@ def view_options(command: options.Command) -> options.Command:
 @options.tile_options
 @options.format_option
 def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any) -> None:
-    """Show the source text, plan, PTX, machine code or resources of KERNEL.
+    """Show what KERNEL becomes: text, plan, PTX, machine code.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     Needs no GPU.

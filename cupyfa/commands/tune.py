@@ -29,19 +29,18 @@ _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shar
 @options.backend_option
 @options.format_option
 def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any) -> None:
-    """Measure the tile sizes of KERNEL on this device, and store the fastest.
+    """Find the fastest tile sizes of KERNEL on this device.
 
-    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Later
-    plans for the same kernel, dtype, d and dv begin with the fastest. -d and --dtype may be
-    repeated. The exit code is 1 if no candidate of a problem is right.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
+    fastest are stored: later plans for the same kernel, dtype, d and dv begin with them. -d and
+    --dtype may be repeated. The exit code is 1 if no candidate of a problem is right.
 
     All candidates are timed shortly; the eight fastest, the finalists, are then timed in
-    alternation. Finalists stand above the line, the fastest first; below it are the others, ordered
-    by their first timing.
+    alternation. Finalists stand above the line, below it are the others; both are ordered by speed.
 
     \b
     first ms  the first, short timing, or why there is none
-    ms        finalists: the median over the rounds in alternation
+    ms        finalists: the median over the rounds, at one speed of the device
     x own     finalists: speed-up over the default tiles, in the same rounds
     spread %  from the 20th to the 80th percentile of the times
     rounds    finalists: how often they were timed in alternation

@@ -299,7 +299,7 @@ def table_of(
     for column in spare:
         if column in columns and _widths(_table(rows, columns)).maximum > Console().width:
             columns.remove(column)
-    caption = text({c: x for c, x in shared.items() if x is not None})
+    caption = text({c: x for c, x in shared.items() if text(x)})
     above = f"{_drawn(Text(caption))}\n" if caption else ""
     return above + _drawn(_table(rows, columns, rule))
 

@@ -41,6 +41,14 @@ def test_naive_and_tiled_attention_by_formula():
     assert rows[0].bytes == naive_bytes("backward", p)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_naive_and_tiled_attention_move_the_same_in_the_roofline(backward):
+    how = {"backward": backward, "d": 128, "dtype": "float16"}
+    counted = {x.computation: x.moved for x in cupyfa.memory(backend="simulator", **how)}
+    drawn = cupyfa.roofline(["naive", "tiled"], device="h100", measure=False, **how)
+    assert {x.computation: x.bytes for x in drawn} == {x: counted[x] for x in ("naive", "tiled")}
+
+
 def test_arrays_and_scratch_of_a_plan():
     p = Problem.of_sizes(heads=2, M=30, N=20, d=8)
     (*_, row) = cupyfa.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)

@@ -154,6 +154,38 @@ def test_sizes_that_are_left_out_are_those_of_bench():
     assert (row["N"], row["d"], row["seed"]) == (40, 64, 0)
 
 
+def test_help_texts_are_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for names in ((), ("cache",)):
+        assert "..." not in cli(*names, "--help").stdout.partition("Commands:")[2]
+    assert "[default: float16]" in cli("ladder", "--help").stdout  # not as a tuple
+    assert "[default: float32]" in cli("cache", "warm", "--help").stdout
+
+
+def test_paths_in_a_table_are_not_broken(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/folder/of-a-user" * 6
+    assert path in table_of([{"kind": "zig", "files": 0, "path": path}, {**_ZIG, "path": "/"}])
+
+
+_ZIG = {"kind": "zig", "files": 1}
+
+
+@pytest.mark.parametrize("name", ["run", "bench", "check", "tune"])
+def test_an_interrupt_says_the_same_in_all_commands(monkeypatch, name):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for command in ("bench", "tune", "options"):
+        monkeypatch.setattr(f"cupyfa.commands.{command}.backend_named", interrupted)
+    assert cli(name, "fa2", *SIMULATOR, code=130).stderr.strip() == "note: interrupted"
+
+
+def test_a_terminal_gets_notes_in_whole_words():
+    shown = in_a_terminal([*CLI, "list", *SIMULATOR], stderr=True)
+    assert "that the kernel can do, with the\r\n  smallest tile" in shown
+
+
 def test_equal_columns_are_shared_above_the_table():
     rows = [{"": 1, "kernel": "fa2"}, {"": 2, "kernel": "fa2"}]
     assert table_of(rows, share=False).split() == ["kernel", "1", "fa2", "2", "fa2"]
@@ -197,15 +229,15 @@ def test_data_goes_to_stdout_and_notes_to_stderr():
     assert re.fullmatch("note: largest d for .*\n", done.stderr)  # nothing runs
 
 
-def in_a_terminal(command, **env):
-    """What a command writes to a terminal."""
+def in_a_terminal(command, *, stderr=False, **env):
+    """What a command writes to a terminal, with or without its stderr."""
     terminal, slave = pty.openpty()
     plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=slave,
-        stderr=subprocess.DEVNULL,
+        stderr=slave if stderr else subprocess.DEVNULL,
         env={**plain, "TERM": "xterm-256color", "COLUMNS": "80", **env},
     ) as running:
         os.close(slave)
