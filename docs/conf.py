@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import unified_diff
 from itertools import pairwise
 from os.path import relpath
@@ -109,8 +110,11 @@ def _translated_link(link: re.Match[str], page: Path) -> str:
         target, anchor = DOCS / f"{included}.md", ""
     if target.is_relative_to(DOCS):
         return f"[{text}]({relpath(target, folder)}{anchor})"
-    source = relpath(DOCS / _source_page(target), folder)
-    return f'<a href="{source}.html">{text}</a>' if target.suffix in LEXERS else text
+    if target.suffix in LEXERS:
+        return f'<a href="{relpath(DOCS / _source_page(target), folder)}.html">{text}</a>'
+    if target.is_dir() or target.suffix == ".md":
+        return text
+    return f"[{text}]({relpath(target, folder)})"  # a download
 
 
 def _target(link: re.Match[str], page: Path) -> Path:
@@ -205,10 +209,9 @@ def with_definitions(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
     """Makes a definition list of the lines ``parameter: text`` of a docstring."""
-    if what in ("function", "method"):
-        known = {*inspect.signature(thing).parameters}
-    else:
-        known = {*getattr(thing, "__dataclass_fields__", ())}
+    known = {*getattr(thing, "__dataclass_fields__", ())}
+    with suppress(TypeError, ValueError):  # of properties, and of exceptions without arguments
+        known |= {*inspect.signature(thing).parameters}
     written, inside = [], False
     for line, following in pairwise([*lines, ""]):
         term = re.match(r"(\w+(?:, \w+)*): (.*)", line)

@@ -29,7 +29,8 @@ class Transfer:
 
     Threads and buffers are those of one device; each device has its own.
 
-    threads: threads that copy into page-locked memory, and as many that copy out of it.
+    threads: threads that copy into page-locked memory, and as many that copy out of it; by default
+        one for each core, at most 12.
     chunk_bytes: size of one buffer, the most that a thread copies at a time.
     buffers: buffers of each direction, made when first needed.
     piece_bytes: size of all arrays of a piece, as far as it can be chosen.
