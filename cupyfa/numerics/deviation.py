@@ -3,17 +3,17 @@
 The reference is a function of float64 arrays of which nothing else is known. So it is evaluated
 again with operands that are off by a rounding, and each result x gets the bound
 
-    |kernel - x|  <=  (3 + growth * eps / unit) * D  +  equal * eps * X  +  ulp(x) / 2  +  floor
-    growth = 1.2 * (sqrt(terms) + 4),    equal = terms / 2 + 8
+    |kernel - x|  <=  (4 + growth * eps / unit) * D  +  equal * eps * X  +  ulp(x) / 2  +  floor
+    growth = 2.4 * (sqrt(terms) + 4),    equal = terms / 2 + 8
 
 D is the largest change in x's row, its neighbours along the last axis, over all evaluations; X is
 the largest |x| in that row. ``unit`` is the relative error of a rounded operand: eps, the spacing
 at 1 of the format that sums are kept in, or half of that of a narrow format, if the arrays have one
 or the kernel rounds to one. A kernel that rounds intermediate results, the weights P for example,
-has errors like D; 3 allows for three of them. ``growth`` is that of sums of ``terms`` terms in the
-worst order (see tolerance.py), ``equal`` that of sums of equal terms, whose errors add up, and
-``terms`` the most that a sum of the problem has. The last two terms round x to its dtype and allow
-flushing subnormal numbers to zero: floor = tiny * (terms + 2).
+has errors like D; 4 allows for four of them. ``growth`` is twice that of a sum of ``terms`` terms in
+the worst order (see tolerance.py), for sums within sums. ``equal`` is that of a sum of equal terms,
+whose errors add up. ``terms`` is the most that a sum of the problem has. The last two terms round x
+to its dtype and allow flushing subnormal numbers to zero: floor = tiny * (terms + 2).
 
 D must not be small by chance. Every number is changed by its unit, up or down: in eight evaluations
 each element for itself, in two all of a row together, as the errors of terms of one sign add up, in
@@ -146,10 +146,10 @@ def _bound(
     """The bound of each element; ``finite``: whether all inputs are."""
     eps = float(kernel.accumulator.eps)
     unit = kernel.operand_unit or eps
-    growth, equal = 1.2 * (np.sqrt(terms) + 4), terms / 2 + 8
+    growth, equal = 2.4 * (np.sqrt(terms) + 4), terms / 2 + 8
     size = np.abs(np.where(np.isfinite(value), value, 0.0))
     row, largest = _along_rows(change), _along_rows(size)
-    bound = (3 + growth * eps / unit) * row + equal * eps * largest + kernel.tiny * (terms + 2)
+    bound = (4 + growth * eps / unit) * row + equal * eps * largest + kernel.tiny * (terms + 2)
     if dtype.kind not in "iub":
         limits = ml_dtypes.finfo(dtype)
         ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))

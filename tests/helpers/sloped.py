@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+import cupyfa
 from cupyfa import Input, Kernel, Launch, cdiv
 from cupyfa.numerics.reference import softmax
 
@@ -39,5 +40,69 @@ sloped = Kernel(
     outputs={"top": ("batch heads M", "real")},
     floats={"cap": lambda p, c: 30.0},
     reference=attention,
+    folder=Path(__file__).parent,
+)
+
+
+def scores(arrays, p):
+    """The scores without a cap, and K and V of each query head."""
+    K, V = (np.repeat(arrays[name], p.group, axis=1) for name in "KV")
+    distance = abs(np.arange(p.M)[:, None] - np.arange(p.N))
+    S = arrays["Q"] @ K.mT * p.scale - arrays["slopes"][:, None, None] * distance
+    return np.where(p.visible(), S, -np.inf), K, V, distance
+
+
+def forward(arrays, p, c):
+    """O and lse, which the gradients are given."""
+    S, _, V, _ = scores(arrays, p)
+    P, lse = softmax(S)
+    return {"O": P @ V, "lse": lse}
+
+
+def gradients(arrays, p, c):
+    """What the backward kernel computes."""
+    S, K, V, distance = scores(arrays, p)
+    out, dO, lse = (arrays[name] for name in ("O", "dO", "lse"))
+    hidden = ~p.visible() | np.isneginf(lse)[..., None]
+    P = np.where(hidden, 0.0, np.exp(S - lse[..., None]))
+    dS = P * (dO @ V.mT - (dO * out).sum(-1, keepdims=True))
+
+    def of_key_heads(x):
+        return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:]).sum(2)
+
+    return {
+        "dQ": dS @ K * p.scale,
+        "dK": of_key_heads(dS.mT @ arrays["Q"] * p.scale),
+        "dV": of_key_heads(P.mT @ dO),
+        "dslope": -(dS * distance).sum(-1),
+    }
+
+
+def launch(entry, outputs, rows, heads):
+    """One of the launches of the backward kernel."""
+    return Launch(
+        entry,
+        args=f"Q K V dO lse delta slopes {outputs} sizes group scale",
+        grid=lambda p, c: (max(cdiv(getattr(p, rows), 64), 1), getattr(p, heads), p.batch),
+        threads=lambda p, c: 64,
+        file="sloped_backward.cu",
+    )
+
+
+sloped_backward = Kernel(
+    name="sloped_backward",
+    adds="scores that fall with the distance",
+    operation="backward",
+    launches=(
+        cupyfa.kernel("rows").launches[0],  # delta, by the project's own file
+        launch("sloped_rows", "dQ dslope", "M", "heads"),
+        launch("sloped_keys", "dK dV", "N", "kv_heads"),
+    ),
+    features=("causal", "window", "gqa", "strides", "dv"),
+    scratch={"delta": ("batch heads M", "real")},
+    inputs={"slopes": sloped.inputs["slopes"]},
+    outputs={"dslope": ("batch heads M", "real")},
+    reference=gradients,
+    forward=forward,
     folder=Path(__file__).parent,
 )

@@ -10,8 +10,13 @@ from helpers import sloped as scripts
 from helpers.cli import cli
 
 import cupyfa
-from cupyfa import Input, Launch
+from cupyfa import Input, Launch, Limits
+from cupyfa.numerics import reference
+from cupyfa.planner import select
+from cupyfa.planner.source import KERNELS, text
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify import failures
+from cupyfa.verify.tasks import Task, perform
 
 SLOPED, SCRIPT = scripts.sloped, Path(scripts.__file__)
 FULL = SCRIPT.with_suffix(".cu").read_text()
@@ -177,15 +182,15 @@ def test_a_failure_is_stored_with_own_arrays_and_replayed(tmp_path):
     (tmp_path / "sloped.cu").write_text(FULL.replace(*FAULTS["an own array is not read"]))
     (tmp_path / "sloped.py").write_text(SCRIPT.read_text())
     name = f"{tmp_path / 'sloped.py'}:sloped"
-    how = {"grid": "fuzz", "samples": 2, "seed": 8, "dtypes": "float32", "jobs": 1}
-    done = cupyfa.check(name, **how, backend="simulator", failures=tmp_path / "failures")
-    (failure, *_) = done.failures
-    assert failure.found_on is not None and failure.outcome.worst.name in ("O", "lse", "top")
-    with np.load(failure.file) as stored:
+    case = cupyfa.Case("forward", cupyfa.Problem.of_sizes(M=9, N=40, d=8))
+    *_, outcome = perform(Simulator(), Task(case, (name,), keep=True))
+    file = failures.write(tmp_path, failures.Stored(case, outcome), "the command")
+    assert outcome.kind == "wrong result" and outcome.worst.name in ("O", "lse", "top")
+    with np.load(file) as stored:
         assert {"slopes", "is_shown", "expected_top"} <= set(stored)
-    assert cupyfa.replay(failure.file, backend="simulator").now.kind == "wrong result"
+    assert cupyfa.replay(file, backend="simulator").now == outcome
     (tmp_path / "sloped.cu").write_text(FULL)
-    assert cupyfa.replay(failure.file, backend="simulator").now.kind == "right"
+    assert cupyfa.replay(file, backend="simulator").now.kind == "right"
 
 
 def one_launch(args, **fields):
@@ -220,3 +225,123 @@ def test_other_arrays_are_passed_by_pointer(axes):
     cupyfa.plan(kernel=one_launch("table.data", inputs=inputs, floats={}), **how)
     with pytest.raises(ValueError, match="cannot have; pass it as table.data"):
         cupyfa.plan(kernel=one_launch("table", inputs=inputs, floats={}), **how)
+
+
+# Gradients, softmax, and kernels derived from rungs
+
+BACKWARD = scripts.sloped_backward
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_one_s_own(backend, dtype):
+    p = cupyfa.Problem.of_sizes(M=20, N=33, d=8, heads=4, kv_heads=2, dtype=dtype, causal=True)
+    case = cupyfa.Case("backward", p)
+    given = case.inputs(kernel=BACKWARD)
+    q, k, v, out, lse, dout, slopes = given.values()
+    assert list(given) == ["Q", "K", "V", "O", "lse", "dO", "slopes"]
+    wide = {name: x.astype("f8") for name, x in given.items()}
+    np.testing.assert_allclose(lse, scripts.forward(wide, p, None)["lse"], rtol=1e-5)
+    how = {"kernel": BACKWARD, "own": {"slopes": slopes}, "causal": True, "backend": backend}
+    grads = cupyfa.attention_backward(dout, q, k, v, out, lse, **how, check=True)
+    *again, dslope = cupyfa.attention_backward(
+        *(dout, q, k, v, out, lse), **how, return_own=["dslope"], grads=[None] * 3
+    )
+    assert dslope.shape == lse.shape and all(map(np.array_equal, grads, again))
+
+
+def test_a_vjp_shares_own_arrays():
+    q, k, v, own = arrays()
+    plain = replace(SLOPED, floats={"cap": lambda p, c: 1e6})
+    how = {"kernel": plain, "backward_kernel": BACKWARD, "backend": "simulator"}
+    own["is_shown"][:] = True
+    out, pullback = cupyfa.attention_vjp(q, k, v, own=own, **how)
+    grads = pullback(np.ones_like(out))
+    step = 1e-2 * np.random.default_rng(1).standard_normal(q.shape).astype("f4")
+    moved = [cupyfa.attention_vjp(q + x, k, v, own=own, **how)[0] for x in (step, -step)]
+    expected = (moved[0] - moved[1]).sum() / 2
+    np.testing.assert_allclose((grads[0] * step).sum(), expected, rtol=0.02, atol=1e-3)
+    with pytest.raises(
+        TypeError, match="no kernel takes slope of its own; these take cap, is_shown"
+    ):
+        cupyfa.attention_vjp(q, k, v, own={"slope": 1}, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sloped", "sloped_backward"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_correct_kernels_of_one_s_own_pass(name, dtype):
+    how = {"grid": "fuzz", "samples": 12, "dtypes": dtype, "backend": "simulator"}
+    done = cupyfa.check(f"{SCRIPT}:{name}", **how)
+    assert done.right == done.runs >= 8, done.failures
+
+
+def test_a_softmax_of_one_s_own(backend, tmp_path):
+    (tmp_path / "tempered.cu").write_text(TEMPERED)
+    launch = Launch(
+        "tempered",
+        args="S P heat.data",
+        grid=lambda p, c: p.M,
+        threads=lambda p, c: 1,
+        constants={"N": lambda p, c: p.N},
+    )
+    tempered = cupyfa.Kernel(
+        name="tempered",
+        adds="a temperature for each row",
+        operation="softmax",
+        launches=(launch,),
+        inputs={"heat": Input("M", "real", draw=lambda rng, p: 1 + rng.random(p.M))},
+        reference=lambda arrays, p, c: {
+            "P": reference.softmax(arrays["S"] / arrays["heat"][:, None])[0]
+        },
+        folder=tmp_path,
+    )
+    x, heat = np.random.default_rng(0).standard_normal((3, 9)), np.array([1.0, 2.0, 5.0])
+    y = cupyfa.softmax(x, kernel=tempered, own={"heat": heat}, backend=backend, check=True)
+    np.testing.assert_allclose(y, reference.softmax(x / heat[:, None])[0], rtol=1e-12)
+
+
+TEMPERED = """\
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+
+extern "C" __global__ void tempered(Tensor<const scalar> S, Tensor<scalar> P, const real* heat) {
+  const int row = blockIdx.x;
+  real sum = 0;
+  for (int i = 0; i < N; ++i) sum += exp(real(S.row(0, 0, row)[i]) / heat[row]);
+  for (int i = 0; i < N; ++i)
+    P.row(0, 0, row)[i] = scalar(exp(real(S.row(0, 0, row)[i]) / heat[row]) / sum);
+}
+"""
+
+
+def derived(folder, rung, change=("", "")):
+    """A rung whose own file lies in a folder, changed; the others stay the project's."""
+    kernel = cupyfa.kernel(rung)
+    text = (KERNELS / "forward" / f"{rung}.cu").read_text()
+    assert change[0] in text
+    (folder / f"{rung}.cu").write_text(text.replace(*change))
+    return replace(kernel, name="mine", folder=folder)
+
+
+def test_a_kernel_derived_from_a_rung_finds_the_project_s_files(tmp_path):
+    kernel = derived(tmp_path, "mma_pipelined")
+    p = cupyfa.Problem.of_sizes(M=70, d=16, precision="float16")
+    plan = select.plan(kernel, p, Limits("an A100", 166912, arch="80"))
+    of = {x.entry: x.path for x in plan.launches}
+    assert of["mma_pipelined"] == tmp_path / "mma_pipelined.cu"
+    assert of["round_operands"] == Path("forward/round_operands.cu")
+    assert all("extern" in text(x) for x in plan.launches)
+
+
+def test_a_kernel_derived_from_a_rung_computes_what_its_file_says(tmp_path):
+    q, k, v, _ = arrays()
+    kernel = derived(tmp_path, "fa2", ("softmax.inverse_sum()", "(2 * softmax.inverse_sum())"))
+    mine, fa2 = (cupyfa.attention(q, k, v, kernel=x, backend="simulator") for x in (kernel, "fa2"))
+    np.testing.assert_allclose(mine, 2 * fa2, rtol=1e-6)
+
+
+def test_a_folder_without_any_file_of_a_kernel_is_refused(tmp_path):
+    q, k, v, _ = arrays()
+    with pytest.raises(OSError, match=r"fa2.cu, the file of kernel fa2, cannot be read"):
+        kernel = replace(cupyfa.kernel("fa2"), name="mine", folder=tmp_path)
+        cupyfa.attention(q, k, v, kernel=kernel, backend="simulator")

@@ -1,0 +1,130 @@
+"""Bounds from a kernel's own reference: correct kernels pass with a margin, faulty ones do not."""
+
+import numpy as np
+import pytest
+
+from cupyfa.numerics import deviation, reference
+from cupyfa.numerics.tolerance import Expected, compare
+from cupyfa.problem import Problem
+
+SIZES = ((1, 1, 1), (7, 45, 16), (33, 203, 64), (3, 799, 128))  # M, N, d
+SCALE = {1: 1.0, 16: 0.25, 64: 0.125, 128: 0.088}
+
+
+def attention(arrays, floats):
+    """Attention with a factor of each score's key."""
+    q, k, v = (arrays[name] for name in "QKV")
+    scores = q @ k.mT * floats["scale"] + arrays["bias"][:, None, None]
+    p, lse = reference.softmax(scores)
+    return {"O": p @ v, "lse": lse}
+
+
+def inputs(M, N, d, dtype, values="normal", seed=0):
+    rng = np.random.default_rng(seed)
+    of = Problem.of_sizes(M=1, d=1, dtype=dtype).dtype
+    draw = {"normal": rng.standard_normal, "uniform": rng.random}[values]
+    arrays = {name: draw((1, 2, n, d)).astype(of.numpy) for name, n in zip("QKV", (M, N, N))}
+    return {**arrays, "bias": np.array([0.5, -0.5], of.sums)}, of
+
+
+def expected(arrays, of, floats, function=attention, precision=None):
+    outputs = {"O": of.numpy, "lse": of.sums}
+    terms = max(*arrays["Q"].shape[-2:], arrays["K"].shape[-2])
+    rounding = deviation.Rounding(of.name, precision, ("Q", "K", "V"), terms)
+    return deviation.expected(function, arrays, floats, outputs, rounding)
+
+
+def kernel(arrays, of, scale, *, drop=0, bias=1.0):
+    """A kernel that keeps sums in order, term after term, and rounds P and O as tensor cores do."""
+    q, k, v = (arrays[name][:, :, : arrays[name].shape[2] - drop * (name != "Q")] for name in "QKV")
+    real = of.sums.type
+    q, k, v = (x.astype(of.sums) for x in (q, k, v))
+    score = np.cumsum(q[:, :, :, None] * k[:, :, None], -1, dtype=of.sums)[..., -1] * real(scale)
+    score = score + arrays["bias"][:, None, None] * real(bias)
+    top = score.max(-1, keepdims=True)
+    p = np.exp(score - top)
+    total = np.cumsum(p, -1, dtype=of.sums)[..., -1:]
+    p = p.astype(of.numpy).astype(of.sums)
+    out = np.cumsum(p[..., None] * v[:, :, None], 3, dtype=of.sums)[:, :, :, -1] / total
+    return {"O": out.astype(of.numpy), "lse": (top + np.log(total))[..., 0]}
+
+
+def worst(results, wanted):
+    return max(x.ratio for x in compare(results, wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("values", ["normal", "uniform"])
+def test_correct_kernels_pass_with_a_margin(dtype, values):
+    for M, N, d in SIZES:
+        for seed in range(3):
+            arrays, of = inputs(M, N, d, dtype, values, seed)
+            wanted = expected(arrays, of, {"scale": SCALE[d]})
+            assert worst(kernel(arrays, of, SCALE[d]), wanted) < 0.6, (M, N, d, seed)
+
+
+FAULTS = {"last key": {"drop": 1}, "scale by 1 %": {"scale": 1.01}, "bias": {"bias": 0.99}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_exceed_the_bounds(dtype, fault):
+    for M, N, d in SIZES[1:]:
+        arrays, of = inputs(M, N, d, dtype)
+        wanted = expected(arrays, of, {"scale": SCALE[d]})
+        how = {"scale": 1.0, **FAULTS[fault]}
+        wrong = kernel(arrays, of, **{**how, "scale": SCALE[d] * how["scale"]})
+        assert worst(wrong, wanted) > 5, (M, N, d)
+
+
+def test_a_lost_key_exceeds_the_bounds_of_narrow_formats():
+    for dtype, N in (("float16", 45), ("bfloat16", 7)):
+        arrays, of = inputs(7, N, 16, dtype)
+        wanted = expected(arrays, of, {"scale": 0.25})
+        assert worst(kernel(arrays, of, 0.25, drop=1), wanted) > 2
+
+
+def test_no_bound_is_small_by_chance():
+    # Two terms whose changes cancel in half of all evaluations, in each of many rows.
+    arrays = {"Q": np.ones((1, 1, 4000, 2), np.float32)}
+    rounding = deviation.Rounding("float32", None, ("Q",), 2)
+    found = deviation.expected(
+        lambda arrays, floats: {"O": arrays["Q"][..., :1] - arrays["Q"][..., 1:]},
+        *(arrays, {}, {"O": np.dtype("f4")}, rounding),
+    )
+    assert (found["O"].value == 0).all()
+    assert found["O"].bound.min() > np.finfo("f4").eps
+
+
+@np.errstate(all="ignore")
+def test_infinity_and_nan():
+    def function(arrays, floats):
+        x = arrays["Q"]
+        return {"O": np.where(x > 4, np.inf, 1e6 * x), "lse": np.log(x)}
+
+    x = np.array([[[[5.0, 1.0, 0.001, -1.0]]]], np.float16)
+    wanted = expected({**{name: x for name in "QK"}}, DTYPE16, {}, function)
+    right = {"O": np.array([[[[np.inf, np.inf, 1e3, 0]]]]), "lse": np.log(x.astype("f8"))}
+    assert np.isnan(right["lse"][..., 3]).all()
+    verdicts = {
+        x.name: x.passed for x in compare({**right, "O": right["O"] * [1, 1, 1, np.nan]}, wanted)
+    }
+    assert verdicts == {"O": True, "lse": True}  # 1e6 and -1e6 are beyond float16
+    assert not compare({"O": right["O"] * [np.nan, 1, 1, 1]}, wanted)[0].passed
+    assert not compare({"lse": np.zeros_like(right["lse"])}, wanted)[0].passed
+    x[..., 0] = np.nan  # what NaN of an input reaches may hold anything
+    assert np.isposinf(expected({"Q": x, "K": x}, DTYPE16, {}, function)["lse"].bound[..., 3]).all()
+
+
+def test_a_reference_may_give_bounds_of_its_own():
+    def function(arrays, floats):
+        x = np.ones((1, 1, 1, 3))
+        return {"O": Expected(x, 0.25 * x), "lse": x}
+
+    found = expected(
+        {"Q": np.ones((1, 1, 1, 3), "f4"), "K": np.ones((1, 1, 1, 3), "f4")}, SINGLE, {}, function
+    )
+    assert (found["O"].bound == 0.25).all() and 0 < found["lse"].bound.max() < 1e-4
+
+
+DTYPE16, SINGLE = (Problem.of_sizes(M=1, d=1, dtype=x).dtype for x in ("float16", "float32"))
