@@ -25,7 +25,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import tolerance
-from cupyfa.numerics.tolerance import Expected
+from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of, select
 from cupyfa.runtime.arrays import readable_inputs
@@ -318,17 +318,42 @@ class _Measuring:
                 arrays = timing.arrays_of(backend, plan, readable, self.memory)
         except (*_NOT_HERE, *_WRONG) as error:
             return entry.fail(error)
-        judge = self.judge(plan)
         used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
         peak = _peak(backend, plan)
-        about: Any = {"checked": judge.share, "code": timing.code_of(plan), "peak": peak, **used}
+        try:
+            share, verdicts = self.judged(plan, results)
+        except (*_NOT_HERE, *_WRONG) as error:
+            return entry.fail(error)
+        about: Any = {"checked": share, "code": timing.code_of(plan), "peak": peak, **used}
         entry.row = replace(entry.row, passed=True, **about)
-        verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
         if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
             return entry.reject("; ".join(wrong))
         entry.plan, entry.results = plan, results
         entry.call = replay(backend, plan, arrays)
         entry.capture = partial(_captured, backend, plan, entry.call, arrays, results)
+
+    def judged(
+        self, plan: Plan, results: Mapping[str, np.ndarray]
+    ) -> tuple[float, Sequence[Verdict]]:
+        """The share of all rows that are judged, and the verdicts on them.
+
+        Where a reference of the kernel's own would take long, the rows are those of a smaller
+        problem.
+        """
+        case, p = self.case, plan.problem
+        if plan.kernel.reference and sampling.excerpts(p, case.seed, case.operation) != [None]:
+            case = replace(case, problem=sampling.smaller(plan))
+            plan = plan_of(plan.kernel, case.problem, self.backend.limits, **plan.constants)
+            inputs = case.inputs(self.backend, plan.kernel)
+            with self.backend.working_on(None):
+                results = run_guarded(self.backend, plan, readable_inputs(plan, inputs), {})
+            judge = Judge.of(plan, inputs)
+        else:
+            judge = self.judge(plan)
+        verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
+        small = case.problem
+        part = small.batch * small.heads * small.M / max(p.batch * p.heads * p.M, 1)
+        return judge.share * (part if case is not self.case else 1.0), verdicts
 
     def leave_out(self, entry: _Entry) -> bool:
         """Whether the call of an entry did not return in an earlier process; it is not made."""

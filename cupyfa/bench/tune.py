@@ -29,6 +29,7 @@ from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
@@ -325,13 +326,7 @@ def _call(plan: Plan) -> str:
 
 def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     """Checks a plan's constants on a small problem whose sizes are no multiples of its tiles."""
-    p, largest = plan.problem, max(plan.constants.values(), default=32)
-    if plan.kernel.operation == "softmax":
-        small = replace(p, M=min(p.M, 37), N=min(p.N, 1051))
-    else:
-        kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
-        heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
-        small = replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
+    small = sampling.smaller(plan)
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
     for launch in checked.programs:  # compiles, which is no part of the call

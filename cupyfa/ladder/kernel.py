@@ -216,7 +216,8 @@ class Kernel(_Record):
     reference: what it computes, for checks: ``reference(arrays, p, c)`` gives ``{output: array}``
         with every output of the kernel, in float64. ``arrays`` are the inputs by name, Q as
         [batch, heads, M, d], own ones with the axes of their records; float arrays are float64.
-        ``c`` has constants and floats. The bounds of its errors are found by evaluating it several
+        ``c`` has constants and floats, and as ``c.rounding`` the precision that operands are
+        rounded to by design, or None. The bounds of its errors are found by evaluating it several
         times (docs/checking.md); for bounds of its own it gives ``Expected(value, bound)``.
     forward: for gradients, ``forward(arrays, p, c)`` gives ``{"O": …, "lse": …}`` of random inputs
         in checks; without it they are those of plain attention.
@@ -357,25 +358,27 @@ class Kernel(_Record):
         }
         known = operation.inputs_of(p)
         operands = [name for name, x in known.items() if x.kind == "scalar"]
-        floats = {name: constants[name] for name in self.floats if name in constants}
+        arrays = {name: inputs[name] for name in known}
+        floats = {name: constants[name] for name in self.floats}
+        shapes = {name: x.shape(p) for name, x in wanted.items()}
+        dtypes = {name: x.dtype(p) for name, x in wanted.items()}
         terms = max(p.M * p.group, p.N, p.d, p.dv)
 
-        def function(arrays: Arrays, others: Mapping[str, float]) -> Mapping[str, Any]:
-            c = SimpleNamespace(**{**constants, **others})
+        def function(
+            precision: str | None, operands: Arrays, others: Mapping[str, float]
+        ) -> Mapping[str, Any]:
+            c = SimpleNamespace(**{**constants, **others, "rounding": precision})
             assert self.reference is not None
-            found = self.evaluated("reference", self.reference, arrays, p, c)
-            return self._checked(found, {name: x.shape(p) for name, x in wanted.items()})
+            found = self.evaluated("reference", self.reference, operands, p, c)
+            return self._checked(found, shapes)
 
-        dtypes = {name: x.dtype(p) for name, x in wanted.items()}
         return {
-            rounding: deviation.expected(
-                function,
-                {name: inputs[name] for name in known},
-                floats,
-                dtypes,
-                deviation.Rounding(p.dtype.name, rounding, operands, terms),
+            precision: deviation.expected(
+                partial(function, precision),
+                *(arrays, floats, dtypes),
+                deviation.Rounding(p.dtype.name, precision, operands, terms),
             )
-            for rounding in roundings
+            for precision in roundings
         }
 
     def _checked(self, found: Any, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:

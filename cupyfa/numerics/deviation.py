@@ -10,8 +10,8 @@ D is the largest change in x's row, its neighbours along the last axis, over all
 the largest |x| in that row. ``unit`` is the relative error of a rounded operand: eps, the spacing
 at 1 of the format that sums are kept in, or half of that of a narrow format, if the arrays have one
 or the kernel rounds to one. A kernel that rounds intermediate results, the weights P for example,
-has errors like D; 4 allows for four of them. ``growth`` is twice that of a sum of ``terms`` terms in
-the worst order (see tolerance.py), for sums within sums. ``equal`` is that of a sum of equal terms,
+has errors like D; 4 allows for four of them. ``growth`` is twice that of a sum of ``terms`` terms
+in the worst order (see tolerance.py), for sums within sums. ``equal`` is that of equal terms,
 whose errors add up. ``terms`` is the most that a sum of the problem has. The last two terms round x
 to its dtype and allow flushing subnormal numbers to zero: floor = tiny * (terms + 2).
 

@@ -118,3 +118,13 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
         batch, head, row = map(pick.randrange, ends)
         places.append((batch, head, row))
     return [Excerpt(b, head, slice(row, row + _ROWS)) for b, head, row in sorted(set(places))]
+
+
+def smaller(plan: Plan) -> Problem:
+    """A part of a problem that is checked quickly; its sizes are no multiples of the tiles."""
+    p, largest = plan.problem, max(plan.constants.values(), default=32)
+    if p.is_softmax:
+        return replace(p, M=min(p.M, 37), N=min(p.N, 1051))
+    kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
+    heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
+    return replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)

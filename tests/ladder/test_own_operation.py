@@ -11,11 +11,12 @@ from helpers.cli import cli
 
 import cupyfa
 from cupyfa import Input, Launch, Limits
-from cupyfa.numerics import reference
+from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import select
 from cupyfa.planner.source import KERNELS, text
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures
+from cupyfa.verify import failures, sampling
+from cupyfa.verify.sampling import Judge
 from cupyfa.verify.tasks import Task, perform
 
 SLOPED, SCRIPT = scripts.sloped, Path(scripts.__file__)
@@ -162,6 +163,21 @@ FAULTS = {
 }
 
 
+def test_a_reference_that_takes_long_is_computed_for_a_smaller_problem(monkeypatch):
+    monkeypatch.setattr(sampling, "_WORK", 0)
+    asked = []
+
+    def watched(arrays, p, c):
+        asked.append((p.batch, p.heads, p.M))
+        return scripts.attention(arrays, p, c)
+
+    kernel = replace(SLOPED, reference=watched)
+    how = {"batch": 2, "heads": 3, "M": 120, "d": 4, "backend": "simulator", "budget": 0.01}
+    (row,) = cupyfa.bench(kernel, alone=True, **how)
+    assert row.passed and row.time and set(asked) == {(1, 2, 101)}
+    assert row.checked == pytest.approx(2 * 101 / (2 * 3 * 120))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     assert FULL.count(FAULTS[fault][0]) == 1
@@ -191,6 +207,26 @@ def test_a_failure_is_stored_with_own_arrays_and_replayed(tmp_path):
     assert cupyfa.replay(file, backend="simulator").now == outcome
     (tmp_path / "sloped.cu").write_text(FULL)
     assert cupyfa.replay(file, backend="simulator").now.kind == "right"
+
+
+def test_bounds_may_be_those_of_the_project(tmp_path):
+    def turned(arrays, p, c):
+        q, k, v = arrays["Q"], -arrays["K"], arrays["V"]
+        how = {"dtype": p.dtype.name, "roundings": (c.rounding,), "scale": p.scale}
+        return tolerance.expected_attention(q, k, v, **how)[c.rounding]
+
+    kernel = derived(tmp_path, "fa2", ("scorer = {scale", "scorer = {-scale"))
+    how = {"own": {}, "check": True, "backend": "simulator"}
+    for dtype in ("float32", "float16"):
+        q, k, v, _ = arrays(dtype=dtype)
+        cupyfa.attention(q, k, v, kernel=replace(kernel, reference=turned), **how)
+    p = cupyfa.Problem.of(q, k, v)
+    judge = Judge.of(
+        select.plan(replace(kernel, reference=turned), p, Simulator().limits),
+        {"Q": q, "K": k, "V": v},
+    )
+    right = tolerance.expected_attention(q, -k, v, dtype="float16", scale=p.scale)[None]
+    np.testing.assert_array_equal(judge.expected(None)[0][0]["O"].bound, right["O"].bound)
 
 
 def one_launch(args, **fields):

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -119,6 +120,7 @@ def declared(value, tmp_path):
         (np.bool_(True), "constexpr bool factor = true;"),
         (0.5, "constexpr float factor = 0x1.0000000000000p-1f;"),
         (np.float64(-3), "constexpr float factor = -0x1.8000000000000p+1f;"),
+        (np.float32(2.5), "constexpr float factor = 0x1.4000000000000p+1f;"),
         (0.1, "constexpr float factor = 0x1.99999a0000000p-4f;"),
     ],
 )
@@ -126,10 +128,28 @@ def test_constants_are_declared_by_their_type(tmp_path, value, line):
     assert declared(value, tmp_path) == line
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e39, 2**31, Fraction(1, 2), "1"])
+FRACTIONS = (Fraction(5, 2), Decimal("2.5"), np.array(2.5))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e39, 2**31, *FRACTIONS, "1"])
 def test_other_constants_are_refused(value):
     with pytest.raises(ValueError, match=r"own: the record's constant factor of own is .*; give a"):
         planning.plan(own(value), Problem.of_sizes(M=1, d=1), H100)
+
+
+@pytest.mark.parametrize("value", [2.5, np.float32(2.5), *FRACTIONS, np.bool_(True)])
+def test_fractions_are_no_numbers_tiles_or_sizes(value):
+    number = Launch(
+        "own", "Q k", lambda p, c: 1, lambda p, c: 32, numbers={"k": lambda p, c: value}
+    )
+    plain = own(1).launches[0]
+    sized = (replace(plain, **{x: lambda p, c: value}) for x in ("grid", "threads", "shared"))
+    for launch in (number, *sized):
+        with pytest.raises(ValueError, match="must give .*whole number"):
+            kernel = Kernel(name="own", adds="", launches=(launch,))
+            planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100)
+    with pytest.raises(ValueError, match="tiles"):
+        Kernel(name="own", adds="", launches=(plain,), tiles=({"Br": value},))
 
 
 def test_a_record_may_round_to_a_precision_of_the_reference():
