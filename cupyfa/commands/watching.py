@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import click
+
 from cupyfa.bench.watch import Watch
 from cupyfa.commands import options
 from cupyfa.runtime.backend import Backend
 
+_CLEAR_LINE = "\r\x1b[2K"
 _STATE = "_CUPYFA_STATE"  # the file with what an earlier process has done
 _OFTEN = 10  # times within a timeout that the watcher looks
 LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default seconds
@@ -40,6 +43,7 @@ def watched(backend: Backend, timeout: float | None) -> Iterator[Watch]:
     if state := os.environ.pop(_STATE, None):
         watch.load(Path(state))
         Path(state).unlink()
+        options.note(f"{watch.hung[-1]}: {watch.verdict}; continuing without it")
     ended = threading.Event()
     threading.Thread(target=_look, args=(watch, ended), daemon=True).start()
     try:
@@ -58,8 +62,9 @@ def _restart(watch: Watch, call: str) -> None:
     handle, state = tempfile.mkstemp(prefix="cupyfa-", suffix=".json")
     os.close(handle)
     watch.save(Path(state), call)
-    options.note(f"{call}: {watch.verdict}; continuing without it")
     sys.stdout.flush()
+    if sys.stderr.isatty():
+        click.echo(_CLEAR_LINE, err=True, nl=False)  # of the progress bar
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the one of the listing
             os.set_inheritable(descriptor, descriptor <= 2)  # closing the driver's frees the GPU

@@ -18,7 +18,8 @@ WAITING = own_kernel.MINE.replace(
 RECORD = own_kernel.SCRIPT.replace(
     "    features=", '    tiles=({"laps": 200},),\n    candidates={"laps": (1, 2)},\n    features='
 )
-HOW = (*SIMULATOR, "-B", 1, "-H", 1, "-d", 8, "--timeout", 0.5, "--format", "json")
+HOW = ("-B", 1, "-H", 1, "-d", 8, "--format", "json")
+SOON = (*SIMULATOR, "--timeout", 0.5)
 
 
 @pytest.fixture
@@ -26,24 +27,26 @@ def waiting(tmp_path):
     return f"{own_kernel.write(tmp_path, WAITING, RECORD)}:mine"
 
 
-def test_bench_goes_on_without_a_kernel_that_hangs(waiting, tmp_path):
+def test_bench_goes_on_without_a_kernel_that_hangs(backend, waiting, tmp_path):
+    seconds = {"simulator": 0.5, "cuda": 8}[backend.name]
     saved = tmp_path / "a.json"
     sweep = ("-p", "M=8,16", "-p", "laps=1,2", "--budget", 0, "--alone", "--save", saved)
-    done = process(["bench", waiting, *HOW, *sweep])
+    where = ("--backend", backend.name, "--timeout", seconds)
+    done = process(["bench", waiting, *HOW, *sweep, *where])
     assert done.returncode == 1, done.stderr
     rows = json.loads(done.stdout)
     found = {(row["M"], row["constants"]["laps"]): (row["ms"], row["note"]) for row in rows}
-    assert len(rows) == 4 and found.pop((16, 1)) == (None, "timed out after 0.5 s")
+    assert len(rows) == 4 and found.pop((16, 1)) == (None, f"timed out after {seconds} s")
     assert all(ms > 0 and not note for ms, note in found.values())
     assert len(json.loads(saved.read_text())["rows"]) == 4
-    assert done.stderr.count("timed out after 0.5 s; continuing without it") == 1
+    assert done.stderr.count(f"timed out after {seconds} s; continuing without it") == 1
 
 
 @pytest.mark.slow
 def test_tune_goes_on_without_a_candidate_that_hangs(tmp_path):
     kernel = WAITING.replace("key < N;", "key < N - (laps == 2);")  # one is left: no finalists
     env = {"CUPYFA_CACHE_DIR": tmp_path / "cache"}
-    args = ["tune", f"{own_kernel.write(tmp_path, kernel, RECORD)}:mine", *HOW, "-M", 16]
+    args = ["tune", f"{own_kernel.write(tmp_path, kernel, RECORD)}:mine", *HOW, *SOON, "-M", 16]
     for fresh in (["--fresh"], []):  # what timed out is known to later calls
         done = process([*args, *fresh], env=env)
         assert done.returncode == 0, done.stderr
