@@ -1,9 +1,13 @@
-"""The exceptions of the library, besides ValueError and TypeError for wrong arguments."""
+"""The exceptions of the library, besides ValueError and TypeError for wrong arguments; warnings."""
 
 import numbers
+import os
 import reprlib
+import sys
+import warnings
 
 _FEW = 4  # elements of a sequence that a message shows
+_LIBRARY = os.path.dirname(__file__) + os.sep
 
 
 class Unsupported(NotImplementedError):
@@ -71,3 +75,11 @@ def described(value: object) -> str:
         end = "," if len(value) == 1 else ""
         return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
     return f"of type {type(value).__name__}"
+
+
+def warn(text: str) -> None:
+    """Warns at the line that called the library, however deep in it the reason was found."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -380,8 +380,11 @@ def test_calls_keep_no_device_memory(cuda):
 
 
 def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
-    with pytest.warns(UserWarning, match="no CUDA device is visible: running in the simulator"):
+    with pytest.warns(
+        UserWarning, match="no CUDA device is visible: running in the simulator"
+    ) as noted:
         cupyfa.attention(*arrays(4, 8))
+    assert [note.filename for note in noted] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cupyfa.attention(*arrays(4, 8))

@@ -1,7 +1,6 @@
 """The memory that attention needs: inputs, outputs, temporaries and peak, counted and measured."""
 
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,7 +21,7 @@ from cupyfa.analysis.formulas import (
 from cupyfa.analysis.profile import TOOLS, profile
 from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import sweeps
-from cupyfa.errors import DeviceError, DeviceLost, Unsupported
+from cupyfa.errors import DeviceError, DeviceLost, Unsupported, warn
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
@@ -33,7 +32,7 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import run
-from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
@@ -190,10 +189,7 @@ def _can_count(backend: Backend | None) -> bool:
         return False
     if shutil.which("ncu"):
         return True
-    warnings.warn(
-        f"ncu is not on the PATH, so DRAM traffic is not measured; install {TOOLS['ncu']}",
-        **AT_THE_CALLER,
-    )
+    warn(f"ncu is not on the PATH, so DRAM traffic is not measured; install {TOOLS['ncu']}")
     return False
 
 
@@ -202,7 +198,7 @@ def _with_dram(row: Footprint, name: str) -> tuple[Footprint, bool]:
     try:
         counters = profile(name, Case(row.operation, row.problem))
     except (Unsupported, ValueError) as error:
-        warnings.warn(f"DRAM traffic is not measured: {error}", **AT_THE_CALLER)
+        warn(f"DRAM traffic is not measured: {error}")
         return row, False
     milliseconds, rates = (
         [x.value for x in counters if x.counter == counter and isinstance(x.value, float)]

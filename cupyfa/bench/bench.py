@@ -1,6 +1,5 @@
 """Benchmarks: kernels are checked, then timed in alternation with others on the same problem."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from cupyfa.errors import (
     Unsupported,
     WrongResult,
     described,
+    warn,
 )
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
@@ -33,7 +33,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.runtime.select import backend_named
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Judge
@@ -262,7 +262,7 @@ class _Measuring:
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
-            warnings.warn(text, **AT_THE_CALLER)
+            warn(text)
 
     def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
         """The kernels to measure, each with every combination of its constants."""

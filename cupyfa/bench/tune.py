@@ -1,6 +1,5 @@
 """Tuning: measures a kernel's tile sizes on a device and stores the fastest."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.select import AT_THE_CALLER, backend_named
+from cupyfa.runtime.select import backend_named
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
@@ -114,10 +113,9 @@ def tune(
         if not OPERATIONS[operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
     if not is_kept():
-        warnings.warn(
+        errors.warn(
             f"{store.chosen_folder() or 'the cache folder'} cannot be written, so nothing is "
-            "stored; set CUPYFA_CACHE_DIR to a writable folder",
-            **AT_THE_CALLER,
+            "stored; set CUPYFA_CACHE_DIR to a writable folder"
         )
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)

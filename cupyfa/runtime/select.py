@@ -2,24 +2,16 @@
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import DeviceError, described
+from cupyfa.errors import DeviceError, described, warn
 from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
-# Warnings point at the line that called the library, where Python supports that.
-AT_THE_CALLER: Any = (
-    {"skip_file_prefixes": (str(Path(__file__).parents[1]),)}
-    if sys.version_info >= (3, 12)
-    else {"stacklevel": 2}
-)
 NAMES = ("auto", "cuda", "simulator")
 _choosing = threading.RLock()
 _owners: dict[type, Backend] = {}  # by the type of the backend's arrays
@@ -138,7 +130,7 @@ def _automatic() -> Backend:
     reason = _no_cuda()
     if reason is None:
         return _cuda()
-    warnings.warn(f"{reason}: running in the simulator, on the CPU", **AT_THE_CALLER)
+    warn(f"{reason}: running in the simulator, on the CPU")
     return _simulator()
 
 
