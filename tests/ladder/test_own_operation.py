@@ -206,7 +206,8 @@ def test_a_failure_is_stored_with_own_arrays_and_replayed(tmp_path):
         assert {"slopes", "is_shown", "expected_top"} <= set(stored)
     assert cupyfa.replay(file, backend="simulator").now == outcome
     (tmp_path / "sloped.cu").write_text(FULL)
-    assert cupyfa.replay(file, backend="simulator").now.kind == "right"
+    for kernel in (None, "fa2"):
+        assert cupyfa.replay(file, kernel, backend="simulator").now.kind == "right"
 
 
 def test_bounds_may_be_those_of_the_project(tmp_path):
