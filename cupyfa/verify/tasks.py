@@ -75,7 +75,8 @@ def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Itera
     try:
         inputs = task.case.inputs(backend) if inputs is None else inputs
         if alike := [plan for plan in plans.values() if plan.kernel.is_plain]:
-            judge = _judge(alike, inputs, task.case)
+            shared = task.case.completed(inputs, alike[0].kernel)
+            judge = _judge(alike, shared, task.case)
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
