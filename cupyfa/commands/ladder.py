@@ -31,7 +31,7 @@ _PATIENCE = 5  # budgets
 
 
 @click.command()
-@click.option("--backward", is_flag=True, help="The gradients' rungs.")
+@options.backward_option
 @options.problem_options(dtype="float16")
 @budget_option
 @timeout_option
@@ -62,8 +62,8 @@ def ladder(
 ) -> None:
     """Measure all rungs, and compare each with the one before.
 
-    The default problem is batch 4, heads 16, M = N = 2048, d = 64 (a small one in the simulator) in
-    float16, which most rungs take and for which the baseline uses tensor cores.
+    Rungs that do not support the dtype are left out. It is float16 by default, which most rungs
+    support and for which the baseline uses tensor cores.
     """
     if saved:
         unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))

@@ -12,7 +12,7 @@ from cupyfa.report.tables import render
 @click.command()
 @options.some_kernels_argument()
 @options.problem_options(small=False)
-@click.option("--backward", is_flag=True, help="Gradients instead of the forward pass.")
+@options.backward_option
 @click.option("--no-ncu", is_flag=True, help="Do not run Nsight Compute.")
 @options.backend_option
 @options.format_option

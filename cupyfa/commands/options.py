@@ -67,6 +67,9 @@ backend_option = click.option(
     default="auto",
     help="auto is cuda if there is a GPU, else the simulator.",
 )
+backward_option = click.option(
+    "--backward", is_flag=True, help="Gradients instead of the forward pass."
+)
 seed_option = click.option("--seed", type=Integer(0), default=0, help="Seed of the random inputs.")
 reruns_option = click.option(
     "--reruns",

@@ -20,7 +20,7 @@ from cupyfa.report.tables import render
 @options.some_kernels_argument("naive", "tiled")
 @options.problem_options(small=False, usual="float16, or the first that the kernels can do")
 @sweep_option
-@click.option("--backward", is_flag=True, help="The gradients.")
+@options.backward_option
 @click.option(
     "--device",
     type=click.Choice([*DEVICES, THIS]),
