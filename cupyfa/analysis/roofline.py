@@ -213,8 +213,11 @@ def measured_roofs(
     ``kernels`` and ``sizes``, as of ``roofline``, select rows. ``device`` is by default the one
     that the results name. A row of another library has the bytes of tiled attention.
 
-    Raises ValueError if no row is selected, or if no data sheet of the device is listed.
+    Raises ValueError if no row is selected, for times of the simulator, or if no data sheet of the
+    device is listed.
     """
+    if results.environment.get("backend") == "simulator":
+        raise ValueError("times of the simulator lie under no device's roof; measure on a GPU")
     target = _device_of(results) if device == "auto" else _device(device, gpu())[0]
     limits, chosen = _limits(target), _named(kernels)
     asked = [x for x in chosen if x not in (NAIVE, TILED)]

@@ -349,7 +349,7 @@ def backend_with(name: str, schedule: int | None) -> Backend:
 def note(text: object) -> None:
     """Prints a note, which is no data, on stderr; a terminal gets lines that it does not cut."""
     words = f"note: {text}"
-    if sys.stderr.isatty():
+    if sys.stderr and sys.stderr.isatty():
         how: Any = {"break_long_words": False, "break_on_hyphens": False}
         width = shutil.get_terminal_size().columns
         words = textwrap.fill(words, width, subsequent_indent="  ", **how)

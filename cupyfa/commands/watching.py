@@ -62,8 +62,9 @@ def _restart(watch: Watch, call: str) -> None:
     handle, state = tempfile.mkstemp(prefix="cupyfa-", suffix=".json")
     os.close(handle)
     watch.save(Path(state), call)
-    sys.stdout.flush()
-    if sys.stderr.isatty():
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    if sys.stderr and sys.stderr.isatty():
         click.echo(_CLEAR_LINE, err=True, nl=False)  # of the progress bar
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the one of the listing

@@ -294,6 +294,13 @@ def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatc
     assert roofs.measured_roofs(unknown)[0].device is DEVICES["h100"]
 
 
+def test_times_of_the_simulator_are_shown_under_no_roof():
+    simulated = replace(LADDER_OF_H100, environment={"backend": "simulator"})
+    for device in ("auto", "h100"):
+        with pytest.raises(ValueError, match="times of the simulator lie under no device's roof"):
+            roofs.measured_roofs(simulated, device=device)
+
+
 def test_the_arguments_select_measurements():
     def command(*args):
         done = cli("roofline", "--from", ROOT / "docs" / "ladder.json", "--format", "json", *args)

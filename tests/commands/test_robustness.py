@@ -329,7 +329,8 @@ def test_a_check_continues_if_failures_cannot_be_written(own_folders, monkeypatc
     cases = [Case("forward", Problem.of_sizes(M=M, d=8)) for M in (5, 9)]
     monkeypatch.setattr(grids, "cases", lambda *_, **__: cases)
     folder = Path("/proc/failures") if call is None else tmp_path / "failures"
-    check = ("check", f"{record}:mine", *SIMULATOR, "--jobs", "0", "--failures")
+    how = ("--grid", "smoke", "--jobs", "0", "--failures")
+    check = ("check", f"{record}:mine", *SIMULATOR, *how)
     cli(*check, tmp_path / "first", code=1)  # compiles, for which there is room
     if call:
         monkeypatch.setattr(store.os, call, full)
