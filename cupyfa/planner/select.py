@@ -244,6 +244,8 @@ def _nearest(speeds: Mapping[int, float], d: int) -> float:
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
     if given and can(kernel, problem, limits):
         return f"leave {', '.join(given)} to the plan"
+    if kernel.reference:
+        return "no other kernel computes what its reference does"
     problem = _accurate(problem)
     able = [
         k.name

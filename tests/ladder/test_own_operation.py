@@ -85,6 +85,47 @@ def test_arrays_of_any_strides_and_leading_axes_are_taken():
     assert top_split.shape == (2, 1, *top.shape[1:])
 
 
+def test_an_array_may_be_for_some_problems_only():
+    q, k, v, own = arrays()
+    slopes = replace(SLOPED.inputs["slopes"], when=lambda p: p.causal is not None)
+    kernel = replace(
+        one_launch("O slopes is_shown.data", inputs={**SLOPED.inputs, "slopes": slopes}),
+        reference=None,
+    )
+    plans = [
+        cupyfa.plan(kernel=kernel, M=4, d=2, causal=x, limits=Simulator().limits)
+        for x in (False, True)
+    ]
+    given, absent = (plan.launches[0].arguments[1] for plan in reversed(plans))
+    assert given.value is None and absent.value.dtype.itemsize == 32
+    assert "slopes" in plans[1].arrays and "slopes" not in plans[0].arrays
+    how = {"kernel": kernel, "backend": "simulator"}
+    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of own"):
+        cupyfa.attention(q, k, v, own=own, **how)
+    with pytest.raises(TypeError, match="own needs slopes"):
+        cupyfa.attention(q, k, v, causal=True, own={"is_shown": own["is_shown"]}, **how)
+
+
+def test_no_other_kernel_is_recommended():
+    q, k, v, own = arrays()
+    with pytest.raises(cupyfa.Unsupported, match="support score; no other kernel computes what"):
+        cupyfa.attention(q, k, v, softcap=1.0, kernel=SLOPED, own=own, backend="simulator")
+
+
+def test_floats_reach_plans():
+    how = {"kernel": SLOPED, "M": 4, "d": 2, "limits": Simulator().limits}
+    for own, cap in ((None, 30.0), ({"cap": 0.1}, float(np.float32(0.1)))):
+        plan = cupyfa.plan(own=own, **how)
+        (argument,) = (x for x in plan.launches[0].arguments if x.name == "cap")
+        assert plan.floats == {"cap": cap} and argument.value == cap
+        assert argument.value.dtype == np.float32
+
+
+def test_accuracy_is_that_of_what_the_kernel_computes():
+    (found,) = cupyfa.accuracy(SLOPED, values=("normal",), backend="simulator", M=9, d=4)
+    assert 0 < found.rmse < 1e-6 < found.rms
+
+
 SHOWN = np.ones((2, 33), bool)
 SLOPES = np.ones(2, "f4")
 
@@ -233,7 +274,7 @@ def test_bounds_may_be_those_of_the_project(tmp_path):
 def one_launch(args, **fields):
     """A record that has these arguments and the arrays of its own in ``fields``."""
     launch = Launch("own", args=args, grid=lambda p, c: 1, threads=lambda p, c: 32)
-    features = ("strides", "lse", "dv")
+    features = ("causal", "strides", "lse", "dv")
     return replace(SLOPED, name="own", launches=(launch,), outputs={}, features=features, **fields)
 
 

@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice, Gate, Mark as FarMark
+from helpers.sloped import sloped
 from helpers.threads import in_threads
 from hypothesis import given, settings, strategies as st
 
@@ -62,6 +63,17 @@ def same(far, q, k, v, tolerance=0.0, **options):
             got.astype(np.float64), right.astype(np.float64), rtol=tolerance, atol=tolerance
         )
     return there
+
+
+def test_a_kernel_of_one_s_own_gets_the_whole_problem(far):
+    q, k, v = arrays(2, 4, 60, 16, kv_heads=2)
+    shown = np.random.default_rng(1).random((60, 2)).T < 0.8  # not contiguous
+    own = {"slopes": np.array([0.1, 0.2, 0.4, 0.8], np.float32), "is_shown": shown, "cap": 5.0}
+    same(far, q, k, v, kernel=sloped, own=own, return_own=("top",))
+    same(far, q, k, v, kernel=sloped, own=own, check=True)
+    transfer.configure(device_bytes=20_000)
+    with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: all of it needs"):
+        cupyfa.attention(q, k, v, kernel=sloped, own=own, backend=far)
 
 
 @given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=4), most=st.integers(1, 50))
