@@ -1,6 +1,12 @@
 """softmax_safe with faults that appear at some sizes: pairs of a text and its replacement."""
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cupyfa.ladder.kernel import Kernel, Launch
+from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import source as sources
+from cupyfa.planner.evaluate import source_path
 
 SCRIPT = """\
 from dataclasses import replace
@@ -60,3 +66,54 @@ def write(folder, fault=()):
     (folder / "mine.cu").write_text(text)
     (folder / "script.py").write_text(SCRIPT)
     return f"{folder / 'script.py'}:mine"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of tests/verify/faults.txt, which says what its lines mean."""
+
+    kernel: str
+    file: str
+    what: str
+    right: str
+    wrong: str
+    shows: str
+    line: str | None
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.what}"
+
+
+def faults() -> list[Fault]:
+    """The faults of tests/verify/faults.txt."""
+    text = (sources.ROOT / "tests/verify/faults.txt").read_text(encoding="utf-8")
+    _, *blocks = text.split("\n\n")
+    return [_fault(block.splitlines()) for block in blocks]
+
+
+def _fault(lines: list[str]) -> Fault:
+    head, *rest = lines
+    where, what = head.split(": ", 1)
+    marked = {mark: [x[1:] for x in rest if x[0] == mark] for mark in "-+"}
+    right, wrong = ("\n".join(marked[mark]) for mark in "-+")
+    named = dict(x.split(": ", 1) for x in rest if x[0] not in marked)
+    return Fault(*where.split(), what, right, wrong, named["shows"], named.get("line"))
+
+
+def broken(folder: Path, fault: Fault) -> Kernel:
+    """The kernel of a fault, with a copy of its files in a folder."""
+    (path,) = (
+        x for x in (sources.KERNELS / fault.file, sources.INCLUDE / fault.file) if x.is_file()
+    )
+    record = record_named(fault.kernel)
+    for launch in record.launches:
+        if isinstance(launch, Launch):
+            source = source_path(record, launch)
+            (folder / source.name).write_text((sources.KERNELS / source).read_text())
+    text = path.read_text()
+    assert text.count(fault.right) == 1, f"{fault.file} has not once: {fault.right}"
+    to = folder / (path.name if path.suffix == ".cu" else fault.file)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(text.replace(fault.right, fault.wrong))
+    launches = [replace(x, file=None) if isinstance(x, Launch) else x for x in record.launches]
+    return replace(record, launches=tuple(launches), folder=folder)

@@ -1,0 +1,53 @@
+"""The faults of faults.txt, injected into kernels of all families: check finds each by default."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import broken_kernels
+
+import cupyfa
+from cupyfa.verify import check as checking
+
+FAULTS = broken_kernels.faults()
+ENOUGH = 3  # failures, after which a check is ended
+PLACE = re.compile(r"(/[^\s():]+):(\d+)")
+
+
+def found(kernel):
+    """The first failures of a check with default settings, before they are shrunk."""
+
+    def progress(done, total, what):
+        if what == f"{ENOUGH} failed":
+            raise KeyboardInterrupt
+
+    try:
+        return cupyfa.check(kernel, backend="simulator", progress=progress)
+    except checking.Interrupted as enough:
+        return enough.checked
+
+
+def lines_named(message):
+    """The source lines that a message names."""
+    for file, number in PLACE.findall(message):
+        yield Path(file).read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_found(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
+    done = found(broken_kernels.broken(tmp_path, fault))
+    messages = [f"{x.outcome.kind}: {x.outcome.message}" for x in done.failures]
+    fitting = [x for x in messages if re.search(fault.shows, x, re.S)]
+    assert fitting, messages or "no failure"
+    if fault.line:
+        assert any(fault.line in line for x in fitting for line in lines_named(x)), fitting
+
+
+def test_there_are_faults_of_every_family():
+    assert len(FAULTS) >= 60
+    assert len({str(fault) for fault in FAULTS}) == len(FAULTS)
+    kernels = {fault.kernel for fault in FAULTS}
+    others = {"baseline_online", "mma_async"}
+    assert {kernel.name for kernel in cupyfa.kernels()} - others == kernels
