@@ -120,7 +120,7 @@ class Fuzz:
         plan = select.plan(record, compiled, self._limits, **constants)
         each = _Turns(self.seed, i, turns.attempt)
         values = each.choose("values", _VALUES)
-        problem = self._sized(compiled, plan, each, pick)
+        problem = self._sized(compiled, plan, each, pick, values)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
         layout = each.choose("layout", _NEAR)
@@ -200,7 +200,9 @@ class Fuzz:
             constants["room"] = turns.random("room itself").randrange(2, 9)
         return constants
 
-    def _sized(self, p: Problem, plan: Plan, each: "_Turns", pick: random.Random) -> Problem:
+    def _sized(
+        self, p: Problem, plan: Plan, each: "_Turns", pick: random.Random, values: str
+    ) -> Problem:
         """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
         tile = _Tile(plan)
         of_rows, of_keys = each.choose("lengths", _LENGTHS)
@@ -209,9 +211,11 @@ class Fuzz:
         if p.is_softmax:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
         batch, kv_heads, group = each.choose("heads", _HEADS)
+        if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
+            batch, kv_heads, group = 2, 2, 2
         group = group if self._has("gqa") else 1
         if of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
-            batch, kv_heads, M = 1, 1, max(M // 4, 1)
+            batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         p = replace(p, batch=batch, heads=kv_heads * group, kv_heads=kv_heads, M=M, N=N)
         p = self._smaller(p)
         if of_rows == "many" and _on_few_blocks(plan, self._limits):
@@ -277,6 +281,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "mask": p.right is not None,
         "window": p.left is not None,
         "GQA": p.group > 1,
+        "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
         **{name: name in p.options.changed for name in other_options()},
     }
 
@@ -333,8 +338,8 @@ class _Tile:
         """A number of rows or keys of a kind, for tiles of a size."""
         if pick.random() < _EMPTY:
             return 0
-        if kind == "below":
-            return pick.randrange(1, max(size, 2))
+        if kind == "below":  # a small part of a tile as often as a large one
+            return min(int(math.exp(pick.uniform(0, math.log(max(size, 2))))), max(size - 1, 1))
         if kind == "edge":
             return max(
                 size * pick.randrange(1, max(96 // size, 2) + 1) + pick.choice((-1, 0, 1)), 1
