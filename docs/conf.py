@@ -18,6 +18,7 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
+import click
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -235,12 +236,28 @@ def _linked(line: str, own: set[str]) -> str:
     )
 
 
-def escaped_help(app: Sphinx, context: Any, lines: list[str]) -> None:
-    """Stars in the help of commands, which are no markup."""
-    lines[:] = [line.replace("*", r"\*") for line in lines]
+def show_as_in_help(command: click.Command) -> None:
+    """Has options show their types and defaults, which click keeps in other places."""
+    for option in (x for x in command.params if isinstance(x, click.Option) and not x.is_flag):
+        if option.metavar is None:
+            has_choices = isinstance(option.type, click.Choice)
+            kind = option.opts[-1].strip("-") if has_choices else option.type.name
+            option.metavar = kind.split()[0]
+        if isinstance(option.default, int | float | str) and option.show_default is None:
+            option.show_default = True
+    for inner in getattr(command, "commands", {}).values():
+        show_as_in_help(inner)
+
+
+def plain_help(app: Sphinx, context: Any, lines: list[str]) -> None:
+    """Stars in the help of commands are no markup; defaults and choices are one line of text."""
+    for number, line in enumerate(lines):
+        line = re.sub(r":default: ``'?(.*?)'?``$", r"Default: ``\1``.", line.replace("*", r"\*"))
+        lines[number] = re.sub(r":options: (.*)$", r"One of \1.", line)
 
 
 def setup(app: Sphinx) -> None:
+    show_as_in_help(main)
     app.connect("source-read", translated_page)
     app.connect("include-read", translated_include)
     app.connect("html-collect-pages", source_pages)
@@ -248,5 +265,5 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", forget_overloads)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-process-docstring", with_definitions)
-    app.connect("sphinx-click-process-description", escaped_help)
-    app.connect("sphinx-click-process-options", escaped_help)
+    app.connect("sphinx-click-process-description", plain_help)
+    app.connect("sphinx-click-process-options", plain_help)
