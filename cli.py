@@ -22,6 +22,7 @@ from cupyfa.commands.doctor import doctor
 from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
+from cupyfa.commands.new import new
 from cupyfa.commands.options import misplaced_value, note, with_flag_values
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
@@ -150,6 +151,7 @@ def main(context: click.Context) -> None:
 
 for command in (
     list_kernels,
+    new,
     run,
     check,
     replay,

@@ -1,0 +1,138 @@
+"""``cupyfa new``."""
+
+import keyword
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from cupyfa.commands import options
+from cupyfa.ladder.kernel import Kernel, Launch
+from cupyfa.ladder.lookup import kernels, record_named
+from cupyfa.planner import includes
+from cupyfa.planner.evaluate import source_path
+from cupyfa.planner.source import INCLUDE, KERNELS
+from cupyfa.report.tables import render
+
+TEMPLATES = Path(__file__).with_name("templates")
+_CPP_KEYWORDS = (
+    "alignas alignof asm case catch char delete do double dynamic_cast enum explicit export friend "
+    "goto mutable namespace new noexcept private protected public register short signed sizeof "
+    "static_cast switch this thread_local throw try typedef typeid typename union unsigned virtual "
+    "void volatile wchar_t"
+)
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--operation",
+    type=click.Choice(["forward", "backward"]),
+    help="What the kernel computes.  [default: forward, or what RUNG computes]",
+)
+@click.option(
+    "--from",
+    "rung",
+    metavar="RUNG",
+    type=options.KernelName(()),
+    help="Copy this rung, a name from `cupyfa list`.",
+)
+@options.format_option
+def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
+    """Write a kernel to start from: NAME.cu, NAME.py and test_NAME.py, in the current folder.
+
+    It is right as written, and small: a thread for each row. NAME.py has its record NAME and its
+    reference, test_NAME.py checks it with pytest. With --from the files are those of a rung. Files
+    that exist are not overwritten.
+    """
+    _require_name(name)
+    texts = _copied(name, rung, operation) if rung else _small(name, operation or "forward")
+    texts[f"test_{name}.py"] = _filled("test.py", name)
+    if there := [file for file in texts if Path(file).exists()]:
+        raise ValueError(
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, so nothing was "
+            "written; take another NAME or another folder"
+        )
+    for file, text in texts.items():
+        with open(file, "x", encoding="utf-8") as opened:
+            opened.write(text)
+    content = {".cu": "kernel", ".py": "record"}
+    rows = [
+        {"file": x, "content": "tests" if x.startswith("test_") else content[Path(x).suffix]}
+        for x in texts
+    ]
+    click.echo(render(rows, form))
+    if form == "table":
+        script = f"{name}.py:{name}"
+        click.echo(f"\ncupyfa run {script}\ncupyfa check {script}\npytest test_{name}.py")
+
+
+def _small(name: str, operation: str) -> dict[str, str]:
+    """The files of a small kernel, and their texts."""
+    return {f"{name}.{x}": _filled(f"{operation}.{x}", name) for x in ("cu", "py")}
+
+
+def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
+    """The files of a rung, and their texts, and a record that is derived from the rung's."""
+    if ".py" in rung:
+        raise ValueError(f"{rung!r} is no rung; copy the files of a kernel of your own yourself")
+    kernel = record_named(rung)
+    if operation not in (None, kernel.operation):
+        raise ValueError(f"{rung} computes {kernel.operation}, not {operation}; leave out one")
+    paths = _own_paths(kernel)
+    files = {
+        entry: f"{name}.cu"
+        if len(paths) == 1 or entry == rung
+        else f"{name}_{entry.removeprefix(f'{rung}_')}.cu"
+        for entry in paths
+    }
+    lines = "".join(f'    "{entry}": "{file}",\n' for entry, file in files.items())
+    record = _filled("copied.py", name).replace(f'    "RUNG": "{name}.cu",\n', lines)
+    texts = {files[x]: (KERNELS / path).read_text(encoding="utf-8") for x, path in paths.items()}
+    return {**texts, f"{name}.py": record.replace("RUNG", rung)}
+
+
+def _own_paths(kernel: Kernel) -> dict[str, Path]:
+    """The files that no other rung has, by entry point; all files if each is shared."""
+    others = {path for other in kernels() if other is not kernel for path in _paths(other).values()}
+    paths = _paths(kernel)
+    return {entry: path for entry, path in paths.items() if path not in others} or paths
+
+
+def _paths(kernel: Kernel) -> dict[str, Path]:
+    return {x.entry: source_path(kernel, x) for x in kernel.launches if isinstance(x, Launch)}
+
+
+def _filled(template: str, name: str) -> str:
+    """The text of a template for this name."""
+    return (TEMPLATES / template).read_text(encoding="utf-8").replace("NAME", name)
+
+
+def _require_name(name: str) -> None:
+    """Raises ValueError for a name that the files cannot have."""
+    hint = f"; take another, for example my_{name}"
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
+        raise ValueError(
+            f"NAME {name!r} is no identifier of Python and C; use letters, digits and _, with no "
+            "digit first, for example my_kernel"
+        )
+    if name in [kernel.name for kernel in kernels()]:
+        raise ValueError(f"NAME {name!r} is a rung{hint}; to copy the rung: --from {name}")
+    if keyword.iskeyword(name) or name in _CPP_KEYWORDS.split() or name in _taken():
+        raise ValueError(f"NAME {name!r} has a meaning in Python, C++ or the files{hint}")
+    found = find_spec(name)
+    if found and found.origin and not Path(f"{name}.py").exists():
+        raise ValueError(f"NAME {name!r} is a module, which {name}.py would hide{hint}")
+
+
+def _taken() -> set[str]:
+    """The names that the templates and the headers that they include use."""
+    scripts = (compile(x.read_text(encoding="utf-8"), x, "exec") for x in TEMPLATES.glob("*.py"))
+    names = {name for script in scripts for name in script.co_names}
+    for file in TEMPLATES.glob("*.cu"):
+        text = file.read_text(encoding="utf-8")
+        headers = includes.reached(text, [INCLUDE]).values()
+        for code in (text, *(x.decode() for x in headers)):
+            names.update(re.findall(r"\w+", re.sub("//.*", "", code)))
+    return names

@@ -1,0 +1,86 @@
+"""NAME: gradients of attention with damped scores. `cupyfa run NAME.py:NAME` runs it."""
+
+from pathlib import Path
+
+import numpy as np
+from cupyfa import Kernel, Launch, cdiv
+from cupyfa.numerics.reference import softmax
+
+
+def modified(scores, c):
+    """The modification of scaled scores. Change it here and in NAME.cu."""
+    return scores / (1 + np.abs(scores) / c.limit)
+
+
+def derivative(scores, c):
+    """The derivative of `modified`. Change it here and in NAME.cu."""
+    return (1 + np.abs(scores) / c.limit) ** -2
+
+
+def scaled_scores(arrays, p):
+    """The scores before the modification, with a key head for each head of Q."""
+    return arrays["Q"] @ np.repeat(arrays["K"], p.group, axis=1).mT * p.scale
+
+
+def forward(arrays, p, c):
+    """O and lse of the forward pass, which checks give to the kernel."""
+    scores = modified(scaled_scores(arrays, p), c)
+    P, lse = softmax(np.where(p.visible(), scores, -np.inf))
+    return {"O": P @ np.repeat(arrays["V"], p.group, axis=1), "lse": lse}
+
+
+def reference(arrays, p, c):
+    """What the kernel computes, in float64. Checks compare the kernel with it."""
+    Q, dO = arrays["Q"], arrays["dO"]
+    K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
+    scores = scaled_scores(arrays, p)
+    P = np.where(p.visible(), np.exp(modified(scores, c) - arrays["lse"][..., None]), 0)
+    dP = dO @ V.mT - (dO * arrays["O"]).sum(-1, keepdims=True)
+    dS = np.where(p.visible(), P * dP * derivative(scores, c), 0)
+    return {
+        "dQ": dS @ K * p.scale,
+        "dK": sum_of_groups(dS.mT @ Q * p.scale, p),
+        "dV": sum_of_groups(P.mT @ dO, p),
+    }
+
+
+def sum_of_groups(x, p):
+    """The sums over the heads of Q that share a key head."""
+    return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:]).sum(2)
+
+
+NAME = Kernel(
+    name="NAME",
+    adds="gradients of damped scores",  # what is new in it, for tables
+    operation="backward",
+    launches=(
+        # The arguments of each entry point in NAME.cu, in the same order. An array of your own
+        # also needs a line in inputs= or scratch= below, a number one in floats=.
+        Launch(
+            "NAME_rows",
+            args="Q K V O lse dO delta dQ sizes heads group scale limit",
+            grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+            threads=lambda p, c: c.Br,
+            # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
+            file="NAME.cu",
+        ),
+        Launch(
+            "NAME_columns",
+            args="Q K V lse dO delta dK dV sizes kv_heads group scale limit",
+            # One block at least, even without keys.
+            grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
+            threads=lambda p, c: c.Bc,
+            file="NAME.cu",
+        ),
+    ),
+    scratch={"delta": ("batch heads M", "real")},  # from the first launch to the second
+    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in NAME.cu.
+    tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
+    floats={"limit": lambda p, c: 4.0},  # callers may give another: own={"limit": 2.0}
+    # Leave these two out if the kernel computes gradients of plain attention.
+    reference=reference,
+    forward=forward,
+    # What NAME.cu can do. A call that needs more is refused: without "causal", a causal one.
+    features=("causal", "window", "gqa", "strides", "dv"),
+    folder=Path(__file__).parent,  # where NAME.cu is
+)

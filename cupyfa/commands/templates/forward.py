@@ -1,0 +1,44 @@
+"""NAME: attention with damped scores. `cupyfa run NAME.py:NAME` runs it."""
+
+from pathlib import Path
+
+import numpy as np
+from cupyfa import Kernel, Launch, cdiv
+from cupyfa.numerics.reference import softmax
+
+
+def modified(scores, c):
+    """The modification of scaled scores. Change it here and in NAME.cu."""
+    return scores / (1 + np.abs(scores) / c.limit)
+
+
+def reference(arrays, p, c):
+    """What the kernel computes, in float64. Checks compare the kernel with it."""
+    K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
+    scores = modified(arrays["Q"] @ K.mT * p.scale, c)
+    P, lse = softmax(np.where(p.visible(), scores, -np.inf))
+    return {"O": P @ V, "lse": lse}
+
+
+NAME = Kernel(
+    name="NAME",
+    adds="damped scores",  # what is new in it, for tables
+    launches=(
+        Launch(
+            "NAME",
+            # The arguments in NAME.cu, in the same order. An array of your own also needs a line
+            # in inputs= or outputs= below, a number one in floats=.
+            args="Q K V O lse sizes heads group scale limit",
+            grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
+            threads=lambda p, c: c.Br,
+            # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
+        ),
+    ),
+    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in NAME.cu.
+    tiles=({"Br": 64}, {"Br": 128}),
+    floats={"limit": lambda p, c: 4.0},  # callers may give another: own={"limit": 2.0}
+    reference=reference,  # leave it out if the kernel computes plain attention
+    # What NAME.cu can do. A call that needs more is refused: without "causal", a causal one.
+    features=("causal", "window", "gqa", "strides", "lse", "dv"),
+    folder=Path(__file__).parent,  # where NAME.cu is
+)
