@@ -1,4 +1,4 @@
-// NAME: gradients of attention with damped scores; a thread for each row or key.
+// NAME: gradients with damped scores; a thread for each row, then for each key.
 //
 //   Q, O, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -37,7 +37,7 @@ __device__ Pair pair(const scalar* q, const scalar* k, const scalar* v, const sc
 
 // dQ of a row, the sum over the keys that it sees; and delta, which the other kernel reads.
 // The arguments are those of `args` in the record, in the same order: change both.
-extern "C" __global__ __launch_bounds__(threads) void NAME_rows(  // as in args
+extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> O,
     Tensor<const real> lse, Tensor<const scalar> dO, Tensor<real> delta, Tensor<scalar> dQ,
     Sizes sizes, int heads, int group, real scale, real limit) {
@@ -64,7 +64,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_rows(  // as in args
 }
 
 // dK and dV of a key, the sums over the rows that see it, of all heads that share the key.
-extern "C" __global__ __launch_bounds__(threads) void NAME_columns(  // as in args
+extern "C" __global__ __launch_bounds__(threads) void NAME_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const real> lse,
     Tensor<const scalar> dO, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,
     Sizes sizes, int kv_heads, int group, real scale, real limit) {

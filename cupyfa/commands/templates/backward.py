@@ -1,4 +1,7 @@
-"""NAME: gradients of attention with damped scores. `cupyfa run NAME.py:NAME` runs it."""
+"""NAME: gradients of attention with damped scores.
+
+Run it with `cupyfa run NAME.py:NAME`.
+"""
 
 from pathlib import Path
 
@@ -8,12 +11,12 @@ from cupyfa.numerics.reference import softmax
 
 
 def modified(scores, c):
-    """The modification of scaled scores. Change it here and in NAME.cu."""
+    """The modification of scaled scores. Change it here and in the .cu file."""
     return scores / (1 + np.abs(scores) / c.limit)
 
 
 def derivative(scores, c):
-    """The derivative of `modified`. Change it here and in NAME.cu."""
+    """The derivative of `modified`. Change it here and in the .cu file."""
     return (1 + np.abs(scores) / c.limit) ** -2
 
 
@@ -54,8 +57,8 @@ NAME = Kernel(
     adds="gradients of damped scores",  # what is new in it, for tables
     operation="backward",
     launches=(
-        # The arguments of each entry point in NAME.cu, in the same order. An array of your own
-        # also needs a line in inputs= or scratch= below, a number one in floats=.
+        # The arguments of each entry point in the .cu file, in the same order. An array of your
+        # own also needs a line in inputs= or scratch= below, a number one in floats=.
         Launch(
             "NAME_rows",
             args="Q K V O lse dO delta dQ sizes heads group scale limit",
@@ -74,13 +77,13 @@ NAME = Kernel(
         ),
     ),
     scratch={"delta": ("batch heads M", "real")},  # from the first launch to the second
-    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in NAME.cu.
+    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
     tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
     floats={"limit": lambda p, c: 4.0},  # callers may give another: own={"limit": 2.0}
     # Leave these two out if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,
-    # What NAME.cu can do. A call that needs more is refused: without "causal", a causal one.
+    # What the kernel can do. A call that needs more is refused: without "causal", a causal one.
     features=("causal", "window", "gqa", "strides", "dv"),
-    folder=Path(__file__).parent,  # where NAME.cu is
+    folder=Path(__file__).parent,  # where the .cu file is
 )

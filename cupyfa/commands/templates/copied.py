@@ -1,4 +1,7 @@
-"""NAME: what it changes in RUNG. `cupyfa run NAME.py:NAME` runs it."""
+"""NAME: what it changes in RUNG.
+
+Run it with `cupyfa run NAME.py:NAME`.
+"""
 
 from dataclasses import replace
 from pathlib import Path

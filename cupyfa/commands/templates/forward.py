@@ -1,4 +1,7 @@
-"""NAME: attention with damped scores. `cupyfa run NAME.py:NAME` runs it."""
+"""NAME: attention with damped scores.
+
+Run it with `cupyfa run NAME.py:NAME`.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from cupyfa.numerics.reference import softmax
 
 
 def modified(scores, c):
-    """The modification of scaled scores. Change it here and in NAME.cu."""
+    """The modification of scaled scores. Change it here and in the .cu file."""
     return scores / (1 + np.abs(scores) / c.limit)
 
 
@@ -26,19 +29,19 @@ NAME = Kernel(
     launches=(
         Launch(
             "NAME",
-            # The arguments in NAME.cu, in the same order. An array of your own also needs a line
-            # in inputs= or outputs= below, a number one in floats=.
+            # The arguments in the .cu file, in the same order. An array of your own also needs a
+            # line in inputs= or outputs= below, a number one in floats=.
             args="Q K V O lse sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
             # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
         ),
     ),
-    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in NAME.cu.
+    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
     tiles=({"Br": 64}, {"Br": 128}),
     floats={"limit": lambda p, c: 4.0},  # callers may give another: own={"limit": 2.0}
     reference=reference,  # leave it out if the kernel computes plain attention
-    # What NAME.cu can do. A call that needs more is refused: without "causal", a causal one.
+    # What the kernel can do. A call that needs more is refused: without "causal", a causal one.
     features=("causal", "window", "gqa", "strides", "lse", "dv"),
-    folder=Path(__file__).parent,  # where NAME.cu is
+    folder=Path(__file__).parent,  # where the .cu file is
 )
