@@ -37,7 +37,8 @@ LEVEL = {
     for level, layer in enumerate(LAYERS)
     for place, name in enumerate(layer)
 }
-MODULES = sorted(PACKAGE.rglob("*.py"))
+TEMPLATES = PACKAGE / "commands" / "templates"  # files for users, which import as users do
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != TEMPLATES)
 
 
 def module_name(path: Path) -> str:
