@@ -166,7 +166,9 @@ class Kernel(_Record):
     name: by which calls and commands find it.
     adds: what this version adds to the one before, in a few words.
     launches: what is launched, in this order.
-    operation: "forward", "backward" or "softmax".
+    operation: "forward" (O and lse of Q, K and V), "backward" (dQ, dK and dV of Q, K, V, O, lse and
+        dO) or "softmax" (P and lse of S). All else that it needs is ``scratch``, as delta, the sum
+        of dO · O over each row.
     tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
         others by head dimension, architecture and number of rows.
     candidates: the values of each constant that ``cupyfa tune`` combines, as
