@@ -29,6 +29,7 @@ class Region(NamedTuple):
     argument: int  # which begins with the address of the array's element 0
     low: int  # bytes from there to the region
     bytes: int
+    itemsize: int = 1  # bytes of an element
     constant: bool = False  # an input, which the launch only reads
 
 

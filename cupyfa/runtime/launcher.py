@@ -181,7 +181,8 @@ def _launch(
     regions = []
     for name, at in {name: at for at, name, _ in given}.items():
         low, high = extent(arrays[name])
-        regions.append(Region(name, at, low, high - low, constant=name not in written))
+        itemsize, constant = arrays[name].dtype.itemsize, name not in written
+        regions.append(Region(name, at, low, high - low, itemsize, constant))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,

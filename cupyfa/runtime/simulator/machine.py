@@ -130,7 +130,7 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    named = (_Region(x.name.encode(), 0, x.bytes, x.constant) for x in regions)
+    named = (_Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant) for x in regions)
     fixed = (_Region * len(regions))(*named)
     places = [(x.argument, x.low) for x in regions]
 
@@ -193,6 +193,7 @@ class _Region(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("address", ctypes.c_size_t),
         ("bytes", ctypes.c_size_t),
+        ("itemsize", ctypes.c_int),
         ("constant", ctypes.c_int),
     )
 

@@ -50,6 +50,7 @@ struct Region {
   const char* name;
   std::uintptr_t address;
   std::size_t bytes;
+  int itemsize = 1;  // bytes of an element
   int constant = 0;  // whether the kernel may only read it
 };
 
@@ -346,9 +347,10 @@ struct Arena {
   }
 };
 
-// What is known of an array in global memory: for every two bytes a Cell, whose writers are apart,
-// since few arrays are read and written in one launch. All workers share it, so an epoch also has
-// its worker's number. It is written without locks: where two blocks race, one of them may miss it.
+// What is known of an array in global memory: for each element of 2, 4 or 8 bytes what a Cell has,
+// but the writers apart, since few arrays are read and written in one launch. All workers share it,
+// so an epoch also has its worker's number. It is written without locks: where two blocks race, one
+// of them may miss it.
 constexpr int number_shift = 54;
 constexpr Epoch without_number = (Epoch{1} << number_shift) - 1;
 
@@ -358,6 +360,7 @@ struct Readers {
 };
 
 struct Shadow {
+  int shift;  // log2 of an element's bytes
   Epoch* writers;
   Readers* readers;  // nullptr: of an array that the kernel only reads, they are not recorded
   bool is_read;      // whether any reader or updater was recorded
@@ -466,28 +469,31 @@ struct Launch {
 
   // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
   template <class T>
-  static T* map(std::size_t bytes) {
-    void* room = mmap(nullptr, bytes / cell_bytes * sizeof(T), PROT_READ | PROT_WRITE,
+  static T* map(std::size_t count) {
+    void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return room == MAP_FAILED ? nullptr : static_cast<T*>(room);
   }
   template <class T>
-  static void unmap(T* room, std::size_t bytes) {
-    if (room != nullptr) munmap(room, bytes / cell_bytes * sizeof(T));
+  static void unmap(T* room, std::size_t count) {
+    if (room != nullptr) munmap(room, count * sizeof(T));
   }
 
   void allocate_shadows() {
     shadows = static_cast<Shadow*>(std::calloc(request->region_count + 1, sizeof(Shadow)));
     for (std::size_t i = 0; shadows != nullptr && i < request->region_count; ++i) {
       const Region& region = request->regions[i];
-      shadows[i].writers = map<Epoch>(region.bytes);
-      if (!region.constant) shadows[i].readers = map<Readers>(region.bytes);
+      Shadow& shadow = shadows[i];
+      shadow.shift = region.itemsize >= 8 ? 3 : region.itemsize >= 4 ? 2 : 1;
+      shadow.writers = map<Epoch>(region.bytes >> shadow.shift);
+      if (!region.constant) shadow.readers = map<Readers>(region.bytes >> shadow.shift);
     }
   }
   void free_shadows() {
     for (std::size_t i = 0; shadows != nullptr && i < request->region_count; ++i) {
-      unmap(shadows[i].writers, request->regions[i].bytes);
-      unmap(shadows[i].readers, request->regions[i].bytes);
+      std::size_t count = request->regions[i].bytes >> shadows[i].shift;
+      unmap(shadows[i].writers, count);
+      unmap(shadows[i].readers, count);
     }
     std::free(shadows);
   }
@@ -500,6 +506,7 @@ struct Worker {
   std::uintptr_t awaited_end = 0;
   Region hit{};  // the buffer touched last
   Shadow* hit_shadow = nullptr;
+  bool hit_is_tracked = false;  // whether its readers are recorded
   Arena dynamic;
   Arena fixed;
   Fiber* fiber = nullptr;
@@ -1240,7 +1247,7 @@ inline bool of_this_block(const Worker& worker, Epoch epoch) {
 
 [[noreturn]] COLD void fault_global_race(Worker& worker, const Touch& touch, std::size_t cell,
                                          Epoch other, const char* done) {
-  std::size_t offset = cell * cell_bytes;
+  std::size_t offset = cell << worker.hit_shadow->shift;
   if (of_this_block(worker, other)) {
     fault(worker, touch.place,
           format("race: %s %s and this thread %s byte %zu of %s with no barrier between",
@@ -1261,7 +1268,7 @@ inline bool races(const Worker& worker, Epoch epoch) {
   return !worker.signals && !ordered(worker, epoch & without_number, worker.fiber->index);
 }
 
-// Checks an access of two bytes, and records it. Reads and atomics do not race here: a loop around
+// Checks an access of an element, and records it. Reads and atomics do not race here: a loop around
 // atomicCAS begins with a read.
 template <Access access>
 inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, Epoch now,
@@ -1301,14 +1308,15 @@ inline void check_global(Worker& worker, const Touch& touch) {
     worker.signals = worker.fenced;
   }
   Shadow* shadow = worker.hit_shadow;
-  if (shadow == nullptr || (access != Access::write && shadow->readers == nullptr)) return;
+  if (shadow == nullptr || (access != Access::write && !worker.hit_is_tracked)) return;
   if (access != Access::write && !shadow->is_read) shadow->is_read = true;
-  // Two threads may use the two bytes of one cell.
+  // Two threads may use parts of one element.
   std::size_t offset = touch.address - worker.hit.address;
-  std::size_t end = (offset + touch.bytes) / cell_bytes;
+  std::size_t first = (offset + (std::size_t{1} << shadow->shift) - 1) >> shadow->shift;
+  std::size_t end = (offset + touch.bytes) >> shadow->shift;
   Epoch now = worker.number << number_shift | worker.warp->clock << clock_shift |
               static_cast<Epoch>(worker.fiber->index);
-  for (std::size_t cell = (offset + cell_bytes - 1) / cell_bytes; cell < end; ++cell) {
+  for (std::size_t cell = first; cell < end; ++cell) {
     check_global_cell<access>(worker, *shadow, cell, now, touch);
   }
 }
@@ -1390,6 +1398,7 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
       Shadow* shadows = worker.launch->shadows;
       worker.hit_shadow =
           shadows == nullptr || shadows[i].writers == nullptr ? nullptr : &shadows[i];
+      worker.hit_is_tracked = worker.hit_shadow != nullptr && shadows[i].readers != nullptr;
       check_global<access>(worker, touch);
       return;
     }
@@ -1409,17 +1418,19 @@ inline void check(const void* pointer, std::size_t bytes, const Place& place) {
   Worker* worker = self;
   if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
   if (__builtin_expect(stopped(*worker), 0)) abandon(*worker);
-  Touch touch{access, reinterpret_cast<std::uintptr_t>(pointer), bytes, place};
-  if (touch.address - worker->dynamic.address < worker->dynamic.bytes) {
-    check_shared<access>(*worker, worker->dynamic, touch);
-  } else if (inside(worker->hit, touch.address, bytes)) {
-    check_global<access>(*worker, touch);
-  } else if (touch.address - worker->stack_low < stack_bytes) {
-    if (__builtin_expect(touch.address < worker->awaited_end, 0)) check_awaited(*worker, touch);
-  } else if (touch.address - worker->fixed.address < worker->fixed.bytes) {
-    check_shared<access>(*worker, worker->fixed, touch);
+  const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
+  auto touch = [&]() -> Touch { return {access, address, bytes, place}; };
+  if (address - worker->dynamic.address < worker->dynamic.bytes) {
+    check_shared<access>(*worker, worker->dynamic, touch());
+  } else if (inside(worker->hit, address, bytes)) {
+    bool recorded = access != Access::read || worker->hit_is_tracked;
+    if (recorded) check_global<access>(*worker, touch());
+  } else if (address - worker->stack_low < stack_bytes) {
+    if (__builtin_expect(address < worker->awaited_end, 0)) check_awaited(*worker, touch());
+  } else if (address - worker->fixed.address < worker->fixed.bytes) {
+    check_shared<access>(*worker, worker->fixed, touch());
   } else {
-    check_elsewhere<access>(*worker, touch);
+    check_elsewhere<access>(*worker, touch());
   }
 }
 
