@@ -146,7 +146,8 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
     drop_followers(table)
     if all(x.problem.options.scale is None for x in rows):
         drop(table, "scale")
-    tiles = {(x.kernel, text(x.constants)) for x in rows if x.milliseconds}
+    tried = [x for x in rows if x.milliseconds or x.passed is False]
+    tiles = {(x.kernel, text(x.constants)) for x in tried}
     if len(tiles) == len({kernel for kernel, _ in tiles}):
         drop(table, "constants")
 

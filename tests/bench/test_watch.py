@@ -1,14 +1,17 @@
 """Kernels that do not return: the command goes on without them."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, process
 
+from cupyfa import Measurement, Problem
 from cupyfa.bench import watch as watching
 from cupyfa.bench.watch import Watch
+from cupyfa.report.tables import measurements
 
 # Waits for ever if laps is 1 and there are more than 8 rows.
 WAITING = own_kernel.MINE.replace(
@@ -53,6 +56,17 @@ def test_tune_goes_on_without_a_candidate_that_hangs(tmp_path):
         states = {row["constants"]["laps"]: row["state"] for row in json.loads(done.stdout)}
         assert states == {200: "right", 2: "wrong", 1: "timed out"}
         assert ("continuing without it" in done.stderr) == bool(fresh)
+
+
+def test_the_table_says_which_tiles_timed_out():
+    problem = Problem.of_sizes(M=16, d=8)
+    hung, right = (Measurement("mine", "forward", problem, {"laps": x}) for x in (1, 2))
+    rows = [
+        replace(hung, passed=False, note="timed out after 60 s"),
+        replace(right, passed=True, milliseconds=[1.0]),
+    ]
+    shown = " ".join(measurements(rows, {}).split())
+    assert "laps=1 timed out" in shown and "laps=2 1" in shown
 
 
 def test_a_call_is_overdue_after_its_timeout(monkeypatch, tmp_path):
