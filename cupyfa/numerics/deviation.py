@@ -20,6 +20,8 @@ each element for itself, in two all of a row together, as the errors of terms of
 two all of a column; and D is taken over a row. For a kernel that rounds by design, the operands
 rounded to its precision are one more evaluation.
 
+Whole numbers, the index of a maximum for example, may be off by D alone.
+
 Infinity and NaN must be where the reference has them, with three exceptions, where anything may
 stand: where a changed operand makes an infinity or NaN, where x is beyond its dtype's largest
 number, and NaN of inputs that hold NaN or infinity.
@@ -149,12 +151,13 @@ def _bound(
     growth, equal = 2.4 * (np.sqrt(terms) + 4), terms / 2 + 8
     size = np.abs(np.where(np.isfinite(value), value, 0.0))
     row, largest = _along_rows(change), _along_rows(size)
+    if dtype.kind in "iub":
+        return row.copy()
     bound = (4 + growth * eps / unit) * row + equal * eps * largest + kernel.tiny * (terms + 2)
-    if dtype.kind not in "iub":
-        limits = ml_dtypes.finfo(dtype)
-        ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))
-        bound = bound + ulp * float(limits.eps) / 2
-        bound[(size + bound > float(limits.max)) & np.isfinite(value)] = np.inf
+    limits = ml_dtypes.finfo(dtype)
+    ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))
+    bound = bound + ulp * float(limits.eps) / 2
+    bound[(size + bound > float(limits.max)) & np.isfinite(value)] = np.inf
     if not finite:
         bound[np.isnan(value)] = np.inf
     bound[np.isinf(change)] = np.inf

@@ -96,6 +96,18 @@ def test_no_bound_is_small_by_chance():
     assert found["O"].bound.min() > np.finfo("f4").eps
 
 
+def test_whole_numbers_are_exact_unless_rounding_changes_them():
+    q = np.array([[[[1.0, 3.0, 2.0], [1.0, 2.0, 2.0]]]], np.float32)
+    rounding = deviation.Rounding("float32", None, ("Q",), 3)
+    found = deviation.expected(
+        lambda arrays, floats: {"at": arrays["Q"].argmax(-1)[..., None]},
+        *({"Q": q}, {}, {"at": np.dtype("i4")}, rounding),
+    )["at"]
+    assert found.bound[..., 0].tolist() == [
+        [[0, 1]]
+    ]  # the maximum of the second row is there twice
+
+
 @np.errstate(all="ignore")
 def test_infinity_and_nan():
     def function(arrays, floats):
