@@ -10,18 +10,11 @@ import click
 from cupyfa.commands import options
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import kernels, record_named
-from cupyfa.planner import includes
 from cupyfa.planner.evaluate import source_path
-from cupyfa.planner.source import INCLUDE, KERNELS
+from cupyfa.planner.source import KERNELS
 from cupyfa.report.tables import render
 
 TEMPLATES = Path(__file__).with_name("templates")
-_CPP_KEYWORDS = (
-    "alignas alignof asm case catch char delete do double dynamic_cast enum explicit export friend "
-    "goto mutable namespace new noexcept private protected public register short signed sizeof "
-    "static_cast switch this thread_local throw try typedef typeid typename union unsigned virtual "
-    "void volatile wchar_t"
-)
 
 
 @click.command()
@@ -48,7 +41,8 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     """
     _require_name(name)
     texts = _copied(name, rung, operation) if rung else _small(name, operation or "forward")
-    texts[f"test_{name}.py"] = _filled("test.py", name)
+    tests = f"test_{name}.py"
+    texts[tests] = _filled("test.py", name)
     if there := [file for file in texts if Path(file).exists()]:
         raise ValueError(
             f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, so nothing was "
@@ -57,15 +51,12 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     for file, text in texts.items():
         with open(file, "x", encoding="utf-8") as opened:
             opened.write(text)
-    content = {".cu": "kernel", ".py": "record"}
-    rows = [
-        {"file": x, "content": "tests" if x.startswith("test_") else content[Path(x).suffix]}
-        for x in texts
-    ]
+    content = {f"{name}.py": "record", tests: "tests"}
+    rows = [{"file": file, "content": content.get(file, "kernel")} for file in texts]
     click.echo(render(rows, form))
     if form == "table":
         script = f"{name}.py:{name}"
-        click.echo(f"\ncupyfa run {script}\ncupyfa check {script}\npytest test_{name}.py")
+        click.echo(f"\ncupyfa run {script}\ncupyfa check {script}\npytest {tests}")
 
 
 def _small(name: str, operation: str) -> dict[str, str]:
@@ -88,9 +79,9 @@ def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
         for entry in paths
     }
     lines = "".join(f'    "{entry}": "{file}",\n' for entry, file in files.items())
-    record = _filled("copied.py", name).replace(f'    "RUNG": "{name}.cu",\n', lines)
+    record = _filled("copied.py", name, rung).replace(f'    "{rung}": "{name}.cu",\n', lines)
     texts = {files[x]: (KERNELS / path).read_text(encoding="utf-8") for x, path in paths.items()}
-    return {**texts, f"{name}.py": record.replace("RUNG", rung)}
+    return {**texts, f"{name}.py": record}
 
 
 def _own_paths(kernel: Kernel) -> dict[str, Path]:
@@ -104,9 +95,10 @@ def _paths(kernel: Kernel) -> dict[str, Path]:
     return {x.entry: source_path(kernel, x) for x in kernel.launches if isinstance(x, Launch)}
 
 
-def _filled(template: str, name: str) -> str:
-    """The text of a template for this name."""
-    return (TEMPLATES / template).read_text(encoding="utf-8").replace("NAME", name)
+def _filled(template: str, name: str, rung: str = "") -> str:
+    """The text of a template for these names."""
+    text = (TEMPLATES / template).read_text(encoding="utf-8")
+    return text.replace("RUNG", rung).replace("NAME", name)
 
 
 def _require_name(name: str) -> None:
@@ -119,20 +111,14 @@ def _require_name(name: str) -> None:
         )
     if name in [kernel.name for kernel in kernels()]:
         raise ValueError(f"NAME {name!r} is a rung{hint}; to copy the rung: --from {name}")
-    if keyword.iskeyword(name) or name in _CPP_KEYWORDS.split() or name in _taken():
-        raise ValueError(f"NAME {name!r} has a meaning in Python, C++ or the files{hint}")
+    if keyword.iskeyword(name) or name in _taken():
+        raise ValueError(f"NAME {name!r} has a meaning in Python or in {name}.py{hint}")
     found = find_spec(name)
     if found and found.origin and not Path(f"{name}.py").exists():
         raise ValueError(f"NAME {name!r} is a module, which {name}.py would hide{hint}")
 
 
 def _taken() -> set[str]:
-    """The names that the templates and the headers that they include use."""
+    """The names of the variables of the templates in Python."""
     scripts = (compile(x.read_text(encoding="utf-8"), x, "exec") for x in TEMPLATES.glob("*.py"))
-    names = {name for script in scripts for name in script.co_names}
-    for file in TEMPLATES.glob("*.cu"):
-        text = file.read_text(encoding="utf-8")
-        headers = includes.reached(text, [INCLUDE]).values()
-        for code in (text, *(x.decode() for x in headers)):
-            names.update(re.findall(r"\w+", re.sub("//.*", "", code)))
-    return names
+    return {name for script in scripts for name in script.co_names}

@@ -474,6 +474,7 @@ def test_show_as_data():
         ("bench v1 aut", ["auto"]),
         ("roofline nai", ["naive"]),
         ("check fa2 --grid fu", ["fuzz"]),
+        ("new mine --from two", ["two_pass"]),
         ("run fa2 --causal to", ["top-left"]),
     ],
 )

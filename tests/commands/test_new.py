@@ -94,7 +94,7 @@ def test_files_that_other_rungs_share_are_not_copied(folder):
             path.unlink()
 
 
-@pytest.mark.parametrize("name", ["x", "mine", "twenty_four_characters__"])
+@pytest.mark.parametrize("name", ["xx", "mine", "twenty_four_characters__"])
 def test_files_are_formatted(folder, name):
     ruff, clang_format = shutil.which("ruff"), shutil.which("clang-format")
     if not (ruff and clang_format):

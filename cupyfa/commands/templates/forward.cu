@@ -14,7 +14,7 @@ __device__ real modified(real score, real limit) {
 }
 
 // The arguments are those of `args` in the record, in the same order: change both.
-extern "C" __global__ __launch_bounds__(threads) void NAME(  // as in args
+extern "C" __global__ __launch_bounds__(threads) void NAME_forward(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, real limit) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);

@@ -28,12 +28,13 @@ NAME = Kernel(
     adds="damped scores",  # what is new in it, for tables
     launches=(
         Launch(
-            "NAME",
+            "NAME_forward",
             # The arguments in the .cu file, in the same order. An array of your own also needs a
             # line in inputs= or outputs= below, a number one in floats=.
             args="Q K V O lse sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
+            file="NAME.cu",
             # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
         ),
     ),
