@@ -33,11 +33,12 @@ TEMPLATES = Path(__file__).with_name("templates")
 )
 @options.format_option
 def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
-    """Write a kernel to start from: NAME.cu, NAME.py and test_NAME.py, in the current folder.
+    """Write a kernel to start from, its record and its test.
 
-    It is right as written, and small: a thread for each row. NAME.py has its record NAME and its
-    reference, test_NAME.py checks it with pytest. With --from the files are those of a rung. Files
-    that exist are not overwritten.
+    The files are NAME.cu, NAME.py and test_NAME.py in the current folder. The kernel is right as
+    written, and small: a thread for each row. NAME.py has the record NAME and its reference,
+    test_NAME.py checks it with pytest. With --from the kernel is a copy of a rung. Nothing is
+    overwritten.
     """
     _require_name(name)
     texts = _copied(name, rung, operation) if rung else _small(name, operation or "forward")
