@@ -324,7 +324,9 @@ class Kernel(_Record):
         c, found = SimpleNamespace(**constants), {}
         for name, formula in self.floats.items():
             value = self.evaluated(f"float {name}", formula, p, c)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            if isinstance(value, bool) or not isinstance(
+                value, int | float | np.integer | np.floating
+            ):
                 raise ValueError(
                     f"{self.name}: the record's float {name} is {value!r} for {p}; give a number"
                 )

@@ -71,7 +71,7 @@ def expected(
     The function gets float arrays as float64. A result that is an Expected has a bound already.
     """
     kernel = Arithmetic(rounding.dtype, rounding.precision)
-    exact = {name: as_float64(x) for name, x in arrays.items()}
+    exact = {name: _read_only(as_float64(x)) for name, x in arrays.items()}
     value = function(exact, floats)
     given = {name: x for name, x in value.items() if isinstance(x, Expected)}
     values = {name: np.asarray(value[name], np.float64) for name in outputs if name not in given}
@@ -97,6 +97,13 @@ def expected(
 def as_float64(x: Array) -> Array:
     """An array of floats in float64, any other as it is."""
     return x if x.dtype.kind in "iub" else x.astype(np.float64)
+
+
+def _read_only(x: Array) -> Array:
+    """A view that the reference cannot change before it is evaluated again."""
+    seen = x.view()
+    seen.flags.writeable = False
+    return seen
 
 
 def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:

@@ -128,6 +128,15 @@ def test_infinity_and_nan():
     assert np.isposinf(expected({"Q": x, "K": x}, DTYPE16, {}, function)["lse"].bound[..., 3]).all()
 
 
+def test_a_reference_cannot_change_its_inputs():
+    def function(arrays, floats):
+        arrays["Q"] *= 2
+        return attention(arrays, floats)
+
+    with pytest.raises(ValueError, match="read-only"):
+        expected(*inputs(7, 45, 16, "float32"), {"scale": 0.25}, function)
+
+
 def test_a_reference_may_give_bounds_of_its_own():
     def function(arrays, floats):
         x = np.ones((1, 1, 1, 3))
