@@ -40,11 +40,10 @@ def planned(drawn):
 
 
 @pytest.mark.parametrize("name", COVERED)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_samples_cover_sizes_relative_to_the_tiles(name, seed):
+def test_samples_cover_sizes_relative_to_the_tiles(name):
     count = Counter(
         what
-        for drawn in samples(name, seed=seed)
+        for drawn in samples(name, seed=1)
         for what, has in covers(planned(drawn), SIMULATOR.limits).items()
         if has
     )
