@@ -85,7 +85,7 @@ def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
         run_without(tmp_path, monkeypatch, kernel, BARRIER, number)
 
 
-@pytest.mark.each_choice("kernel")
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel, number", statements(WAIT))
 def test_a_copy_that_is_not_waited_for_is_named(tmp_path, monkeypatch, kernel, number):
     with pytest.raises(SimulatorFault, match=r"a copy .* with no cp_async_wait_group of that"):
