@@ -528,6 +528,7 @@ struct Worker {
   bool fenced = false;
   bool signals = false;
   std::uint64_t number = 0;  // of this worker, from 1
+  Epoch block_start = 0;     // with the number, as of arrays in global memory
   unsigned late_warps = 0;   // of a shuffled order: those that run when no other can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
@@ -1262,10 +1263,16 @@ inline bool of_this_block(const Worker& worker, Epoch epoch) {
              block[0], block[1], block[2], done, verb(touch.access), offset, worker.hit.name));
 }
 
-inline bool races(const Worker& worker, Epoch epoch) {
-  if (epoch == 0) return false;
+bool races_with_another(const Worker& worker, Epoch epoch) {
   if (!of_this_block(worker, epoch)) return !worker.speaks;
   return !worker.signals && !ordered(worker, epoch & without_number, worker.fiber->index);
+}
+
+// Most accesses follow others of the same thread, in the same block.
+inline bool races(const Worker& worker, Epoch epoch, Epoch now) {
+  constexpr Epoch same_thread = ~without_number | ((Epoch{1} << clock_shift) - 1);
+  bool own = ((epoch ^ now) & same_thread) == 0 && epoch >= worker.block_start;
+  return epoch != 0 && !own && races_with_another(worker, epoch);
 }
 
 // Checks an access of an element, and records it. Reads and atomics do not race here: a loop around
@@ -1275,15 +1282,15 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
                               const Touch& touch) {
   Epoch& writer = shadow.writers[cell];
   if (access == Access::read && shadow.readers[cell].last[0] == now) return;
-  if (races(worker, writer)) fault_global_race(worker, touch, cell, writer, "wrote");
+  if (races(worker, writer, now)) fault_global_race(worker, touch, cell, writer, "wrote");
   if (access != Access::write || shadow.is_read) {
     Readers& readers = shadow.readers[cell];
     if (access == Access::write) {
-      if (races(worker, readers.updater)) {
+      if (races(worker, readers.updater, now)) {
         fault_global_race(worker, touch, cell, readers.updater, "updated");
       }
       for (Epoch reader : readers.last) {
-        if (races(worker, reader)) fault_global_race(worker, touch, cell, reader, "read");
+        if (races(worker, reader, now)) fault_global_race(worker, touch, cell, reader, "read");
       }
     }
     if (access == Access::read) {
@@ -1541,6 +1548,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
   }
   for (Barrier& barrier : worker.barriers) barrier = Barrier{};
   prepare_clocks(worker);
+  worker.block_start = worker.number << number_shift | (worker.floor + 1) << clock_shift;
   note_block(worker);
   worker.components = worker.warp_count;
   forget_asynchronous(worker);
