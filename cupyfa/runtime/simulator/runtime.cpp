@@ -1308,7 +1308,7 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
 // An access of the array that was touched last. Order by atomics is not known here, so a block that
 // executed some is not compared with others, nor are its threads if a fence came before.
 template <Access access>
-inline void check_global(Worker& worker, const Touch& touch) {
+__attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) {
   if (access == Access::announcement) return;
   if (access == Access::atomic) {
     worker.speaks = true;
@@ -1421,7 +1421,8 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
 }
 
 template <Access access>
-inline void check(const void* pointer, std::size_t bytes, const Place& place) {
+__attribute__((always_inline)) inline void check(const void* pointer, std::size_t bytes,
+                                                 const Place& place) {
   Worker* worker = self;
   if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
   if (__builtin_expect(stopped(*worker), 0)) abandon(*worker);
@@ -1448,7 +1449,7 @@ inline void check(const void* pointer, std::size_t bytes, const Place& place) {
 }
 
 template <Access access, std::size_t bytes>
-inline void check_aligned(const void* pointer, const Place& place) {
+__attribute__((always_inline)) inline void check_aligned(const void* pointer, const Place& place) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
   if (__builtin_expect(address % bytes != 0 && self != nullptr, 0)) {
     // The compiler of the simulator sets neighbours on the stack with one store of 16 bytes.
