@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   const bool aligned = is_aligned(tensor);
   share_out_rows<threads, height, columns / in_chunk>([&](int row, int chunk, int) {
     const int col = chunk * in_chunk;
-    const int count = first_row + row < rows ? min(in_chunk, cols - col) : 0;
+    const int count = first_row + row < rows ? max(0, min(in_chunk, cols - col)) : 0;
     const scalar* from = tensor.row(batch, head, first_row + row) + col;
     scalar* to = at(tile, row, chunk);
     if (aligned) {

@@ -38,6 +38,13 @@ def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
     guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.parametrize("kernel", ["mma_async", "mma_pipelined", "mma_split_kv"])
+def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
+    """Most chunks of a product lie beyond the column, though rows begin at 16 bytes."""
+    plan = planned(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16")
+    guard.checked(backend, plan, inputs_of(plan, layout="gaps"), {})
+
+
 @pytest.mark.each_choice
 @pytest.mark.parametrize(
     "kernel, d",
