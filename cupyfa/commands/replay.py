@@ -1,19 +1,27 @@
 """``cupyfa replay``."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from cupyfa.commands import WRONG, options
 from cupyfa.report.tables import render
 from cupyfa.runtime.backend import Backend
-from cupyfa.verify.check import replay as replayed
+from cupyfa.verify.check import Replayed, replay as replayed
 from cupyfa.verify.failures import RIGHT, Outcome
 
 
 @click.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "files",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
 @click.option(
     "--kernel",
     type=options.KernelName(),
@@ -22,29 +30,44 @@ from cupyfa.verify.failures import RIGHT, Outcome
 )
 @options.backend_options
 @options.format_option
-def replay(file: Path, kernel: str | None, backend: Backend, form: str) -> None:
-    """Run a failure of `cupyfa check` again on the inputs in its FILE.
+def replay(files: Sequence[Path], kernel: str | None, backend: Backend, form: str) -> None:
+    """Run failures of `cupyfa check` again on the inputs in their FILEs.
 
-    Prints the results of then and now. The exit code is 1 if it fails again.
+    Prints the results of then and now. The exit code is 1 if one fails again.
     """
-    done = replayed(file, kernel, backend)
-    then, now = done.stored.outcome, done.now
-    made_with = done.stored.made_with
-    if form == "table":
-        click.echo(str(done.stored.case))
-        on = f"on {made_with['device']} with cupyfa {made_with['cupyfa']}"
-        click.echo(f"then  {then.kernel}: {_words(then)}, {on}")
-        click.echo(f"now   {now.kernel}: {_words(now)}, on {done.device}")
-        click.echo("PASS" if now.kind == RIGHT else "FAIL")
-    else:
-        about = {"then": (then, made_with["device"]), "now": (now, done.device)}
-        rows = [
-            {"when": when, "kernel": x.kernel, "device": device, "result": x.kind}
-            | {"passed": x.kind == RIGHT, "message": _message(x), "case": str(done.stored.case)}
-            for when, (x, device) in about.items()
+    found = []
+    for file in files:
+        found.append((file, replayed(file, kernel, backend)))
+        if form == "table":
+            click.echo(_lines(found[-1][1]))
+    if form != "table":
+        click.echo(render([row for one in found for row in _rows(*one)], form))
+    sys.exit(0 if all(done.now.kind == RIGHT for _, done in found) else WRONG)
+
+
+def _lines(done: Replayed) -> str:
+    then, now, made_with = done.stored.outcome, done.now, done.stored.made_with
+    on = f"on {made_with['device']} with cupyfa {made_with['cupyfa']}"
+    return "\n".join(
+        [
+            str(done.stored.case),
+            f"then  {then.kernel}: {_words(then)}, {on}",
+            f"now   {now.kernel}: {_words(now)}, on {done.device}",
+            "PASS" if now.kind == RIGHT else "FAIL",
         ]
-        click.echo(render(rows, form))
-    sys.exit(0 if now.kind == RIGHT else WRONG)
+    )
+
+
+def _rows(file: Path, done: Replayed) -> list[dict[str, Any]]:
+    outcomes = {
+        "then": (done.stored.outcome, done.stored.made_with["device"]),
+        "now": (done.now, done.device),
+    }
+    return [
+        {"file": str(file), "when": when, "kernel": x.kernel, "device": device, "result": x.kind}
+        | {"passed": x.kind == RIGHT, "message": _message(x), "case": str(done.stored.case)}
+        for when, (x, device) in outcomes.items()
+    ]
 
 
 def _words(outcome: Outcome) -> str:

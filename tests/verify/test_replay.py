@@ -105,6 +105,8 @@ def test_the_command_line(tmp_path):
     assert verdict == "FAIL"
     done = replay(file, "--kernel", "softmax_online", code=0)
     assert done.stdout.splitlines()[-1] == "PASS"
+    done = replay(file, file, "--kernel", "softmax_online", "--format", "json", code=0)
+    assert [x["passed"] for x in json.loads(done.stdout)] == [False, True] * 2
     assert "unknown" in replay(file, "--kernel", "nope", code=2).stderr
     assert "computes forward" in replay(file, "--kernel", "fa2", code=2).stderr
     replay(tmp_path / "none.npz", code=2)
