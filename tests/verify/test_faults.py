@@ -14,15 +14,15 @@ ENOUGH = 3  # failures, after which a check is ended
 PLACE = re.compile(r"(/[^\s():]+):(\d+)")
 
 
-def found(kernel):
-    """The first failures of a check with default settings, before they are shrunk."""
+def found(kernel, **how):
+    """The first failures of a check, with default settings unless others are given."""
 
     def progress(done, total, what):
         if what == f"{ENOUGH} failed":
             raise KeyboardInterrupt
 
     try:
-        return cupyfa.check(kernel, backend="simulator", progress=progress)
+        return cupyfa.check(kernel, backend="simulator", progress=progress, **how)
     except checking.Interrupted as enough:
         return enough.checked
 
@@ -43,6 +43,14 @@ def test_a_fault_is_found(tmp_path, monkeypatch, fault):
     assert fitting, messages or "no failure"
     if fault.line:
         assert any(fault.line in line for x in fitting for line in lines_named(x)), fitting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [x for x in FAULTS if " is released " in x.what], ids=str)
+def test_a_ring_that_wraps_needs_few_samples(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
+    kernel = broken_kernels.broken(tmp_path, fault)
+    assert found(kernel, samples=16, seed=1).failures
 
 
 def test_there_are_faults_of_every_family():
