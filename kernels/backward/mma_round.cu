@@ -43,6 +43,6 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(
     const Repair<d, dv, operand, StatsInMemory> repair = {
         extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, head / group};
     const int first = tile * Br + own.row;
-    repair.rows<Queries::cols>(dQ, head, first, first + Queries::rows, own.col);
+    repair.rows<Queries::cols>(dQ, head, first, first + Queries::rows, own.col, own.end);
   }
 }

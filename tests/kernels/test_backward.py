@@ -18,6 +18,7 @@ from cupyfa.planner.source import ROOT
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import Case
 from cupyfa.verify.tasks import difference
 
 BACKWARD = LADDER["backward"]
@@ -149,6 +150,13 @@ def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
     assert np.isfinite(results["dQ"][0, 0, 3:30]).all()
     assert np.isnan(results["dV"][0, 0, :3]).all()
     assert np.isnan(results["dQ"][0, 0, 30:]).all()
+
+
+def test_warps_that_compute_nonfinite_rows_again_write_only_their_own_columns(backend):
+    """Of dQ in two slices, whose columns do not fill the parts of the warps."""
+    sizes = {"heads": 1, "M": 40, "N": 40, "d": 150}
+    plan = planned(BACKWARD["mma_columns"], backend, sizes, "float16")
+    guard.checked(backend, plan, Case("backward", plan.problem, 1, "nan").inputs(), {})
 
 
 @KERNELS
