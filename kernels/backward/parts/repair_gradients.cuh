@@ -62,13 +62,12 @@ struct alignas(16) Repair {
     return {p, score_gradient(p, warp_sum(dP) - own.delta, slope)};
   }
 
-  // dQ of rows `first` … `end` - 1, of `width` columns from first_col on, before column end_col.
+  // dQ of rows `first` … `end` - 1, of at most `width` columns from `col` on, before col_end.
   template <int width>
-  __device__ void rows(Tensor<T> dQ, int head, int first, int end, int first_col,
-                       int end_col = d) const {
+  __device__ void rows(Tensor<T> dQ, int head, int first, int end, int col, int col_end = d) const {
     for (int row = first; row < min(end, extent.M); ++row) {
       const RowStats own = stats(head, row);
-      RowSum<width> sum(first_col, min(d, end_col));
+      RowSum<width> sum(col, min(d, col_end));
       const int last = own.sees_keys() ? extent.kv_end(row) : 0;
       for (int key = extent.kv_begin(row); key < last; ++key)
         sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
