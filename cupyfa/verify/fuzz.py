@@ -44,8 +44,8 @@ _HEADS = (
     (1, 2, 5),
     (2, 1, 1),
 )  # batch, kv_heads, group
-_DIMS = ("odd", "usual", "edge", "wide")
-_USUAL_DIMS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
+_DIMS = ("odd", 64, "edge", "usual", 128, "wide")
+_USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _WIDEST = 640  # of kernels for any head dimension
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
@@ -164,6 +164,8 @@ class Fuzz:
         """A head dimension: mostly small and odd, or one that models use, or a large one."""
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         most = (self.kernel and self.kernel.largest_d) or _WIDEST
+        if isinstance(kind, int):
+            return min(kind, most)
         if kind == "odd":
             return 2 * pick.randrange(1, 40) - 1
         if kind == "usual":

@@ -152,7 +152,7 @@ def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, n
     statement = text_of(file)[len(before(file, number)) :]
     of_product = statement.startswith("wgmma_wait_group")
     found = SimulatorFault if of_product else (SimulatorFault, WrongResult)
-    named = r"a product .* with no wgmma_wait_group between" if of_product else ""
+    named = r"a product .* with no wgmma_wait_group between" if of_product else None
     with pytest.raises(found, match=named):
         run_without(tmp_path, kernel, file, about_turns)
 

@@ -243,7 +243,8 @@ def test_every_option_in_a_page_exists(page):
             assert words[0] in command.commands, line
             command = command.commands[words.pop(0)]
         if command is not None:
-            command.make_parser(click.Context(command)).parse_args(words)
+            main = click.Context(MAIN, **MAIN.context_settings)  # which has -h
+            command.make_parser(click.Context(command, parent=main)).parse_args(words)
 
 
 @EACH_PAGE
