@@ -87,7 +87,7 @@ class Program(click.Group):
             if known is None:
                 raise
             full = isinstance(error, OSError) and error.errno in NO_ROOM
-            if full and not error.filename:
+            if full and not getattr(error, "filename", None):
                 sys.stdout = None  # type: ignore[assignment]  # not to be flushed again
             end = fail_at_once if "DeviceLost" in names else fail
             end(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
