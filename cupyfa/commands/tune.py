@@ -35,8 +35,9 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
     fastest are stored: later plans for the same kernel, dtype, d and dv begin with them. -d and
     --dtype may be repeated. The exit code is 1 if no candidate of a problem is right.
 
-    All candidates are timed shortly; the eight fastest, the finalists, are then timed in
-    alternation. Finalists stand above the line, below it are the others; both are ordered by speed.
+    All candidates are timed shortly; the eight fastest and the default tiles, the finalists, are
+    then timed in alternation. Finalists stand above the line, below it are the others; both are
+    ordered by speed.
 
     \b
     first ms  the first, short timing, or why there is none
