@@ -87,8 +87,8 @@ class Program(click.Group):
             if known is None:
                 raise
             full = isinstance(error, OSError) and error.errno in NO_ROOM
-            if full and not getattr(error, "filename", None):
-                sys.stdout = None  # type: ignore[assignment]  # not to be flushed again
+            if full:
+                drop_unwritten_output()
             end = fail_at_once if "DeviceLost" in names else fail
             end(message_of(error), UNSUPPORTED if full else EXIT_CODES[known])
 
@@ -98,6 +98,14 @@ class Program(click.Group):
         except BrokenPipeError:  # the reader of the output has ended: end as other programs do
             sys.stdout = None  # type: ignore[assignment]  # not to be flushed
             sys.exit(128 + signal.SIGPIPE)
+
+
+def drop_unwritten_output() -> None:
+    """Keeps Python from reporting at exit, again, that stdout cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # type: ignore[assignment]
 
 
 def message_of(error: Exception) -> str:
