@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,8 @@ def tune(
     Each candidate is compared with the float64 reference on a smaller problem between guard zones,
     then timed shortly; the best are timed in alternation until their order is known. All is stored
     by compiled text, problem and versions, and a later call continues; ``fresh`` ignores that.
-    ``watch`` is told what runs, and has what an earlier process has done.
+    Plans ignore times of the simulator. ``watch`` is told what runs, and has what an earlier
+    process has done; a candidate that does not return uses up the budget.
 
     Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
@@ -125,6 +126,8 @@ def tune(
     begun, found = watch.done if watch.hung else -1, []
     for done, plans in enumerate(tried):
         watch.done = done
+        if done > begun:
+            watch.began = monotonic()
         tuning = _Tuning(backend, plans, fresh and done > begun, watch)
         found += tuning.run(budget if done >= begun else 0.0, progress)
     return found
@@ -147,7 +150,7 @@ class _Tuning:
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, budget: float, progress: Progress) -> list[Candidate]:
-        start = perf_counter()
+        start = self.watch.began
         self.file = _file(self.backend, self.plans[0])
         self.keyed = {timing.code_of(plan): plan for plan in self.plans}
         self.own = next(iter(self.keyed))
@@ -156,16 +159,18 @@ class _Tuning:
         self.backend.trim()
         for done, (key, plan) in enumerate(self.keyed.items()):
             progress(done, len(self.keyed), _listed(plan))
-            late = perf_counter() - start > _FIRST_SHARE * budget
-            if key not in self.facts and not (late and self.right):
+            late = monotonic() - start > _FIRST_SHARE * budget
+            over = late and (self.right or self.has_hung)
+            if self.is_hung(plan) or not (over or key in self.facts):
                 self.try_out(key)
         if self.right:
-            while perf_counter() - start < budget and len(rivals := self.undecided()) > 1:
+            while monotonic() - start < budget and len(rivals := self.undecided()) > 1:
                 best = _listed(self.keyed[rivals[0]])
                 progress(len(self.keyed), len(self.keyed), f"{len(rivals)} are close, {best} leads")
                 self.time_rounds(rivals)
                 store.remember(self.file, self.facts)
-            self.remember_best()
+            if self.backend.name != "simulator":
+                self.remember_best()
         return [self.candidate(key) for key in self.ranked]
 
     @cached_property
@@ -173,6 +178,14 @@ class _Tuning:
         plan = self.plans[0]
         case = Case(plan.kernel.operation, plan.problem)
         return readable_inputs(plan, case.inputs(self.backend, plan.kernel))
+
+    def is_hung(self, plan: Plan) -> bool:
+        """Whether the plan did not return in an earlier process."""
+        return _call(plan) in self.watch.hung
+
+    @property
+    def has_hung(self) -> bool:
+        return any(map(self.is_hung, self.plans))
 
     @property
     def right(self) -> list[str]:
@@ -198,7 +211,7 @@ class _Tuning:
         refusals += self.backend.compile_errors
         lost: Exception | None = None
         try:
-            if _call(plan) in self.watch.hung:
+            if self.is_hung(plan):
                 raise _TimedOut(f"no answer within {self.watch.timeout:g} s")
             with self.backend.working_on(None):
                 with self.watch.calls():

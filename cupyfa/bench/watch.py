@@ -24,6 +24,7 @@ class Watch:
     timeout: the seconds that one call may take.
     hung: calls that did not return in an earlier process; they are not made again.
     done: the number of finished problems.
+    began: when the problem began, by ``monotonic``, a clock that all processes share.
     rows: the rows of the finished problems of a benchmark.
     running: the call that runs now, and when it began.
     """
@@ -31,6 +32,7 @@ class Watch:
     timeout: float = inf
     hung: Sequence[str] = ()
     done: int = 0
+    began: float = 0.0
     rows: Sequence[Measurement] = ()
     running: tuple[str, float] | None = field(default=None, init=False)
 
@@ -66,6 +68,7 @@ class Watch:
         state = {
             "hung": [*self.hung, hung],
             "done": self.done,
+            "began": self.began,
             "rows": [row.record() for row in self.rows],
         }
         path.write_text(json.dumps(state))
@@ -73,5 +76,5 @@ class Watch:
     def load(self, path: Path) -> None:
         """Reads what an earlier process saved."""
         state = json.loads(path.read_text())
-        self.hung, self.done = state["hung"], state["done"]
+        self.hung, self.done, self.began = state["hung"], state["done"], state["began"]
         self.rows = [Measurement.of_record(record) for record in state["rows"]]

@@ -4,8 +4,10 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import cache as cached
 from pathlib import Path
 from random import Random
+from time import monotonic
 
 import pytest
 from helpers import own_kernel
@@ -17,6 +19,7 @@ from cupyfa.bench import timing, tune as tuning
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.bench.tune import Candidate
+from cupyfa.bench.watch import Watch
 from cupyfa.errors import DeviceLost
 from cupyfa.ladder import LADDER, lookup as records
 from cupyfa.planner import select as planning, tuned
@@ -27,6 +30,7 @@ FORWARD = LADDER["forward"]
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 ON = tuned.on  # conftest.py replaces it in other tests
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
+PROBLEM = Problem.of_sizes(**TINY)
 
 # Does its work `laps` times, and without the last key if laps is 2.
 LAPS = own_kernel.MINE.replace(
@@ -60,6 +64,16 @@ def engine(cache, monkeypatch):
 
 
 @pytest.fixture
+def device(engine, monkeypatch):
+    """The simulator in the role of a GPU, whose times are kept for plans."""
+    usual = engine.limits
+    limits = cached(lambda device: replace(usual, device="a GPU", tuned=tuned.on("a GPU")))
+    monkeypatch.setattr(engine, "name", "a GPU")
+    monkeypatch.setattr(engine, "read_limits", limits)
+    return engine
+
+
+@pytest.fixture
 def laps(tmp_path):
     """The name of a user's kernel with a slow own choice, a right candidate and a wrong one."""
     return f"{own_kernel.write(tmp_path, LAPS, RECORD)}:mine"
@@ -67,6 +81,10 @@ def laps(tmp_path):
 
 def tune(kernel, engine, **options):
     return cupyfa.tune(kernel, backend=engine, **{**TINY, "budget": 60.0, **options})
+
+
+def planned(kernel, engine, **how):
+    return cupyfa.plan(kernel=kernel, backend=engine, **how).constants
 
 
 def states(rows):
@@ -87,26 +105,38 @@ def count_checks(monkeypatch, *, interrupted=None):
     return seen
 
 
-def test_the_fastest_right_candidate_is_found_and_planned(laps, engine):
-    before = engine.limits
-    rows = tune(laps, engine)
+def test_the_fastest_right_candidate_is_found_and_planned(laps, device):
+    before = device.limits
+    rows = tune(laps, device)
     assert states(rows) == {1: "right", 200: "right", 2: "wrong"}
     best, own, wrong = rows
     assert best.measurement.constants == {"laps": 1} and best.factor > 1.5 and own.factor == 1
     assert best.measurement.time < own.measurement.time
     assert wrong.measurement.time is None and "O" in wrong.measurement.note
     record = records.record_named(laps)
-    plan = cupyfa.plan(kernel=record, backend="simulator", **TINY)
-    assert plan.constants == {"laps": 1}
-    assert (
-        cupyfa.plan(kernel=record, backend="simulator", tiles={"laps": 200}, **TINY).constants[
-            "laps"
-        ]
-        == 200
-    )
-    assert cupyfa.plan(kernel=record, backend="simulator", M=5, d=9).constants == {"laps": 200}
-    assert engine.limits != before and hash(engine.limits) == hash(before)
-    assert cupyfa.plan(backend="simulator", **TINY).kernel.name in FORWARD
+    assert planned(record, device, **TINY) == {"laps": 1}
+    assert planned(record, device, tiles={"laps": 200}, **TINY) == {"laps": 200}
+    assert planned(record, device, M=5, d=9) == {"laps": 200}
+    assert device.limits != before and hash(device.limits) == hash(before)
+    assert cupyfa.plan(backend=device, **TINY).kernel.name in FORWARD
+
+
+def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
+    record = records.record_named(laps)
+    done = cli("tune", laps, *SIZES)
+    assert "laps=1 " in done.stdout
+    assert "note: plans ignore these tiles: times of the simulator say nothing" in done.stderr
+    assert planned(record, engine, **TINY) == {"laps": 200}
+    assert not (cache / "tuned").is_dir() or not list((cache / "tuned").iterdir())
+
+
+def test_candidates_that_do_not_return_use_up_the_budget(laps, engine, monkeypatch):
+    seen = count_checks(monkeypatch)
+    first = tuning.candidates(records.record_named(laps), PROBLEM, engine.limits)[0]
+    watch = Watch(timeout=60, hung=[tuning._call(first)], began=monotonic() - 70)
+    assert states(tune(laps, engine, watch=watch)) == {200: "timed out", 1: "untried", 2: "untried"}
+    assert not seen
+    assert states(tune(laps, engine)) == {200: "timed out", 1: "right", 2: "wrong"}
 
 
 def test_a_second_tuning_measures_nothing_again(laps, engine, monkeypatch):
@@ -192,17 +222,17 @@ def test_a_candidate_that_lost_the_device_is_skipped_next_time(laps, engine, mon
     assert states(tune(laps, engine)) == {200: "right", 2: "right", 1: "refused"}
 
 
-def test_each_of_several_problems_is_tuned(laps, engine):
-    rows = tune(laps, engine, d=[8, 9], dtype=["float32", "float64"])
+def test_each_of_several_problems_is_tuned(laps, device):
+    rows = tune(laps, device, d=[8, 9], dtype=["float32", "float64"])
     problems = {(x.measurement.problem.d, x.measurement.problem.dtype.name) for x in rows}
     assert len(rows) == 12 and len(problems) == 4
-    assert {(x.d, x.dtype) for x in engine.limits.tuned} == problems
+    assert {(x.d, x.dtype) for x in device.limits.tuned} == problems
 
 
-def test_a_softmax_is_tuned_too(engine):
-    (row,) = cupyfa.tune("softmax_online", backend=engine, M=5, N=40, budget=1.0)
+def test_a_softmax_is_tuned_too(device):
+    (row,) = cupyfa.tune("softmax_online", backend=device, M=5, N=40, budget=1.0)
     assert row.state == "right" and row.factor == 1
-    assert engine.limits.tuned[0].constants == ()
+    assert device.limits.tuned[0].constants == ()
 
 
 def measured(monkeypatch, speeds):
@@ -422,8 +452,8 @@ def test_the_command_succeeds_if_one_candidate_is_right(laps, engine):
 def test_the_command_ends_with_1_if_all_are_wrong(tmp_path, engine):
     wrong = LAPS.replace("(laps == 2)", "1")
     done = cli("tune", f"{own_kernel.write(tmp_path, wrong, RECORD)}:mine", *SIZES, code=1)
-    assert "and 2 others: wrong" in done.stderr and "remembered" not in done.stderr
-    assert engine.limits.tuned == ()
+    assert "and 2 others: wrong" in done.stderr
+    assert "fastest" not in done.stderr and "plans ignore" not in done.stderr
 
 
 def test_notes_name_a_kernel_without_tiles(tmp_path, engine):

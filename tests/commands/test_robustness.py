@@ -234,7 +234,7 @@ def test_a_damaged_object_is_rebuilt(tmp_path, monkeypatch, built, fresh, spoil)
     assert not list(folder.glob("build-*"))
 
 
-@pytest.mark.parametrize("kind", ["tuned", "peaks", "tuning"])
+@pytest.mark.parametrize("kind", ["peaks", "tuning"])
 @pytest.mark.parametrize(
     "content",
     [

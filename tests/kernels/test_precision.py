@@ -269,9 +269,11 @@ def test_bench_has_a_column_for_it():
 def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
+    engine = Simulator()
+    engine.name = "a GPU"  # whose times are kept
     cupyfa.tune(
         replace(FORWARD["mma_tf32"], candidates={}, tiles=(tiles,)),
-        backend=Simulator(),
+        backend=engine,
         **{"batch": 1, "heads": 1, "M": 16, "d": 8, "budget": 0.01},
     )
     (file,) = (tmp_path / "tuned").glob("*.json")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from cupyfa.errors import CompileError
-from cupyfa.planner import source as sources, tuned
+from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem import whole
 from cupyfa.runtime.arguments import blank_map
@@ -35,7 +35,7 @@ _MAP = np.dtype(
 def _limits(device: int) -> Limits:
     """The limits of an H100, except for its architecture and number of multiprocessors."""
     name, few = "the simulator", 4  # so that each block of a small problem has several tiles
-    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few, tuned=tuned.on(name))
+    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few)
 
 
 class Simulator(Backend):
