@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
+from cupyfa.bench.watch import Watch
 from cupyfa.errors import WrongResult
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
@@ -45,21 +47,32 @@ class Trial:
 
 
 def trial(
-    backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], *, reruns: int = 0
+    backend: Backend,
+    plan: Plan,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    reruns: int = 0,
+    watch: Watch | None = None,
 ) -> Trial:
     """Checks a plan on these inputs between guard zones, then times it.
 
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
-    in a bit; wrong values are in the verdicts.
+    in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
     """
-    readable = readable_inputs(plan, inputs)
-    results = run_guarded(backend, plan, readable, {})
-    if different := difference(backend, plan, readable, results, reruns):
+    watch, readable = watch or Watch(), readable_inputs(plan, inputs)
+    begins = partial(watch.begins, f"{plan.kernel.name} on {plan.problem}")
+    used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
+    with watch.calls():
+        begins()
+        results = run_guarded(backend, plan, readable, {})
+        different = difference(backend, plan, readable, results, reruns, begins)
+    if different:
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
     verdicts = Judge.of(plan, inputs).verdicts(results, plan.rounding)
     call = replay(backend, plan, timing.arrays_of(backend, plan, readable, {}))
-    (times,) = timing.measure(backend, [call], budget=_LONGEST, cold=False, most=_MOST)
-    used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
+    with watch.calls():
+        how: Any = {"budget": _LONGEST, "cold": False, "most": _MOST}
+        (times,) = timing.measure(backend, [call], **how, begins=lambda _: begins())
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
     return Trial(plan, verdicts, row, used)

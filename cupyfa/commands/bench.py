@@ -15,7 +15,7 @@ from cupyfa.bench.bench import bench as measure
 from cupyfa.bench.results import Measurement, Results
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.signals import take_time
-from cupyfa.commands.watching import LONGEST, watched
+from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.errors import Unsupported
 from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
@@ -29,12 +29,6 @@ budget_option = click.option(
 )
 save_option = click.option(
     "--save", type=options.FILE, help="Write all measurements to a JSON file, for `cupyfa compare`."
-)
-timeout_option = click.option(
-    "--timeout",
-    type=options.TIMEOUT,
-    help="Seconds after which a running kernel has failed.  "
-    "[default: {:g}; in the simulator {:g}]".format(*LONGEST.values()),
 )
 sweep_option = click.option(
     "-p",

@@ -16,9 +16,8 @@ from cupyfa.commands.bench import (
     check_target,
     partial_results,
     save_option,
-    timeout_option,
 )
-from cupyfa.commands.watching import watched
+from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.report import plots, publish

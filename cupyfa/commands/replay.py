@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from cupyfa.commands import WRONG, options
+from cupyfa.commands.watching import timeout_on, timeout_option
 from cupyfa.report.tables import render
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.check import Replayed, replay as replayed
@@ -28,18 +29,22 @@ from cupyfa.verify.failures import RIGHT, Outcome
     metavar="KERNEL",
     help="Run this kernel instead of the one that failed.",
 )
+@timeout_option
 @options.backend_options
 @options.format_option
-def replay(files: Sequence[Path], kernel: str | None, backend: Backend, form: str) -> None:
+def replay(
+    files: Sequence[Path], kernel: str | None, timeout: float | None, backend: Backend, form: str
+) -> None:
     """Run failures of `cupyfa check` again on the inputs in their FILEs.
 
     Prints the results of then and now. The exit code is 1 if one fails again.
     """
     found = []
     for file in files:
-        found.append((file, replayed(file, kernel, backend)))
+        done = replayed(file, kernel, backend, timeout=timeout_on(backend, timeout))
+        found.append((file, done))
         if form == "table":
-            click.echo(_lines(found[-1][1]))
+            click.echo(_lines(done))
     if form != "table":
         click.echo(render([row for one in found for row in _rows(*one)], form))
     sys.exit(0 if all(done.now.kind == RIGHT for _, done in found) else WRONG)

@@ -9,6 +9,7 @@ import click
 from cupyfa.bench import sweeps
 from cupyfa.bench.trial import trial
 from cupyfa.commands import WRONG, options
+from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan, select
 from cupyfa.report.tables import render, trial_lines, trial_row
@@ -22,6 +23,7 @@ from cupyfa.verify.case import Case
 @options.input_options
 @options.tile_options
 @options.reruns_option
+@timeout_option
 @options.backend_options
 @options.format_option
 def run(
@@ -29,6 +31,7 @@ def run(
     backend: Backend,
     seed: int,
     reruns: int,
+    timeout: float | None,
     values: str,
     layout: str,
     tiles: dict[str, int],
@@ -48,8 +51,9 @@ def run(
     chosen = select(records[0] if records else "auto", operation, problem, backend.limits)
     planned = plan(chosen, problem, backend.limits, **tiles)
     try:
-        with backend.working_on(None):
-            result = trial(backend, planned, case.inputs(backend, chosen), reruns=reruns)
+        inputs = case.inputs(backend, chosen)
+        with backend.working_on(None), watched(backend, timeout, ends=True) as watch:
+            result = trial(backend, planned, inputs, reruns=reruns, watch=watch)
     except Exception:
         options.note(f"this was {case}")
         raise

@@ -10,8 +10,7 @@ import click
 from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
 from cupyfa.commands import WRONG, options
-from cupyfa.commands.bench import timeout_option
-from cupyfa.commands.watching import watched
+from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.problem import Problem
 from cupyfa.report.tables import drop, drop_followers, render, table_or_fields, text
 from cupyfa.runtime.select import backend_named

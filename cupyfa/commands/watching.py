@@ -1,17 +1,17 @@
-"""Restarts a command that measures when a kernel does not return."""
+"""Ends a kernel that does not return: the command goes on without it, or ends."""
 
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
 
 from cupyfa.bench.watch import Watch
-from cupyfa.commands import options
+from cupyfa.commands import WRONG, options
 from cupyfa.runtime.backend import Backend
 
 _CLEAR_LINE = "\r\x1b[2K"
@@ -28,15 +28,28 @@ def own_process() -> None:
     _is_own_process = True
 
 
+timeout_option = click.option(
+    "--timeout",
+    type=options.TIMEOUT,
+    help="Seconds after which a running kernel has failed.  "
+    "[default: {:g}; in the simulator {:g}]".format(*LONGEST.values()),
+)
+
+
+def timeout_on(backend: Backend, timeout: float | None) -> float:
+    """The value of ``timeout_option``, or its default."""
+    return LONGEST.get(backend.name, 60.0) if timeout is None else timeout
+
+
 @contextmanager
-def watched(backend: Backend, timeout: float | None) -> Iterator[Watch]:
-    """A watch on calls; one that takes too long restarts the command without it.
+def watched(backend: Backend, timeout: float | None, *, ends: bool = False) -> Iterator[Watch]:
+    """A watch on calls; one that takes too long restarts the command without it, or ``ends`` it.
 
     The command line stays the same, and so does the process's number: the program is loaded again,
     which ends the threads of the old one and frees its GPU. Nothing else runs while kernels are
     timed, since the watcher sleeps.
     """
-    watch = Watch(LONGEST.get(backend.name, 60.0) if timeout is None else timeout)
+    watch = Watch(timeout_on(backend, timeout))
     if not _is_own_process:
         yield watch
         return
@@ -45,17 +58,24 @@ def watched(backend: Backend, timeout: float | None) -> Iterator[Watch]:
         Path(state).unlink()
         options.note(f"{watch.hung[-1]}: {watch.verdict}; continuing without it")
     ended = threading.Event()
-    threading.Thread(target=_look, args=(watch, ended), daemon=True).start()
+    stop = _end if ends else _restart
+    threading.Thread(target=_look, args=(watch, ended, stop), daemon=True).start()
     try:
         yield watch
     finally:
         ended.set()
 
 
-def _look(watch: Watch, ended: threading.Event) -> None:
+def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], None]) -> None:
     while not ended.wait(watch.timeout / _OFTEN):
         if call := watch.overdue:
-            _restart(watch, call)
+            stop(watch, call)
+
+
+def _end(watch: Watch, call: str) -> None:
+    why = f"no answer within {watch.timeout:g} s; --timeout gives it longer"
+    click.echo(f"cupyfa: {call}: {why}", err=True)
+    os._exit(WRONG)
 
 
 def _restart(watch: Watch, call: str) -> None:

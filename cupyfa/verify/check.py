@@ -27,10 +27,10 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures as kinds, fuzz, grids
-from cupyfa.verify.case import Case, arranged
+from cupyfa.verify.case import Case
 from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.verify.shrink import shrunk
-from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, perform, refuse_long
+from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, refuse_long
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 EXAMINED = 5  # failures of a kernel that are shrunk and written to files
 MOST_SAMPLES = 100_000  # all cases exist before the first one runs
 _LONGEST = 1_000_000  # seconds, of a timeout
-_TO_BEGIN = 60.0  # seconds to start and compile, for the command that repeats a failure
 _PATIENCE = 3  # times that a kernel may hang or die before it is given up
 _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
 _SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
@@ -155,8 +154,7 @@ def check(
     the results so far on Ctrl-C or if a signal handler exits.
     """
     start = time.monotonic()
-    if not 0 < timeout <= _LONGEST:
-        raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
+    timeout = _checked_timeout(timeout)
     jobs, reruns = whole("jobs", jobs, 0), whole("reruns", reruns, 0)
     backend = backend_named(backend)
     drawn = tasks_of(
@@ -170,7 +168,7 @@ def check(
         **options,
     )
     if jobs:
-        _require_pickling(drawn, jobs)
+        _require_pickling(drawn, f"jobs is {jobs}", "jobs=0")
     tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
     sheet = _Sheet(tasks, backend, progress)
     workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
@@ -251,11 +249,16 @@ class Replayed:
 
 
 def replay(
-    file: str | Path, kernel: KernelOrName | None = None, backend: str | Backend = "auto"
+    file: str | Path,
+    kernel: KernelOrName | None = None,
+    backend: str | Backend = "auto",
+    *,
+    timeout: float | None = None,
 ) -> Replayed:
     """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
 
-    Constants and the simulator's thread order are those of the file where possible. Raises OSError
+    With a timeout it runs in a process of its own, for at most so many seconds. Constants and the
+    simulator's thread order are those of the file where possible. Raises OSError
     if the file cannot be read, ValueError if it is damaged or if its kernel is a record and none is
     given, and Unsupported if the kernel cannot run the case.
     """
@@ -280,9 +283,15 @@ def replay(
         select.plan(record, case.problem, backend.limits, **constants)
     except (Unsupported, ValueError):
         constants = {}
-    task = Task(case, (chosen,), constants, stored.reruns)
-    inputs = arranged(stored.inputs, case.layout)
-    *_, now = perform(backend, task, inputs)
+    task = Task(case, (chosen,), constants, stored.reruns, inputs=stored.inputs)
+    if timeout is not None:
+        task = replace(task, timeout=_checked_timeout(timeout))
+        _require_pickling([task], f"timeout is {timeout}", "none")
+    worker = Here(backend) if timeout is None else Process(backend)
+    try:
+        (now,) = worker.run(task)
+    finally:
+        worker.stop()
     if now.kind == kinds.UNSUPPORTED:
         raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
     if now.kind == kinds.NO_MEMORY:
@@ -309,12 +318,18 @@ def _named(
     return found
 
 
-def _require_pickling(tasks: Sequence[Task], jobs: int) -> None:
+def _checked_timeout(timeout: float) -> float:
+    if not 0 < timeout <= _LONGEST:
+        raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
+    return timeout
+
+
+def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
     """Raises ValueError if a kernel cannot be sent to a worker process."""
     try:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
-        raise ValueError(f"jobs is {jobs}: {error}; or give jobs=0") from None
+        raise ValueError(f"{given}: {error}; or give {remedy}") from None
 
 
 _Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
@@ -514,9 +529,9 @@ def _schedule(backend: Backend, task: Task) -> int | None:
 def _failure(backend: Backend, task: Task, outcome: Outcome) -> Failure:
     reruns = task.reruns if outcome.kind == kinds.DIFFERS else None
     schedule = _schedule(backend, task)
+    hung = outcome.kind == kinds.NO_ANSWER
     options = {"backend": backend.name, "schedule": schedule, "reruns": reruns}
+    options |= {"timeout": f"{task.timeout:g}" if hung else None}
     script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
-    if outcome.kind == kinds.NO_ANSWER:  # the command would not end
-        again = f"timeout -k 5 {task.timeout + _TO_BEGIN:g} {again}"
     return Failure(task.case, outcome, again)

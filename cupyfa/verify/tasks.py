@@ -1,6 +1,6 @@
 """A task, the unit of work of a check: one case and the kernels to run on it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify import failures, sampling
-from cupyfa.verify.case import FINITE, Case
+from cupyfa.verify.case import FINITE, Case, arranged
 from cupyfa.verify.failures import Arrays, Outcome
 from cupyfa.verify.sampling import Judge
 
@@ -33,7 +33,8 @@ class Task:
 
     reruns: how often each kernel runs again and must give the same bits. timeout: seconds that it
     may take in a worker process. keep: whether outcomes hold the arrays of a failure's file.
-    schedule: the order of the simulator's threads, if not the backend's.
+    schedule: the order of the simulator's threads, if not the backend's. inputs: contiguous arrays
+    in place of the case's own; they get its layout.
     """
 
     case: Case
@@ -43,6 +44,7 @@ class Task:
     timeout: float = 60.0
     keep: bool = False
     schedule: int | None = None
+    inputs: Arrays | None = field(default=None, repr=False, compare=False)
 
 
 def name_of(kernel: KernelOrName) -> str:
@@ -54,10 +56,10 @@ def has_name(kernel: KernelOrName) -> bool:
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
-def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Iterator[Outcome]:
+def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
     """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
 
-    inputs: in place of the case's own. Raises CompilerNotFound without one for the simulator.
+    Raises CompilerNotFound without one for the simulator.
     """
     backend = backend if task.schedule is None else backend.reordered(task.schedule)
     plans: dict[str, Plan] = {}
@@ -71,9 +73,10 @@ def perform(backend: Backend, task: Task, inputs: Arrays | None = None) -> Itera
             yield Outcome(name, failures.ERROR, str(error))
     if not plans:
         return
-    is_given, judge = inputs is not None, None
+    is_given, judge = task.inputs is not None, None
     try:
-        inputs = task.case.inputs(backend) if inputs is None else inputs
+        case = task.case
+        inputs = arranged(task.inputs, case.layout) if task.inputs else case.inputs(backend)
         if alike := [plan for plan in plans.values() if plan.kernel.is_plain]:
             shared = task.case.completed(inputs, alike[0].kernel)
             judge = _judge(alike, shared, task.case)
@@ -149,14 +152,21 @@ def _outcome(
 
 
 def difference(
-    backend: Backend, plan: Plan, inputs: Arrays, results: Arrays, reruns: int
+    backend: Backend,
+    plan: Plan,
+    inputs: Arrays,
+    results: Arrays,
+    reruns: int,
+    begins: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
     inputs: as ``readable_inputs`` returns them. Unordered outputs are left out: only the reference
-    judges them. The simulator runs its threads in another order each time.
+    judges them. The simulator runs its threads in another order each time. ``begins`` is called
+    before each run.
     """
     for again in range(1, reruns + 1):
+        begins()
         others = run_guarded(backend.reordered(again), plan, inputs, {})
         for name in results.keys() - set(plan.kernel.unordered):
             first, other = (x[name].view(f"u{x[name].itemsize}") for x in (results, others))

@@ -136,7 +136,7 @@ class Process:
             except ConnectionError:
                 self._check_stopped()
                 cause = self._process.cause_of_death()
-                raise DeviceError(f"a worker did not start; {cause}; try --jobs 0") from None
+                raise DeviceError(f"a worker did not start; {cause}; --jobs 0 needs none") from None
         return self._process
 
     def _check_stopped(self) -> None:

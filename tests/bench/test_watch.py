@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import SIMULATOR, process
+from helpers.cli import SIMULATOR, line_of, process, says
 
 from cupyfa import Measurement, Problem
 from cupyfa.bench import watch as watching
@@ -43,6 +43,14 @@ def test_bench_goes_on_without_a_kernel_that_hangs(backend, waiting, tmp_path):
     assert all(ms > 0 and not note for ms, note in found.values())
     assert len(json.loads(saved.read_text())["rows"]) == 4
     assert done.stderr.count(f"timed out after {seconds} s; continuing without it") == 1
+
+
+def test_run_ends_a_kernel_that_hangs(backend, waiting):
+    seconds = {"simulator": 0.5, "cuda": 8}[backend.name]
+    where = ("--backend", backend.name, "--timeout", seconds)
+    done = process(["run", waiting, *HOW, "-M", 16, "-t", "laps=1", *where])
+    assert done.returncode == 1 and not done.stdout
+    says(line_of(done.stderr), "mine on .*M=16", f"no answer within {seconds} s; --timeout")
 
 
 @pytest.mark.slow

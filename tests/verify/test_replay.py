@@ -19,6 +19,7 @@ from cupyfa.verify.failures import DIFFERS, FAULT, RIGHT, WRONG_RESULT, Stored
 from cupyfa.verify.tasks import Task, perform
 
 CASE = Case("softmax", Problem.of_row_sizes(5, 19, "float32"), seed=4, layout="gaps")
+MADE_WITH = {"device": "the simulator", "cupyfa": "0"}
 
 
 def stored(tmp_path, fault, case=CASE, reruns=0):
@@ -27,8 +28,7 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
     task = Task(case, (kernel,), reruns=reruns, keep=True)
     *_, outcome = perform(Simulator(), task)
     command = failures.command(case, outcome, {"backend": "simulator"})
-    made_with = {"device": "the simulator", "cupyfa": "0"}
-    failure = Stored(case, outcome, reruns=reruns, made_with=made_with)
+    failure = Stored(case, outcome, reruns=reruns, made_with=MADE_WITH)
     return failures.write(tmp_path / "files", failure, command)
 
 
@@ -110,6 +110,14 @@ def test_the_command_line(tmp_path):
     assert "unknown" in replay(file, "--kernel", "nope", code=2).stderr
     assert "computes forward" in replay(file, "--kernel", "fa2", code=2).stderr
     replay(tmp_path / "none.npz", code=2)
+
+
+def test_a_kernel_that_hangs_fails_in_time(tmp_path):
+    *_, outcome = perform(Simulator(), Task(CASE, ("softmax_safe",), keep=True))
+    file = failures.write(tmp_path, Stored(CASE, outcome, made_with=MADE_WITH), "none")
+    kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
+    done = replay(file, file, "--kernel", kernel, "--timeout", 0.5, code=1)
+    assert done.stdout.count("no answer within 0.5 s") == 2
 
 
 def damaged(file, what):
