@@ -37,7 +37,9 @@ timeout_option = click.option(
 
 
 def timeout_on(backend: Backend, timeout: float | None) -> float:
-    """The value of ``timeout_option``, or its default."""
+    """The value of ``timeout_option``, or its default. Raises ValueError for NaN."""
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; give seconds, more than 0")
     return LONGEST.get(backend.name, 60.0) if timeout is None else timeout
 
 

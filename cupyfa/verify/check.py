@@ -15,12 +15,13 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cupyfa.errors import OutOfMemory, Unsupported
+from cupyfa.dtypes import DTYPES
+from cupyfa.errors import OutOfMemory, Unsupported, warn
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
-from cupyfa.options import AttentionOptions, OptionKeywords
+from cupyfa.options import OPTIONS, AttentionOptions, OptionKeywords
 from cupyfa.planner import select
-from cupyfa.problem import whole
+from cupyfa.problem import Problem, whole
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
@@ -150,8 +151,9 @@ def check(
         kernel, for ``replay``. The command that repeats a failure has SCRIPT.py in place of the
         script of a record.
 
-    Raises ValueError for wrong arguments, DeviceError without such a backend, and Interrupted with
-    the results so far on Ctrl-C or if a signal handler exits.
+    Raises ValueError for wrong arguments, Unsupported for an option that none of the kernels has,
+    DeviceError without such a backend, and Interrupted with the results so far on Ctrl-C or if a
+    signal handler exits.
     """
     start = time.monotonic()
     timeout = _checked_timeout(timeout)
@@ -224,6 +226,9 @@ def tasks_of(
         dtypes = ("float32",)
     how: Any = {"samples": samples, "seed": seed, "dtypes": dtypes, "options": given}
     named = _named(kernels)
+    _refuse_foreign(
+        [record for _, record in named.values()], backend, dtypes or tuple(DTYPES), given
+    )
     draw = _fuzzed if grid == "fuzz" else _of_grid
     found = list(draw(named, backend, grid, **how))
     first = getattr(backend, "schedule", None) or 0
@@ -330,6 +335,40 @@ def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
         raise ValueError(f"{given}: {error}; or give {remedy}") from None
+
+
+def _refuse_foreign(
+    records: Sequence[Kernel | None],
+    backend: Backend,
+    dtypes: Sequence[str],
+    given: Mapping[str, Any],
+) -> None:
+    """Raises for an option that no kernel has; warns where a softmax is checked without one.
+
+    Other kernels without it count as not supported.
+    """
+    softmaxes = [x.name for x in records if x and x.operation == "softmax"]
+    others = [x for x in records if x is None or x.operation != "softmax"]
+    if softmaxes and given and not others:
+        raise ValueError(f"softmax has no {', '.join(given)}; leave it out")
+    for name, value in given.items():
+        lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
+        if lacking and len(lacking) == len(others):
+            dtype = next((x for x in dtypes if lacking[0].takes(x)), dtypes[0])
+            p = Problem.of_sizes(M=16, d=16, dtype=dtype, **{name: value})
+            select.plan(lacking[0], p, backend.limits)  # raises the reason
+    if softmaxes and given:
+        are = "is" if len(softmaxes) == 1 else "are"
+        names = ", ".join(given)
+        warn(f"{', '.join(softmaxes)} {are} checked without {names}: softmax has no such option")
+
+
+def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool:
+    """Whether a kernel of attention takes this value of an option, for one of the dtypes."""
+    if name == "precision":
+        return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
+    needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
+    return all(what in kernel.features for what in needed)
 
 
 _Named = Mapping[str, tuple[KernelOrName, Kernel | None]]

@@ -303,6 +303,15 @@ def test_records_are_checked_in_processes_too(tmp_path):
         check([made_here], jobs=2)
 
 
+def test_options_that_some_kernels_lack():
+    how = {"samples": 2, "backend": "simulator", "causal": True}
+    with pytest.warns(UserWarning, match="softmax_safe is checked without causal: softmax has no"):
+        found = checking.tasks_of(["fa2", "softmax_safe"], **how)
+    masks = [(*task.kernels, task.case.problem.causal) for task in found]
+    assert masks == [("fa2", "bottom-right")] * 2 + [("softmax_safe", None)] * 2
+    assert len(checking.tasks_of(["minimal", "fa2"], **how, window=(3, None))) == 4  # not supported
+
+
 def test_failures_are_shrunk_only_on_fuzz(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     done = check(record_named(kernel), grid="edges", samples=40)
