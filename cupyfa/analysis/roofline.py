@@ -176,10 +176,7 @@ def roofline(
         names = ", ".join(x.name for x in records)
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
-    if not sizes.get("dtype"):
-        able = [x for x in DTYPES if all(k.takes(x) for k in records)] or ["float16"]
-        sizes["dtype"] = "float32" if sizes.get("precision") else able[0]
-    problems = sweeps.problems(operation, sizes)
+    problems = sweeps.problems(operation, sizes, *records)
     backend = gpu()
     target, is_here = _device(device, backend)
     limits = backend.limits if backend and is_here else _limits(target)
@@ -389,7 +386,8 @@ def roofs(rows: Sequence[Roof]) -> str:
         {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
         for row in rows
     ]
-    drop_followers(table)
+    one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
+    drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
     drop(table, "note", *_DETAILS)
     shown = table_or_fields(table, spare=_SPARE)

@@ -230,7 +230,6 @@ def _usual_size(name: str, small: bool) -> str:
 def problem_options(
     *,
     dtype: str | None = None,
-    usual: str = DTYPE,
     several: Collection[str] = (),
     small: bool = True,
 ) -> Callable[[Command], Command]:
@@ -240,7 +239,7 @@ def problem_options(
     """
 
     def decorate(command: Command) -> Command:
-        of_dtype: Any = {"default": dtype} if dtype else {"help": f"[default: {usual}]"}
+        of_dtype: Any = {"default": dtype} if dtype else {"help": f"[default: {DTYPE}]"}
         multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
         return _with(
             command,

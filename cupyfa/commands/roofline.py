@@ -18,7 +18,7 @@ from cupyfa.report.tables import render
 
 @click.command()
 @options.some_kernels_argument("naive", "tiled")
-@options.problem_options(small=False, usual="float16, or the first that the kernels can do")
+@options.problem_options(small=False)
 @sweep_option
 @options.backward_option
 @click.option(

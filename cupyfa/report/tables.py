@@ -152,10 +152,11 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
         drop(table, "constants")
 
 
-def drop_followers(table: Sequence[dict[str, Any]]) -> None:
-    """Removes sizes that are equal to others."""
+def drop_followers(table: Sequence[dict[str, Any]], *kept: str) -> None:
+    """Removes sizes that are equal to others, except for those ``kept``."""
     follows = {"N": "M", "kv_heads": "heads", "dv": "d"}
-    drop(table, *(x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)))
+    alike = [x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)]
+    drop(table, *(x for x in alike if x not in kept))
 
 
 def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:

@@ -30,6 +30,7 @@ PER_CLOCK = {
 
 
 def rows(*kernels, device="a100", **sizes):
+    sizes = sizes if "precision" in sizes else {"dtype": "float16", **sizes}
     return roofs.roofline(kernels, device=device, measure=False, **sizes)
 
 
@@ -144,7 +145,8 @@ def test_kernels_move_each_array_of_each_launch_once():
 
 def test_the_public_function():
     (found,) = cupyfa.roofline("tiled", device="h100", measure=False, M=1024)
-    assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float16")
+    assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float32")
+    assert found.problem == cupyfa.memory("fa2", M=1024)[0].problem  # sizes left out are the same
 
 
 def test_the_device_of_this_machine_is_measured(monkeypatch):
@@ -175,14 +177,17 @@ def test_the_rates_of_this_device(cuda):
 
 def test_the_command_prints_the_table():
     args = ("-B", 1, "-H", 1, "-p", "M=1024,4096", "-p", "d=64,128", "--device", "a100")
+    args = (*args, "--dtype", "float16")
     found = strict(cli("roofline", "naive", "tiled", *args, "--format", "json").stdout)
     assert [round(x["FLOP/B"], 1) for x in found] == [30.1, 512, 56.9, 512, 31.5, 2048, 62.1, 2048]
     assert {round(x["balance"]) for x in found} == {201}
     shown = cli("roofline", "naive", "tiled", *args).stdout
     assert "NVIDIA A100 40GB" in shown and "balance=201" in shown and "data sheet" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    assert "N=" not in shown and " N " not in shown  # it follows M, which varies
     shown = cli("roofline", "-d", 64, "--device", "h100").stdout.splitlines()
-    assert " ms " in shown[1] and max(map(len, shown)) <= 80
+    assert " M=2048 N=2048 d=64 dtype=float32" in shown[0]
+    assert " ms " in shown[3] and max(map(len, shown)) <= 80
 
 
 def test_the_dtype_is_one_that_the_kernels_can_do():
