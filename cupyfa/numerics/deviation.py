@@ -3,7 +3,8 @@
 The reference is a function of float64 arrays of which nothing else is known. So it is evaluated
 again with operands that are off by a rounding, and each result x gets the bound
 
-    |kernel - x|  <=  (4 + growth * eps / unit) * D  +  equal * eps * X  +  ulp(x) / 2  +  floor
+    |kernel - x|  <=  (4 + growth * eps / unit) * D  +  4 * R
+                      +  equal * eps * X  +  ulp(x) / 2  +  floor
     growth = 2.4 * (sqrt(terms) + 4),    equal = terms / 2 + 8
 
 D is the largest change in x's row, its neighbours along the last axis, over all evaluations; X is
@@ -15,19 +16,25 @@ in the worst order (see tolerance.py), for sums within sums. ``equal`` is that o
 whose errors add up. ``terms`` is the most that a sum of the problem has. The last two terms round x
 to its dtype and allow flushing subnormal numbers to zero: floor = tiny * (terms + 2).
 
-D must not be small by chance. Every number is changed by its unit, up or down: in eight evaluations
-each element for itself, in two all of a row together, as the errors of terms of one sign add up, in
-two all of a column; and D is taken over a row. For a kernel that rounds by design, the operands
-rounded to its precision are one more evaluation.
+R is the largest change in the row over four evaluations that keep the operands and move the result
+of every operation by eps, up or down (Monte Carlo arithmetic: Parker 1997). It shows intermediate
+results that cancel, as 1 - t * t does for t = tanh(x) near 1, which hardly depends on x. 4 allows
+for functions that are less accurate than NumPy's.
+
+D and R must not be small by chance. Every number is changed by its unit, up or down: in eight
+evaluations of D each element for itself, in two all of a row together, as the errors of terms of
+one sign add up, in two all of a column; and the largest change is that of a row. For a kernel that
+rounds by design, the operands rounded to its precision are one more evaluation.
 
 Whole numbers, the index of a maximum for example, may be off by D alone.
 
-Infinity and NaN must be where the reference has them, with three exceptions, where anything may
-stand: where a changed operand makes an infinity or NaN, where x is beyond its dtype's largest
-number, and NaN of inputs that hold NaN or infinity.
+Infinity and NaN must be where the reference has them, with four exceptions, where anything may
+stand: where a changed operand makes an infinity or NaN, where an infinity becomes something else in
+any evaluation, where x is beyond its dtype's largest number, and NaN of inputs that hold NaN or
+infinity.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +48,16 @@ Arrays = Mapping[str, Array]
 Floats = Mapping[str, float]
 Function = Callable[[Arrays, Floats], Mapping[str, Any]]
 
-# Evaluations with changed operands, by the axis along which signs are the same.
+# Evaluations with changed operands, and with changed steps, by the axis along which signs are the
+# same.
 _EVALUATIONS: tuple[int | None, ...] = (*[None] * 8, -1, -1, -2, -2)
+_EVALUATIONS_OF_STEPS: tuple[int | None, ...] = (None, None, -1, -2)
+# Functions without rounding errors, and those that NumPy does not compute by its ufuncs.
+_EXACT = {
+    *(np.maximum, np.minimum, np.fmax, np.fmin, np.negative, np.positive, np.absolute, np.fabs),
+    *(np.sign, np.copysign, np.floor, np.ceil, np.trunc, np.rint, np.floor_divide, np.divmod),
+}
+_PRODUCTS = {np.dot, np.einsum, np.inner, np.vdot}
 
 
 @dataclass(frozen=True)
@@ -77,21 +92,35 @@ def expected(
     values = {name: np.asarray(value[name], np.float64) for name in outputs if name not in given}
     if not values:
         return given
-    change = {name: np.zeros_like(x) for name, x in values.items()}
     units = {name: _unit(x.dtype, name in rounding.operands, kernel) for name, x in arrays.items()}
-    for operands, others in _changed(exact, floats, units, kernel):
-        moved = function(operands, others)
-        for name, x in values.items():
-            there = np.asarray(moved[name], np.float64)
-            off = np.where(there == x, 0.0, np.abs(there - x))
-            off[np.isfinite(x) & ~np.isfinite(there)] = np.inf
-            np.maximum(change[name], np.where(np.isfinite(x), off, 0.0), out=change[name])
+    change = _largest_changes(function, values, _changed(exact, floats, units, kernel))
+    of_steps = _largest_changes(function, values, _noisy(exact, floats, kernel))
     finite = all(np.isfinite(x).all() for x in exact.values() if x.dtype == np.float64)
     found = {
-        name: Expected(x, _bound(x, change[name], outputs[name], kernel, rounding.terms, finite))
+        name: Expected(
+            x,
+            _bound(x, change[name], of_steps[name], outputs[name], kernel, rounding.terms, finite),
+        )
         for name, x in values.items()
     }
     return {name: (given | found)[name] for name in outputs}
+
+
+def _largest_changes(
+    function: Function, values: Arrays, evaluations: Iterable[tuple[Arrays, Floats]]
+) -> dict[str, Array]:
+    """How far each number moves at most; infinity where one that is finite becomes infinite or NaN,
+    or an infinite one something else.
+    """
+    change = {name: np.zeros_like(x) for name, x in values.items()}
+    for operands, floats in evaluations:
+        moved = function(operands, floats)
+        for name, x in values.items():
+            there = np.asarray(moved[name], np.float64)
+            off = np.where(there == x, 0.0, np.abs(there - x))
+            off[np.isnan(off)] = np.inf
+            np.maximum(change[name], np.where(np.isnan(x), 0.0, off), out=change[name])
+    return change
 
 
 def as_float64(x: Array) -> Array:
@@ -149,8 +178,75 @@ def _signs(shape: tuple[int, ...], shared: int | None, rng: np.random.Generator)
     return rng.choice((-1.0, 1.0), shape)
 
 
+class _Noisy(np.ndarray):
+    """An array whose arithmetic results, noisy as well, are each multiplied by ``factors(shape)``.
+
+    Indexing, comparing, moving elements about and functions without rounding errors are exact.
+    """
+
+    factors: Callable[[tuple[int, ...]], Array]
+
+    @classmethod
+    def of(cls, x: Array, factors: Callable[[tuple[int, ...]], Array]) -> "_Noisy":
+        seen = x.view(cls)
+        seen.factors = factors
+        return seen
+
+    def __array_finalize__(self, of: Any) -> None:
+        if isinstance(of, _Noisy):
+            self.factors = of.factors
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
+        out = how.pop("out", None)
+        if out:
+            how["out"] = tuple(_plain(x) for x in out)
+        how = {name: _plain(x) for name, x in how.items()}
+        found = getattr(ufunc, method)(*map(_plain, inputs), **how)
+        is_exact = method == "at" or ufunc in _EXACT
+        results = found if isinstance(found, tuple) else (found,)
+        moved = tuple(self._result(x, is_exact) for x in results)
+        given = out or (None,) * len(moved)
+        moved = tuple(x if into is None else into for x, into in zip(moved, given))
+        return moved if isinstance(found, tuple) else moved[0]
+
+    def __array_function__(self, function: Any, types: Any, inputs: Any, how: Any) -> Any:
+        found = super().__array_function__(function, types, inputs, how)
+        return self._result(_plain(found), function not in _PRODUCTS)
+
+    def _result(self, x: Any, is_exact: bool) -> Any:
+        """A result of arithmetic, moved in place unless it is exact."""
+        if not isinstance(x, np.ndarray | np.inexact) or x.dtype.kind not in "fc":
+            return x
+        if isinstance(x, np.inexact):
+            return x if is_exact else x.dtype.type(x * self.factors(()))
+        if not is_exact:
+            np.multiply(x, self.factors(x.shape), out=x, casting="same_kind")
+        return _Noisy.of(x, self.factors)
+
+
+def _plain(x: Any) -> Any:
+    return x.view(np.ndarray) if isinstance(x, _Noisy) else x
+
+
+def _noisy(arrays: Arrays, floats: Floats, kernel: Arithmetic) -> Iterator[tuple[Arrays, Floats]]:
+    """The operands as arrays of which each result is off by the eps of sums, in several ways."""
+    rng, eps = np.random.default_rng(0), float(kernel.accumulator.eps)
+    for shared in _EVALUATIONS_OF_STEPS:
+
+        def factors(shape: tuple[int, ...], shared: int | None = shared) -> Array:
+            return 1.0 + eps * _signs(shape, shared, rng)
+
+        yield {name: _Noisy.of(x, factors) for name, x in arrays.items()}, floats
+
+
 def _bound(
-    value: Array, change: Array, dtype: np.dtype, kernel: Arithmetic, terms: int, finite: bool
+    value: Array,
+    change: Array,
+    of_steps: Array,
+    dtype: np.dtype,
+    kernel: Arithmetic,
+    terms: int,
+    finite: bool,
 ) -> Array:
     """The bound of each element; ``finite``: whether all inputs are."""
     eps = float(kernel.accumulator.eps)
@@ -160,14 +256,15 @@ def _bound(
     row, largest = _along_rows(change), _along_rows(size)
     if dtype.kind in "iub":
         return row.copy()
-    bound = (4 + growth * eps / unit) * row + equal * eps * largest + kernel.tiny * (terms + 2)
+    bound = (4 + growth * eps / unit) * row + 4 * _along_rows(of_steps)
+    bound = bound + equal * eps * largest + kernel.tiny * (terms + 2)
     limits = ml_dtypes.finfo(dtype)
     ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))
     bound = bound + ulp * float(limits.eps) / 2
     bound[(size + bound > float(limits.max)) & np.isfinite(value)] = np.inf
     if not finite:
         bound[np.isnan(value)] = np.inf
-    bound[np.isinf(change)] = np.inf
+    bound[np.isinf(change) | (np.isinf(of_steps) & np.isinf(value))] = np.inf
     return bound
 
 

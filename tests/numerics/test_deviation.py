@@ -96,6 +96,59 @@ def test_no_bound_is_small_by_chance():
     assert found["O"].bound.min() > np.finfo("f4").eps
 
 
+def in_place(x):
+    x = np.tanh(x)
+    x *= x
+    return np.subtract(1, x, out=x)
+
+
+SLOPES = {
+    "operators": lambda x: 1 - np.tanh(x) ** 2,
+    "in place": in_place,
+    "functions": lambda x: np.where(x > 0, 1 - np.einsum("...,...->...", *[np.tanh(x)] * 2), 0),
+    "a sum": lambda x: 1 - np.stack([np.tanh(x) ** 2, 0 * x]).sum(0),
+}
+
+
+@pytest.mark.parametrize("slope", SLOPES.values(), ids=SLOPES)
+def test_what_cancels_between_operands_and_results_is_seen(slope):
+    x = np.linspace(0.5, 8, 400, dtype=np.float32)[None, None, :, None]
+    wanted = deviation.expected(
+        lambda arrays, floats: {"O": slope(arrays["Q"])},
+        *({"Q": x}, {}, {"O": x.dtype}, deviation.Rounding("float32", None, ("Q",), 1)),
+    )
+    right = 1 - np.tanh(x) ** 2
+    assert 0 < worst({"O": right}, wanted) < 0.4
+    assert worst({"O": right + np.float32(4e-6)}, wanted) > 1
+
+
+def test_infinity_times_what_cancels_may_be_anything():
+    x = np.array([[[[9.5], [0.5]]]], np.float32)
+    wanted = deviation.expected(
+        lambda arrays, floats: {"O": SLOPES["operators"](arrays["Q"]) * np.inf},
+        *({"Q": x}, {}, {"O": x.dtype}, deviation.Rounding("float32", None, ("Q",), 1)),
+    )
+    passed = [
+        worst({"O": np.array([[[[first], [last]]]])}, wanted) <= 1
+        for first, last in ((np.nan, np.inf), (np.inf, np.nan))
+    ]
+    assert passed == [True, False]
+
+
+def test_exact_functions_are_not_moved():
+    def function(arrays, floats):
+        x = arrays["Q"] * 3
+        return {"O": 1.0 * (x == x.max(-1, keepdims=True)), "lse": (x // 1).astype(int)}
+
+    x = np.array([[[[0.6, 0.2, 0.9]]]], np.float32)
+    rounding = deviation.Rounding("float32", None, ("Q",), 1)
+    wanted = deviation.expected(
+        function, {"Q": x}, {}, dict.fromkeys(("O", "lse"), x.dtype), rounding
+    )
+    assert wanted["O"].value.tolist() == [[[[0, 0, 1]]]]
+    assert max(x.bound.max() for x in wanted.values()) < 1e-4
+
+
 def test_whole_numbers_are_exact_unless_rounding_changes_them():
     q = np.array([[[[1.0, 3.0, 2.0], [1.0, 2.0, 2.0]]]], np.float32)
     rounding = deviation.Rounding("float32", None, ("Q",), 3)
