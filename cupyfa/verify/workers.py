@@ -26,7 +26,7 @@ from typing import IO, Any, TypeVar
 from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
-from cupyfa.runtime.simulator import Simulator
+from cupyfa.runtime.simulator import Simulator, machine
 from cupyfa.verify import failures as kinds
 from cupyfa.verify.failures import Outcome
 from cupyfa.verify.tasks import KernelOrName, Task, name_of, perform
@@ -79,6 +79,8 @@ class Process:
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
         simulated = isinstance(backend, Simulator)
+        if simulated:
+            machine.compiler()  # warns here: what a worker process prints is not seen
         schedule = getattr(backend, "schedule", None)
         self._backend = Simulator(schedule=schedule, workers=1) if simulated else backend.name
         self._process: _Started | None = None

@@ -4,6 +4,7 @@
 import shutil
 import subprocess
 import sys
+import warnings
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -638,9 +639,22 @@ def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
     monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     usual = machine.compiler()
-    for useless in ("nvcc-of-nowhere", "true", "false -x", "an 'open quote", ""):
-        monkeypatch.setenv("CXX", useless)
-        assert machine.compiler() == usual
+    useless = {
+        "nvcc-of-nowhere": "it is not a program on the PATH; name g",
+        "true": r"it is neither g\+\+ nor clang\+\+; name g",
+        "false -x": "it cannot be used: .*false -x does not tell its version",
+        "an 'open quote": "it cannot be used: No closing quotation; name g",
+    }
+    for given, why in useless.items():
+        monkeypatch.setenv("CXX", given)
+        machine._warn_of_ignored.cache_clear()
+        with pytest.warns(UserWarning, match=f"CXX=.* is ignored: {why}"):
+            assert machine.compiler() == usual
+        with warnings.catch_warnings(action="error"):  # it is said once
+            assert machine.compiler() == usual
+    assert '(found first; CXX="an \'open quote" is ignored' in machine.compiler_choice()
+    monkeypatch.setenv("CXX", "")
+    assert machine.compiler() == usual
     assert "found first; CUPYFA_COMPILER or CXX names another" in machine.compiler_choice()
     monkeypatch.setenv("CXX", f"{' '.join(usual)} -DNUMBER=61")
     assert machine.compiler() == [*usual, "-DNUMBER=61"]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyfa import store
-from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault
+from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault, warn
 from cupyfa.planner import includes
 from cupyfa.runtime.backend import Region
 from cupyfa.runtime.simulator import dynamic_shared, lines
@@ -420,8 +420,11 @@ def compiler() -> list[str]:
             )
         return [os.path.abspath(found)]  # it is started in other folders
     if not chosen:
-        if command := _usual_compiler():
+        command, ignored = _usual_compiler()
+        if command:
             return command
+        if ignored:
+            _warn_of_ignored(ignored)
         for name in ("c++", "g++", "clang++"):
             if found := shutil.which(name):
                 return [found]
@@ -433,25 +436,34 @@ def compiler() -> list[str]:
     )
 
 
-def _usual_compiler() -> list[str]:
-    """The command in ``CXX``, with its flags; empty if it is not one of the compilers supported."""
-    with suppress(ValueError, CompilerNotFound):
-        program, *flags = shlex.split(os.environ.get("CXX", ""))
+def _usual_compiler() -> tuple[list[str], str]:
+    """The command in ``CXX``, with its flags, or why it cannot be used; both empty without one."""
+    given = os.environ.get("CXX", "")
+    try:
+        program, *flags = shlex.split(given) or [""]
         if found := shutil.which(program):
             command = [os.path.abspath(found), *flags]
             if _SUPPORTED.search(_version_of(tuple(command))):
-                return command
-    return []
+                return command, ""
+        why = "is neither g++ nor clang++" if found else "is not a program on the PATH"
+    except (ValueError, CompilerNotFound) as error:
+        why = f"cannot be used: {str(error).partition(';')[0]}"
+    return [], f"CXX={given!r} is ignored: it {why}" if given.strip() else ""
+
+
+@cache
+def _warn_of_ignored(what: str) -> None:
+    warn(f"{what}; name g++ or clang++, or unset CXX")
 
 
 def compiler_choice() -> str:
     """The compiler's version and command, and what names it."""
     if os.environ.get("CUPYFA_COMPILER"):
         by = "named by CUPYFA_COMPILER"
-    elif _usual_compiler():
-        by = "named by CXX"
     else:
-        by = "found first; CUPYFA_COMPILER or CXX names another"
+        command, ignored = _usual_compiler()
+        other = ignored or "CUPYFA_COMPILER or CXX names another"
+        by = "named by CXX" if command else f"found first; {other}"
     return f"{compiler_version().splitlines()[0]}: {shlex.join(compiler())} ({by})"
 
 
