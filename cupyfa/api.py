@@ -9,7 +9,7 @@ from inspect import signature
 from math import isfinite, prod
 from numbers import Real
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
     class _Common(OptionKeywords, total=False):
         """What ``attention`` and ``attention_backward`` both take, without the kernel."""

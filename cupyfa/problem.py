@@ -7,16 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits

@@ -121,7 +121,11 @@ def test_the_metadata_name_authors_versions_and_licence(built):
     (author,) = re.findall(r"^Author: (.*)$", metadata, re.M)
     assert author in license
     assert "License-Expression: MIT\n" in metadata
-    assert "Programming Language :: Python :: 3.11\n" in metadata
+    (oldest,) = re.findall(r"^Requires-Python: >=(.*)$", metadata, re.M)
+    assert re.findall(r" :: Python :: (3\.\d+)$", metadata, re.M)[0] == oldest
+    assert f'python_version = "{oldest}"' in (TREE / "pyproject.toml").read_text(encoding="utf-8")
+    for readme, words in {"README.md": "Linux and", "README.zh-CN.md": "Linux 和"}.items():
+        assert f"{words} Python {oldest}" in (TREE / readme).read_text(encoding="utf-8")
 
 
 def test_hints_install_packages_that_an_index_has():

@@ -359,7 +359,7 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
     for name, value in given.items():
         if name not in known:
             raise ValueError(
-                f"{kernel.name} has no constant {name!r}; it has {', '.join(known) or 'none'}"
+                f"{kernel.name} has no tile size {name!r}; it has {', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")

@@ -34,7 +34,7 @@ def describe(backend: Backend) -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command(),
     }
 

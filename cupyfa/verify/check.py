@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
@@ -33,9 +33,6 @@ from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, writ
 from cupyfa.verify.shrink import shrunk
 from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, refuse_long
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 EXAMINED = 5  # failures of a kernel that are shrunk and written to files
 MOST_SAMPLES = 100_000  # all cases exist before the first one runs
