@@ -1,0 +1,920 @@
+"""Expressions of the user that change or hide scores: one text in a subset of Python.
+
+``Expression.of`` reads a text, or calls a Python function once with tracers, and refuses whatever
+is not in the subset. All parts of a text are evaluated, also those behind ``and`` and ``if``: the
+kernels select between values without a branch.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+import numbers
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from cupyfa.errors import described
+
+Kind = Literal["number", "whole", "bool"]  # of a node; None is a captured one, not known yet
+SCORE = "score"
+POSITIONS = ("batch", "head", "query", "key", "position", "queries", "keys")
+MASKS = ("mask_mod", "mask")  # options whose texts are conditions; all others give numbers
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What an expression may know of an array or a number that it names."""
+
+    name: str
+    kind: Literal["bool", "int", "float"]
+    rank: int  # 0: a number
+
+
+# ---------------------------------------------------------------------------------------------
+# The functions. Those of a text compute with NumPy's arrays, and with tracers build an expression.
+
+
+def _function(name: str, of_arrays: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in arguments):
+            return Tracer.call(name, *arguments)
+        return of_arrays(*arguments)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{name} of numbers, of NumPy's arrays, or of traced values in an expression."
+    return call
+
+
+exp, exp2, log, log1p = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.log, np.log1p))
+sqrt, sin, cos, tanh = (_function(x.__name__, x) for x in (np.sqrt, np.sin, np.cos, np.tanh))
+floor = _function("floor", np.floor)
+rsqrt = _function("rsqrt", lambda x: 1 / np.sqrt(x))
+sigmoid = _function("sigmoid", lambda x: 0.5 * (1 + np.tanh(0.5 * np.asarray(x))))
+softplus = _function("softplus", lambda x: np.logaddexp(0, x))
+erf = _function("erf", lambda x: np.vectorize(math.erf, otypes=[float])(x)[()])
+minimum, maximum = _function("min", np.minimum), _function("max", np.maximum)
+where = _function("where", np.where)
+
+OF_ONE = (exp, exp2, log, log1p, sqrt, rsqrt, tanh, sigmoid, softplus, sin, cos, erf, floor)
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{x.__name__: x for x in OF_ONE},
+    "abs": np.abs,
+    "min": minimum,
+    "max": maximum,
+    "where": where,
+}
+_ARGUMENTS = dict.fromkeys(FUNCTIONS, 1) | {"min": 2, "max": 2, "where": 3}
+
+KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
+_TAKEN = KNOWN | {"inf", "nan"}
+_FUNCTION_NAMES = ", ".join(FUNCTIONS)
+# What other libraries call them.
+_OTHER_NAMES = {
+    "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query", "col": "key",
+    "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
+    "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "absolute": "abs",
+    "fabs": "abs", "expit": "sigmoid", "logistic": "sigmoid",
+}  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------
+# Errors
+
+_LONGEST = 4000  # characters of a text
+_DEEPEST = 100  # nodes inside each other; compilers and Python's own recursion take more
+_LARGEST = 3.4028234e38  # of float
+_SHOWN = 90  # characters of a text in an error
+
+
+class _Wrong(Exception):
+    """A place in a text, and what is wrong there."""
+
+    def __init__(self, node: ast.AST | int, what: str) -> None:
+        self.column = node if isinstance(node, int) else getattr(node, "col_offset", 0)
+        self.what = what
+
+
+def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
+    """What is wrong; below it the text, or the part around the place; below that a caret."""
+    if not source:
+        return ValueError(f"{option}: {wrong.what}")
+    first = max(0, wrong.column - _SHOWN // 2) if len(source) > _SHOWN else 0
+    shown, column = source[first : first + _SHOWN], wrong.column - first
+    if first:
+        shown, column = f"...{shown}", column + 3
+    if first + _SHOWN < len(source):
+        shown += "..."
+    return ValueError(f"{option}: {wrong.what}\n    {shown}\n    {' ' * column}^")
+
+
+def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
+    """'; is it ...?', if a name is like one of those that there are."""
+    known = list(names)
+    near = difflib.get_close_matches(name, known, 1)
+    other = _OTHER_NAMES.get(name)
+    found = other if other in known else near[0] if near else None
+    return f"; is it {found!r}?" if found else ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+def _parsed(source: str) -> ast.expr:
+    """The tree of a text. Raises _Wrong where Python's own grammar is broken."""
+    if not source:
+        raise _Wrong(0, "the text is empty")
+    if len(source) > _LONGEST:
+        raise _Wrong(0, f"the text has {len(source):,} characters; at most {_LONGEST:,} are read")
+    if strange := re.search(r"[^ -~]", source):
+        raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use characters of ASCII")
+    if (comment := source.find("#")) >= 0:
+        raise _Wrong(comment, "a text has no comments; leave this out")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numbers before a word, which the checks refuse
+            tree = ast.parse(source, mode="eval").body
+    except SyntaxError as error:
+        column = min(max((error.offset or 1) - 1, 0), len(source))
+        raise _Wrong(column, f"this is no expression of Python: {error.msg}") from None
+    except (RecursionError, MemoryError, ValueError):
+        raise _Wrong(0, _too_deep()) from None
+    _check_depth(tree)
+    return tree
+
+
+def _too_deep() -> str:
+    return f"the text is nested too deeply; at most {_DEEPEST} operations stand inside each other"
+
+
+def _check_depth(tree: ast.expr) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [x for node in level for x in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise _Wrong(0, _too_deep())
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Finds the kind of every node; raises _Wrong at what the language does not have.
+
+    Without ``kinds`` captured names are of any kind, and may have any number of axes.
+    """
+
+    option: str
+    kinds: Mapping[str, Captured] | None = None
+
+    def result(self, tree: ast.expr) -> Kind | None:
+        kind = self.kind(tree)
+        if self.option in MASKS and kind not in ("bool", None):
+            raise _Wrong(
+                tree,
+                f"{self.option} is a condition, such as key <= position, and {_a(kind)} is given",
+            )
+        if self.option not in MASKS and kind == "bool":
+            raise _Wrong(
+                tree,
+                f"{self.option} is a number, and a condition is given; write where(condition, "
+                "a, b), or hide pairs with mask_mod",
+            )
+        return kind
+
+    def kind(self, node: ast.expr) -> Kind | None:
+        method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        if method is None:
+            raise _Wrong(node, _not_available(node))
+        return method(node)
+
+    def _numeric(self, node: ast.expr, use: str) -> Kind | None:
+        if (kind := self.kind(node)) == "bool":
+            raise _Wrong(node, f"{use} a number, not a condition; write where(condition, 1, 0)")
+        return kind
+
+    def _condition(self, node: ast.expr, use: str) -> None:
+        if (kind := self.kind(node)) not in ("bool", None):
+            raise _Wrong(node, f"{use} a condition, such as key <= position, not {_a(kind)}")
+
+    def _constant(self, node: ast.Constant) -> Kind:
+        value = node.value
+        if isinstance(value, bool):
+            return "bool"
+        if isinstance(value, int):
+            if value >= 2**63:
+                raise _Wrong(node, f"{_short(value)} is too large; whole numbers are below 2**63")
+            return "whole"
+        if isinstance(value, float):
+            if value > _LARGEST:
+                raise _Wrong(node, f"numbers are at most {_LARGEST:.7g}; {_NO_INFINITY}")
+            return "number"
+        raise _Wrong(node, _not_available(node))
+
+    def _name(self, node: ast.Name) -> Kind | None:
+        self._check_name(node)
+        if node.id == SCORE:
+            return "number"
+        return "whole" if node.id in POSITIONS else self._captured(node, 0)
+
+    def _check_name(self, node: ast.Name) -> None:
+        name = node.id
+        if name == SCORE and self.option in MASKS:
+            raise _Wrong(
+                node,
+                f"{self.option} does not know the score; there are {', '.join(POSITIONS)}",
+            )
+        if name in FUNCTIONS:
+            raise _Wrong(node, f"{name} is a function; write {name}(...)")
+        if name in ("inf", "nan"):
+            raise _Wrong(node, f"there is no {name!r}; {_NO_INFINITY}")
+        if name.startswith("__"):
+            raise _Wrong(node, f"{name!r} is no name of an array; names do not begin with __")
+
+    def _captured(self, node: ast.Name, indices: int) -> Kind | None:
+        if self.kinds is None:
+            return None
+        name = node.id
+        if name not in self.kinds:
+            names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
+            what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
+            near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
+            if not near and self.kinds:
+                near = f"; captured are {', '.join(self.kinds)}"
+            raise _Wrong(node, what + (near or f'; give it in captured={{"{name}": ...}}'))
+        found = self.kinds[name]
+        if found.rank != indices:
+            has = f"{name} has {_count(found.rank, 'axis', 'axes')}"
+            if not found.rank:
+                raise _Wrong(node, f"{name} is a number; it has no indices")
+            if not indices:
+                example = ", ".join(("batch", "head", "query", "key")[-found.rank :])
+                raise _Wrong(node, f"{has}; give an index for each, such as {name}[{example}]")
+            raise _Wrong(node, f"{has}, and {_count(indices, 'index is', 'indices are')} given")
+        kinds: dict[str, Kind] = {"bool": "bool", "int": "whole", "float": "number"}
+        return kinds[found.kind]
+
+    def _subscript(self, node: ast.Subscript) -> Kind | None:
+        if isinstance(node.value, ast.Subscript):
+            raise _Wrong(node, "write all indices in one pair of brackets, as in table[head, key]")
+        if not isinstance(node.value, ast.Name) or node.value.id in (SCORE, *POSITIONS):
+            raise _Wrong(node, "only captured arrays have indices")
+        self._check_name(node.value)
+        indices = _indices(node)
+        if not indices:
+            raise _Wrong(node, "give an index for each axis")
+        for index in indices:
+            self._index(index)
+        return self._captured(node.value, len(indices))
+
+    def _index(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Slice | ast.Starred):
+            raise _Wrong(_first_place(node), "an index is one whole number, no slice")
+        if (kind := self.kind(node)) not in ("whole", None):
+            remedy = "; // of whole numbers gives one" if kind == "number" else ""
+            raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
+        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+            raise _Wrong(node, "indices are counted from 0; there are no negative ones")
+
+    def _binop(self, node: ast.BinOp) -> Kind | None:
+        op, left, right = node.op, node.left, node.right
+        if isinstance(op, ast.BitAnd | ast.BitOr):
+            for side in (left, right):
+                self._condition(side, f"{_SIGNS[type(op)]} takes")
+            return "bool"
+        if isinstance(op, ast.Pow):
+            kind = self._numeric(left, "** takes")
+            if (
+                not isinstance(right, ast.Constant)
+                or type(right.value) is not int
+                or right.value != 2
+            ):
+                raise _Wrong(right, "the only power is 2; write exp(y * log(x)) for others")
+            return kind
+        if type(op) not in _SIGNS:
+            remedy = "; write != of conditions" if isinstance(op, ast.BitXor) else ""
+            raise _Wrong(node, f"this operator is not available{remedy}")
+        sign = _SIGNS[type(op)]
+        kinds = [self._numeric(side, f"{sign} takes") for side in (left, right)]
+        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and _is_zero(right):
+            raise _Wrong(right, "this divides by 0")
+        if isinstance(op, ast.FloorDiv | ast.Mod):
+            for side, kind in zip((left, right), kinds):
+                if kind == "number":
+                    a, b = ast.unparse(left), ast.unparse(right)
+                    whole = f"floor({a} / {b})"
+                    other = (
+                        whole if sign == "//" else f"{_inside(left)} - {_inside(right)} * {whole}"
+                    )
+                    raise _Wrong(side, f"{sign} takes whole numbers; write {other}")
+            return None if None in kinds else "whole"
+        return "number" if isinstance(op, ast.Div) else _joined(kinds)
+
+    def _unaryop(self, node: ast.UnaryOp) -> Kind | None:
+        if isinstance(node.op, ast.Not | ast.Invert):
+            self._condition(node.operand, f"{_SIGNS[type(node.op)]} takes")
+            return "bool"
+        return self._numeric(node.operand, f"{_SIGNS[type(node.op)]} takes")
+
+    def _boolop(self, node: ast.BoolOp) -> Kind:
+        for value in node.values:
+            self._condition(value, f"{_SIGNS[type(node.op)]} takes")
+        return "bool"
+
+    def _compare(self, node: ast.Compare) -> Kind:
+        sides = [node.left, *node.comparators]
+        kinds = [self.kind(side) for side in sides]
+        for i, op in enumerate(node.ops):
+            if type(op) not in _COMPARISONS:
+                raise _Wrong(node, "'in' and 'is' are not available; write == or !=")
+            pair = {kinds[i], kinds[i + 1]}
+            if "bool" in pair and pair & {"number", "whole"}:
+                place = sides[i] if kinds[i] == "bool" else sides[i + 1]
+                raise _Wrong(place, "a condition is compared with a number; write & | not instead")
+            if "bool" in pair and not isinstance(op, ast.Eq | ast.NotEq):
+                raise _Wrong(sides[i], "conditions are compared with == and != only")
+        return "bool"
+
+    def _ifexp(self, node: ast.IfExp) -> Kind | None:
+        self._condition(node.test, "if takes")
+        return self._either(node.body, node.orelse)
+
+    def _either(self, a: ast.expr, b: ast.expr) -> Kind | None:
+        kinds = [self.kind(a), self.kind(b)]
+        if "bool" in kinds and {"number", "whole"} & set(kinds):
+            raise _Wrong(b, "one choice is a number and the other a condition; give two of a kind")
+        return "bool" if "bool" in kinds else _joined(kinds)
+
+    def _call(self, node: ast.Call) -> Kind | None:
+        name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+        if name not in FUNCTIONS or not isinstance(node.func, ast.Name):
+            raise _Wrong(node, _no_function(node.func, name))
+        if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
+            raise _Wrong(node, f"give the arguments of {name} in order, without names and stars")
+        if len(node.args) != _ARGUMENTS[name]:
+            takes = _count(_ARGUMENTS[name], "argument", "arguments")
+            raise _Wrong(node, f"{name} takes {takes}, and {len(node.args)} are given")
+        if name == "where":
+            self._condition(node.args[0], "where takes first")
+            return self._either(*node.args[1:])
+        kinds = [self._numeric(x, f"{name} takes") for x in node.args]
+        return _joined(kinds) if name in ("abs", "min", "max") else "number"
+
+
+_NO_INFINITY = "hide pairs with mask_mod, or write a large number such as 1e30"
+_SIGNS: dict[type[ast.AST], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or", ast.Not: "not",
+    ast.Invert: "~", ast.USub: "-", ast.UAdd: "+",
+}  # fmt: skip
+_COMPARISONS: dict[type[ast.AST], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+
+
+def _joined(kinds: list[Kind | None]) -> Kind | None:
+    """Of numbers: a number if one of them is, whole if all are."""
+    return "number" if "number" in kinds else None if None in kinds else "whole"
+
+
+def _a(kind: Kind | None) -> str:
+    return {"number": "a number", "whole": "a whole number", "bool": "a condition"}[str(kind)]
+
+
+def _count(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
+
+
+def _short(value: object) -> str:
+    text = ast.unparse(value) if isinstance(value, ast.AST) else _digits(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _digits(value: object) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes out no whole number of more than 4300 digits
+        return hex(value)  # type: ignore[arg-type]
+
+
+def _not_available(node: ast.expr) -> str:
+    return (
+        f"{_short(node)!r} is not available; an expression has numbers, names, indices, operators "
+        f"and the functions {_FUNCTION_NAMES}"
+    )
+
+
+def _no_function(called: ast.expr, name: str | None) -> str:
+    if name and isinstance(called, ast.Attribute):
+        known = name if name in FUNCTIONS else _OTHER_NAMES.get(name)
+        if known in FUNCTIONS:
+            return f"{_short(called)!r} is not available; write {known}(...)"
+    if not name or not isinstance(called, ast.Name):
+        return _not_available(called)
+    near = _suggested(name, list(FUNCTIONS))
+    return f"there is no function {name!r}{near or f'; there are {_FUNCTION_NAMES}'}"
+
+
+def _first_place(node: ast.AST) -> ast.AST:
+    return node if hasattr(node, "col_offset") else next(ast.iter_child_nodes(node), node)
+
+
+def _inside(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return text if isinstance(node, ast.Name | ast.Constant | ast.Subscript) else f"({text})"
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value == 0
+
+
+def _indices(node: ast.Subscript) -> list[ast.expr]:
+    index = node.slice
+    return list(index.elts) if isinstance(index, ast.Tuple) else [index]
+
+
+def _captured_names(tree: ast.expr) -> dict[str, int]:
+    """The number of indices of each captured name, in the order of the text."""
+    uses = []
+    arrays = {id(x.value): len(_indices(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in _TAKEN:
+            uses.append((node.col_offset, node, arrays.get(id(node), 0)))
+    found: dict[str, int] = {}
+    for _, node, count in sorted(uses, key=lambda use: use[0]):
+        if found.setdefault(node.id, count) != count:
+            before = _count(found[node.id], "index", "indices")
+            raise _Wrong(node, f"{node.id} has {before} in one place and {count} here")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Expressions
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A checked expression; equal to others of the same option and tree.
+
+    option: what errors name: "score_mod", "mask_mod", or the option whose text the host wrote.
+    text: the normal form, as ``ast.unparse`` writes the tree. source: what the user wrote.
+    """
+
+    option: str
+    text: str
+    source: str = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, option: str, given: Any) -> Expression:
+        """Reads a text, or traces a Python function, whose parameters are the names of the text.
+
+        Raises ValueError with the text and a caret below the place that is wrong, TypeError for
+        what is neither a text nor a function that can be traced.
+        """
+        if isinstance(given, Expression):
+            given = given.source
+        elif callable(given):
+            given = _traced(option, given)
+        if not isinstance(given, str):
+            raise TypeError(
+                f"{option} is {described(given)}; give an expression as text, or a Python function"
+            )
+        source = re.sub(r"\s*\n\s*", " ", given.strip()).replace("\t", " ")
+        try:
+            tree = _parsed(source)
+            _Rules(option).result(tree)
+            _captured_names(tree)
+        except _Wrong as wrong:
+            raise _error(option, source, wrong) from None
+        return cls(option, ast.unparse(tree), source)
+
+    @cached_property
+    def tree(self) -> ast.expr:
+        return _parsed(self.source)
+
+    @cached_property
+    def captured(self) -> Mapping[str, int]:
+        """Every captured name and its number of indices; 0 is a number."""
+        return _captured_names(self.tree)
+
+    @cached_property
+    def positions(self) -> frozenset[str]:
+        """Which of batch, head, query, key, position, queries, keys the expression names."""
+        return frozenset(_names(self.tree) & set(POSITIONS))
+
+    @cached_property
+    def is_additive(self) -> bool:
+        """Whether it only adds to the score: its derivative is 1 wherever it is finite."""
+        return _is_additive(self.tree)
+
+    def check(self, kinds: Mapping[str, Captured]) -> None:
+        """Compares names, numbers of axes and kinds with what is captured; raises ValueError."""
+        try:
+            _Rules(self.option, kinds).result(self.tree)
+        except _Wrong as wrong:
+            raise _error(self.option, self.source, wrong) from None
+
+    def cpp(
+        self,
+        bounded: Callable[[ast.expr, str, int], bool],
+        kinds: Mapping[str, Captured] | None = None,
+    ) -> str:
+        """The expression in C++, for attention/expression.cuh.
+
+        ``bounded(index, array, axis)`` says whether an index may leave its axis. A captured name
+        x is x_ in C++, where no name is a keyword or one of the header's. Without ``kinds`` whole
+        numbers are computed in 64 bits where captured ones are.
+        """
+        return _Printer(_Rules(self.option, kinds), bounded).result(self.tree)
+
+
+def cpp_name(captured: str) -> str:
+    """The name in C++ of a captured array or number."""
+    return f"{captured}_"
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _is_additive(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == SCORE
+    if not isinstance(node, ast.BinOp):
+        return False
+    left, right = SCORE in _names(node.left), SCORE in _names(node.right)
+    if isinstance(node.op, ast.Add) and not left:
+        return _is_additive(node.right)
+    return isinstance(node.op, ast.Add | ast.Sub) and not right and _is_additive(node.left)
+
+
+# ---------------------------------------------------------------------------------------------
+# C++
+
+_MOST = 2**31 - 1  # of int
+# Positions are below 2^24, so that a float of them is exact; two captured numbers have a sum.
+_MOST_OF_A_POSITION, _MOST_CAPTURED = 2**24, 2**30
+_IN_CPP = {"min": "smaller", "max": "larger"}  # those of C++ want equal types
+
+
+@dataclass(frozen=True)
+class _Printer:
+    """Prints a tree. All parts are evaluated: & and | for and and or, where for if."""
+
+    rules: _Rules
+    bounded: Callable[[ast.expr, str, int], bool]
+
+    def result(self, tree: ast.expr) -> str:
+        text = self.print(tree)
+        if self.rules.option in MASKS or self.rules.kind(tree) == "number":
+            return text
+        return f"number({text})"
+
+    def print(self, node: ast.expr) -> str:
+        return getattr(self, f"_{type(node).__name__.lower()}")(node)
+
+    def _constant(self, node: ast.Constant) -> str:
+        value: Any = node.value
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, float):
+            return f"Real({value!r})"
+        return f"{value}LL" if value > _MOST else str(value)
+
+    def _name(self, node: ast.Name) -> str:
+        return node.id if node.id in KNOWN else cpp_name(node.id)
+
+    def _subscript(self, node: ast.Subscript) -> str:
+        array = node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
+        indices = (
+            f"bounded({text})" if self.bounded(index, array, axis) else text
+            for axis, index in enumerate(_indices(node))
+            for text in [self.print(index)]
+        )
+        return f"{cpp_name(array)}.read({', '.join(indices)})"
+
+    def _binop(self, node: ast.BinOp) -> str:
+        op, left, right = node.op, self.print(node.left), self.print(node.right)
+        if isinstance(op, ast.Div):
+            return f"(number({left}) / number({right}))"
+        if isinstance(op, ast.FloorDiv | ast.Mod):
+            name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
+            value = getattr(node.right, "value", None)
+            if isinstance(value, int) and value <= _MOST:  # the compiler makes shifts of some
+                return f"{name}<{value}>({left})"
+            return f"{name}({left}, {right})"
+        if not isinstance(op, ast.BitAnd | ast.BitOr) and self._is_wide(node):
+            left = f"wide({left})"
+        if isinstance(op, ast.Pow):
+            return f"square({left})"
+        return f"({left} {_SIGNS[type(op)]} {right})"
+
+    def _is_wide(self, node: ast.expr) -> bool:
+        return self.rules.kind(node) != "number" and _most(node) > _MOST
+
+    def _unaryop(self, node: ast.UnaryOp) -> str:
+        sign = "!" if isinstance(node.op, ast.Not | ast.Invert) else _SIGNS[type(node.op)]
+        text = self.print(node.operand)
+        return text if sign == "+" else f"({sign}{text})"
+
+    def _boolop(self, node: ast.BoolOp) -> str:
+        sign = " & " if isinstance(node.op, ast.And) else " | "
+        return f"({sign.join(map(self.print, node.values))})"
+
+    def _compare(self, node: ast.Compare) -> str:
+        sides = [self.print(x) for x in (node.left, *node.comparators)]
+        signs = [_COMPARISONS[type(op)] for op in node.ops]
+        pairs = [f"({a} {sign} {b})" for a, sign, b in zip(sides, signs, sides[1:])]
+        return pairs[0] if len(pairs) == 1 else f"({' & '.join(pairs)})"
+
+    def _ifexp(self, node: ast.IfExp) -> str:
+        return f"where({', '.join(map(self.print, (node.test, node.body, node.orelse)))})"
+
+    def _call(self, node: ast.Call) -> str:
+        name: str = node.func.id  # type: ignore[attr-defined]
+        arguments = ", ".join(map(self.print, node.args))
+        if name in ("abs", "min", "max", "where"):
+            return f"{_IN_CPP.get(name, name)}({arguments})"
+        return f"{name}(number({arguments}))"
+
+
+def _most(node: ast.expr) -> int:
+    """An upper bound of a whole number's magnitude."""
+    match node:
+        case ast.Constant(int(value)):
+            return value
+        case ast.Name(name):
+            return _MOST_OF_A_POSITION if name in POSITIONS else _MOST_CAPTURED
+        case ast.Subscript():
+            return _MOST_CAPTURED
+        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+            return _most(left) + _most(right)
+        case ast.BinOp(left, ast.Mult() | ast.Pow() as op, right):
+            return _most(left) * _most(left if isinstance(op, ast.Pow) else right)
+        case ast.BinOp(left, ast.FloorDiv()):
+            return _most(left)
+        case ast.BinOp(_, ast.Mod(), right):
+            return _most(right)
+        case ast.UnaryOp(_, operand):
+            return _most(operand)
+        case ast.IfExp(_, a, b) | ast.Call(args=[_, a, b]):
+            return max(_most(a), _most(b))
+        case ast.Call(args=arguments):
+            return max(map(_most, arguments))
+    return 0  # numbers that are not whole
+
+
+# ---------------------------------------------------------------------------------------------
+# Python functions
+
+
+class Tracer:
+    """A value while a Python function is called to find its expression.
+
+    Operators, comparisons, indexing, abs, NumPy's functions and those of this module build the
+    expression. Python's own decisions (if, and, or, not, chained comparisons) raise TypeError.
+    """
+
+    __slots__ = ("depth", "node", "size")
+    __hash__ = None  # type: ignore[assignment]  # == builds an expression
+
+    def __init__(self, node: ast.expr, *parts: Tracer) -> None:
+        self.node = node
+        self.size: int = 1 + sum(x.size for x in parts)  # of the text; parts may be used twice
+        self.depth: int = 1 + max((x.depth for x in parts), default=0)
+        if self.size > _LONGEST:
+            raise ValueError(f"the function makes more than {_LONGEST:,} operations; write fewer")
+        if self.depth > _DEEPEST:
+            raise ValueError(_too_deep().replace("text", "function"))
+
+    @staticmethod
+    def of(value: Any) -> Tracer:
+        """A tracer of itself, or of a constant."""
+        if isinstance(value, np.ndarray) and not value.ndim:
+            value = value[()]
+        if isinstance(value, Tracer):
+            return value
+        if isinstance(value, bool | np.bool_):
+            return Tracer(ast.Constant(bool(value)))
+        if isinstance(value, numbers.Integral):
+            return _constant(int(value))
+        if isinstance(value, numbers.Real | np.floating):
+            return _constant(float(value))
+        if getattr(value, "ndim", 0):
+            raise TypeError(
+                "an array stands in a traced function; make it a parameter, index it, and give "
+                "it in captured={name: array}"
+            )
+        raise TypeError(f"a traced function cannot compute with {described(value)}")
+
+    @staticmethod
+    def call(name: str, *arguments: Any) -> Tracer:
+        parts = [Tracer.of(x) for x in arguments]
+        return Tracer(ast.Call(ast.Name(name), [x.node for x in parts], []), *parts)
+
+    def _binary(self, op: ast.operator, other: Any, swapped: bool = False) -> Tracer:
+        left, right = (Tracer.of(other), self) if swapped else (self, Tracer.of(other))
+        return Tracer(ast.BinOp(left.node, op, right.node), left, right)
+
+    def _unary(self, op: ast.unaryop) -> Tracer:
+        return Tracer(ast.UnaryOp(op, self.node), self)
+
+    def _compared(self, op: ast.cmpop, other: Any) -> Tracer:
+        right = Tracer.of(other)
+        return Tracer(ast.Compare(self.node, [op], [right.node]), self, right)
+
+    def __add__(self, other: Any) -> Tracer:
+        return self._binary(ast.Add(), other)
+
+    def __radd__(self, other: Any) -> Tracer:
+        return self._binary(ast.Add(), other, True)
+
+    def __sub__(self, other: Any) -> Tracer:
+        return self._binary(ast.Sub(), other)
+
+    def __rsub__(self, other: Any) -> Tracer:
+        return self._binary(ast.Sub(), other, True)
+
+    def __mul__(self, other: Any) -> Tracer:
+        return self._binary(ast.Mult(), other)
+
+    def __rmul__(self, other: Any) -> Tracer:
+        return self._binary(ast.Mult(), other, True)
+
+    def __truediv__(self, other: Any) -> Tracer:
+        return self._binary(ast.Div(), other)
+
+    def __rtruediv__(self, other: Any) -> Tracer:
+        return self._binary(ast.Div(), other, True)
+
+    def __floordiv__(self, other: Any) -> Tracer:
+        return self._binary(ast.FloorDiv(), other)
+
+    def __rfloordiv__(self, other: Any) -> Tracer:
+        return self._binary(ast.FloorDiv(), other, True)
+
+    def __mod__(self, other: Any) -> Tracer:
+        return self._binary(ast.Mod(), other)
+
+    def __rmod__(self, other: Any) -> Tracer:
+        return self._binary(ast.Mod(), other, True)
+
+    def __pow__(self, other: Any) -> Tracer:
+        return self._binary(ast.Pow(), other)
+
+    def __rpow__(self, other: Any) -> Tracer:
+        return self._binary(ast.Pow(), other, True)
+
+    def __and__(self, other: Any) -> Tracer:
+        return self._binary(ast.BitAnd(), other)
+
+    def __rand__(self, other: Any) -> Tracer:
+        return self._binary(ast.BitAnd(), other, True)
+
+    def __or__(self, other: Any) -> Tracer:
+        return self._binary(ast.BitOr(), other)
+
+    def __ror__(self, other: Any) -> Tracer:
+        return self._binary(ast.BitOr(), other, True)
+
+    def __neg__(self) -> Tracer:
+        return self._unary(ast.USub())
+
+    def __pos__(self) -> Tracer:
+        return self
+
+    def __invert__(self) -> Tracer:
+        return self._unary(ast.Invert())
+
+    def __abs__(self) -> Tracer:
+        return Tracer.call("abs", self)
+
+    def __floor__(self) -> Tracer:
+        return Tracer.call("floor", self)
+
+    def __lt__(self, other: Any) -> Tracer:
+        return self._compared(ast.Lt(), other)
+
+    def __le__(self, other: Any) -> Tracer:
+        return self._compared(ast.LtE(), other)
+
+    def __gt__(self, other: Any) -> Tracer:
+        return self._compared(ast.Gt(), other)
+
+    def __ge__(self, other: Any) -> Tracer:
+        return self._compared(ast.GtE(), other)
+
+    def __eq__(self, other: Any) -> Tracer:  # type: ignore[override]
+        return self._compared(ast.Eq(), other)
+
+    def __ne__(self, other: Any) -> Tracer:  # type: ignore[override]
+        return self._compared(ast.NotEq(), other)
+
+    def __getitem__(self, index: Any) -> Tracer:
+        indices = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(x, slice) or x is Ellipsis or x is None for x in indices):
+            raise TypeError("an index in a traced function is one whole number, no slice")
+        parts = [Tracer.of(x) for x in indices]
+        nodes = [x.node for x in parts]
+        place = nodes[0] if len(nodes) == 1 else ast.Tuple(nodes)
+        return Tracer(ast.Subscript(self.node, place), self, *parts)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "Python's if, and, or, not, min, max and chained comparisons cannot be traced; write "
+            "where(condition, a, b) of cupyfa.expressions or NumPy, & | ~, minimum, maximum and "
+            "(0 <= x) & (x < 5), or give the expression as a text, which has them"
+        )
+
+    def _no_number(self) -> Any:
+        raise TypeError(
+            "a traced value is no number yet; use functions of NumPy or cupyfa.expressions instead "
+            "of those of math, float, int, round and range"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = __round__ = __ceil__ = __trunc__ = _no_number
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("a traced value has no elements to go through; give it an index")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        name = ufunc.__name__
+        if method == "__call__" and not options:
+            if name in _OPERATORS:
+                first, *rest = (Tracer.of(x) for x in inputs)
+                return _OPERATORS[name](first, *rest)
+            name = _OTHER_NAMES.get(name, name)
+            if name in FUNCTIONS:
+                return Tracer.call(name, *inputs)
+        raise TypeError(f"np.{ufunc.__name__} cannot be traced; there are {_FUNCTION_NAMES}")
+
+    def __array_function__(self, function: Any, types: Any, inputs: Any, options: Any) -> Any:
+        if function is np.where and len(inputs) == 3 and not options:
+            return Tracer.call("where", *inputs)
+        raise TypeError(f"np.{function.__name__} cannot be traced; there are {_FUNCTION_NAMES}")
+
+
+_OPERATORS: dict[str, Callable[..., Tracer]] = {
+    "add": Tracer.__add__, "subtract": Tracer.__sub__, "multiply": Tracer.__mul__,
+    "divide": Tracer.__truediv__, "true_divide": Tracer.__truediv__,
+    "floor_divide": Tracer.__floordiv__, "remainder": Tracer.__mod__, "power": Tracer.__pow__,
+    "negative": Tracer.__neg__, "positive": Tracer.__pos__, "less": Tracer.__lt__,
+    "square": lambda x: x**2,
+    "less_equal": Tracer.__le__, "greater": Tracer.__gt__, "greater_equal": Tracer.__ge__,
+    "equal": Tracer.__eq__, "not_equal": Tracer.__ne__, "logical_and": Tracer.__and__,
+    "logical_or": Tracer.__or__, "logical_not": Tracer.__invert__,
+    "bitwise_and": Tracer.__and__, "bitwise_or": Tracer.__or__, "invert": Tracer.__invert__,
+}  # fmt: skip
+
+
+def _constant(value: float) -> Tracer:
+    """A number; a negative one has its sign apart, as in a text."""
+    if value < 0 or (value == 0 and math.copysign(1, value) < 0):
+        return -_constant(-value)
+    return Tracer(ast.Name("nan") if value != value else ast.Constant(value))
+
+
+def _traced(option: str, function: Callable[..., Any]) -> str:
+    """The text of a Python function, which is called with a tracer for each parameter."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{option} is a function without named parameters; write a lambda, such as lambda "
+            "score, head: ..."
+        ) from None
+    ordered, named = [], {}
+    for x in parameters:
+        if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
+            raise TypeError(f"{option}: name the parameters of the function instead of {x}")
+        if x.default is not x.empty and x.name not in (SCORE, *POSITIONS):
+            if x.kind is x.POSITIONAL_ONLY:
+                ordered.append(x.default)
+            continue  # a default is a constant of the expression
+        if x.kind is x.POSITIONAL_ONLY:
+            ordered.append(Tracer(ast.Name(x.name)))
+        else:
+            named[x.name] = Tracer(ast.Name(x.name))
+    try:
+        result = function(*ordered, **named)
+        if result is None:
+            raise TypeError("the function returns None; return the expression")
+        return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
+    except (TypeError, ValueError) as error:
+        if not _raised_here(error):
+            raise
+        raise type(error)(f"{option}: {error}") from None
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether an error is of this module, not of the user's function."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return bool(trace) and trace.tb_frame.f_code.co_filename == __file__  # type: ignore[union-attr]
