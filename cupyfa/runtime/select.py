@@ -65,8 +65,10 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
             for name, x in arrays.items()
         ]
     if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
+        lies = "lies" if len(arrays) == 1 else "lie"
         raise TypeError(
-            "the simulator takes NumPy arrays; these lie in GPU memory: use cupy.asnumpy"
+            f"the simulator takes NumPy arrays, and {', '.join(arrays)} {lies} in GPU memory; copy "
+            "with cupy.asnumpy or, of torch, .cpu()"
         )
     cuda = backend_named("cuda" if backend == "auto" else backend)
     return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]

@@ -405,6 +405,45 @@ def test_results_are_written_to_arrays_of_other_libraries(there):
         cupyfa.attention(q, k, v, backend=backend, kernel="fa2", out=[1, 2])
 
 
+class CpuTensor(Foreign):
+    """Like torch's tensors on the CPU: DLPack without versions, which NumPy takes as read-only."""
+
+    def __init__(self, array, requires_grad=False):
+        super().__init__(array)
+        self.requires_grad = requires_grad
+
+    def __dlpack__(self, stream=None):
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.array.__dlpack__()
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_results_are_written_to_tensors_like_those_of_torch():
+    q, k, v = (np.array(x) for x in arrays(1, 2, 20, 16))
+    call = {"backend": "simulator", "kernel": "fa2"}
+    wanted = cupyfa.attention(q, k, v, **call)
+    prepared = cupyfa.compile(q, k, v, **call)
+    for inputs in ((q, k, v), tuple(map(CpuTensor, (q, k, v)))):
+        out = CpuTensor(np.full_like(q, 7))
+        assert cupyfa.attention(*inputs, out=out, check=True, **call) is out
+        np.testing.assert_array_equal(out.array, wanted)
+        out.array[...] = 7
+        for _ in range(2):
+            assert prepared(*inputs, out=out) is out
+            np.testing.assert_array_equal(out.array, wanted)
+    for out, error, words in (
+        (CpuTensor(q.copy(), requires_grad=True), TypeError, r"out, .*use tensor\.detach\(\)"),
+        (CpuTensor(q[:, :1].copy()), ValueError, r"out is float32 \(1, 1, 20, 16\), the result"),
+        (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* give an array like that"),
+        (CpuTensor(q), ValueError, "out overlaps the input Q"),
+    ):
+        with pytest.raises(error, match=words):
+            cupyfa.attention(q, k, v, out=out, **call)
+
+
 def test_repeated_arrays_are_not_checked_again(near, monkeypatch):
     q, k, v = arrays(2, 3, 20, 16)
     forms, form = [], near.form
