@@ -571,10 +571,7 @@ class _Printer:
     bounded: Callable[[ast.expr, str, int], bool]
 
     def result(self, tree: ast.expr) -> str:
-        text = self.print(tree)
-        if self.rules.option in MASKS or self.rules.kind(tree) == "number":
-            return text
-        return f"number({text})"
+        return self.print(tree) if self.rules.option in MASKS else self._number(tree)
 
     def print(self, node: ast.expr) -> str:
         return getattr(self, f"_{type(node).__name__.lower()}")(node)
@@ -602,7 +599,7 @@ class _Printer:
     def _binop(self, node: ast.BinOp) -> str:
         op, left, right = node.op, self.print(node.left), self.print(node.right)
         if isinstance(op, ast.Div):
-            return f"(number({left}) / number({right}))"
+            return f"({self._number(node.left)} / {self._number(node.right)})"
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
             value = getattr(node.right, "value", None)
@@ -641,7 +638,12 @@ class _Printer:
         arguments = ", ".join(map(self.print, node.args))
         if name in ("abs", "min", "max", "where"):
             return f"{_IN_CPP.get(name, name)}({arguments})"
-        return f"{name}(number({arguments}))"
+        return f"{name}({self._number(node.args[0])})"
+
+    def _number(self, node: ast.expr) -> str:
+        """A whole number as one that functions and divisions take."""
+        text = self.print(node)
+        return text if self.rules.kind(node) == "number" else f"number({text})"
 
 
 def _most(node: ast.expr) -> int:

@@ -1,0 +1,558 @@
+#pragma once
+// The numbers that a text of the user computes with. The host prints a text as C++ of these types:
+//
+//  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
+//    backward ones with Dual<1>, whose derivative is that by the score;
+//  - Index, a position among queries, keys, heads or batch; Whole, what follows from positions;
+//    int and long long, whole numbers of arrays and of the text;
+//  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
+//
+// Numbers are of the host's type real. In double all functions are exact. In float they take few
+// instructions, because a kernel has only about 20 for each score:
+//  - x / y is x times a reciprocal, which leaves loops if y is the same in them;
+//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x. tanh, sin and cos have an
+//    absolute error of a few units in the last place of 1;
+//  - a position is converted to float once for all elements of a tile.
+
+#include <attention/bounded.cuh>
+#include <tile/math.cuh>
+
+// -------------------------------------------------------------------------------------------------
+// Functions of float and double
+
+namespace elementary {
+
+__device__ __forceinline__ float reciprocal(float x) {
+  return __fdividef(1, x);
+}
+__device__ __forceinline__ double reciprocal(double x) {
+  return 1 / x;
+}
+__device__ __forceinline__ float divide(float x, float y) {
+  return x * reciprocal(y);
+}
+__device__ __forceinline__ double divide(double x, double y) {
+  return x / y;
+}
+__device__ __forceinline__ float exp2(float x) {
+  return exp2f(x);
+}
+__device__ __forceinline__ double exp2(double x) {
+  return ::exp2(x);
+}
+__device__ __forceinline__ float exp(float x) {
+  return exp2f(x * log2e);
+}
+__device__ __forceinline__ double exp(double x) {
+  return ::exp(x);
+}
+__device__ __forceinline__ float log(float x) {
+  return logf(x);
+}
+__device__ __forceinline__ double log(double x) {
+  return ::log(x);
+}
+__device__ __forceinline__ float log1p(float x) {
+  return log1pf(x);
+}
+__device__ __forceinline__ double log1p(double x) {
+  return ::log1p(x);
+}
+__device__ __forceinline__ float rsqrt(float x) {
+  return rsqrtf(x);
+}
+__device__ __forceinline__ double rsqrt(double x) {
+  return 1 / ::sqrt(x);
+}
+// The rounded root of float is a subroutine. Of 0 and infinity these two functions give the root.
+__device__ __forceinline__ float sqrt(float x) {
+  return reciprocal(rsqrtf(x));
+}
+__device__ __forceinline__ double sqrt(double x) {
+  return ::sqrt(x);
+}
+// Where the power overflows, 2 / infinity is 0.
+__device__ __forceinline__ float tanh(float x) {
+  return fmaf(-2, reciprocal(1 + exp2f(x * (2 * log2e))), 1);
+}
+__device__ __forceinline__ double tanh(double x) {
+  return ::tanh(x);
+}
+template <class T>
+__device__ __forceinline__ T sigmoid(T x) {
+  return reciprocal(1 + exp(-x));
+}
+template <class T>
+__device__ __forceinline__ T softplus(T x) {
+  return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
+}
+// Less the nearest multiple of 2 pi, whose low part is in a second constant: the special functions
+// are exact near 0 only, and sinf has a loop for large numbers.
+__device__ __forceinline__ float within_a_turn(float x) {
+  const float turns = rintf(x * 0.159154943f);
+  return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
+}
+__device__ __forceinline__ float sin(float x) {
+  return __sinf(within_a_turn(x));
+}
+__device__ __forceinline__ double sin(double x) {
+  return ::sin(x);
+}
+__device__ __forceinline__ float cos(float x) {
+  return __cosf(within_a_turn(x));
+}
+__device__ __forceinline__ double cos(double x) {
+  return ::cos(x);
+}
+__device__ __forceinline__ float erf(float x) {
+  return erff(x);
+}
+__device__ __forceinline__ double erf(double x) {
+  return ::erf(x);
+}
+__device__ __forceinline__ float floor(float x) {
+  return floorf(x);
+}
+__device__ __forceinline__ double floor(double x) {
+  return ::floor(x);
+}
+
+}  // namespace elementary
+
+// -------------------------------------------------------------------------------------------------
+// Types
+
+template <int n>
+struct Dual {
+  real value, slope[n ? n : 1];
+
+  __device__ __forceinline__ Dual(real value = 0) : value(value), slope() {}
+  template <int m>
+  __device__ __forceinline__ Dual(const Dual<m>& x) : value(x.value), slope() {
+    static_assert(m <= n, "no derivative is lost");
+    for (int i = 0; i < m; ++i) slope[i] = x.slope[i];
+  }
+};
+using Real = Dual<0>;
+
+// A position. `more` is what differs from element to element of a thread, a constant of an unrolled
+// loop. So `base` is the same in a tile, and its conversion to a number, which has an eighth of the
+// throughput of an addition, is made once; and `more` becomes the immediate offset of a load.
+struct Index {
+  int base, more;
+
+  __device__ __forceinline__ Index(int base, int more = 0) : base(base), more(more) {}
+  __device__ __forceinline__ operator int() const { return base + more; }
+};
+
+// A whole number that was computed from positions, and the same as a number: whichever of the two
+// is not needed costs nothing. The number is exact below 2^24 in float.
+struct Whole {
+  int value;
+  real number;
+
+  __device__ __forceinline__ operator int() const { return value; }
+};
+
+template <class T>
+constexpr bool is_dual = false;
+template <int n>
+constexpr bool is_dual<Dual<n>> = true;
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+template <class T>
+constexpr bool is_own = is_dual<T> || is_same<T, Index> || is_same<T, Whole>;
+template <class A, class B>
+constexpr bool any_is_dual = is_dual<A> || is_dual<B>;
+template <class A, class B>
+constexpr bool any_is_long = is_same<A, long long> || is_same<B, long long>;
+template <class T>
+constexpr bool is_linear = is_same<T, Index> || is_same<T, int>;
+
+template <bool condition>
+struct When {};
+template <>
+struct When<true> {
+  using type = int;
+};
+// Of built-in types, operators are built in.
+template <class A, class B>
+using IfOwn = typename When<is_own<A> || is_own<B>>::type;
+
+// Any number as a Dual, and any whole number as one of C++.
+__device__ __forceinline__ Real number(real x) {
+  return x;
+}
+__device__ __forceinline__ Real number(int x) {
+  return real(x);
+}
+__device__ __forceinline__ Real number(long long x) {
+  return real(x);
+}
+__device__ __forceinline__ Real number(Index x) {
+  return real(x.base) + real(x.more);
+}
+__device__ __forceinline__ Real number(Whole x) {
+  return x.number;
+}
+template <int n>
+__device__ __forceinline__ Dual<n> number(const Dual<n>& x) {
+  return x;
+}
+__device__ __forceinline__ int integer(int x) {
+  return x;
+}
+__device__ __forceinline__ long long integer(long long x) {
+  return x;
+}
+// Whole numbers that do not fit in an int.
+__device__ __forceinline__ long long wide(long long x) {
+  return x;
+}
+template <int n>
+__device__ __forceinline__ Dual<n> wide(const Dual<n>& x) {
+  return x;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Operators
+
+// f(x) with f' = by, and f(x, y).
+template <int n>
+__device__ __forceinline__ Dual<n> chain(real value, const Dual<n>& x, real by) {
+  Dual<n> f(value);
+  for (int i = 0; i < n; ++i) f.slope[i] = by * x.slope[i];
+  return f;
+}
+template <int n, int m>
+__device__ __forceinline__ auto chain(real value, const Dual<n>& x, real by_x, const Dual<m>& y,
+                                      real by_y) {
+  Dual<(n > m ? n : m)> f(value);
+  for (int i = 0; i < n; ++i) f.slope[i] = by_x * x.slope[i];
+  for (int i = 0; i < m; ++i) f.slope[i] += by_y * y.slope[i];
+  return f;
+}
+
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ auto operator+(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    return chain(number(a).value + number(b).value, number(a), 1, number(b), 1);
+  } else if constexpr (any_is_long<A, B>) {
+    return integer(a) + integer(b);
+  } else if constexpr (is_linear<A> && is_linear<B>) {
+    const Index x = a, y = b;
+    return Index(x.base + y.base, x.more + y.more);
+  } else {
+    return Whole{int(a) + int(b), number(a).value + number(b).value};
+  }
+}
+
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ auto operator-(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    return chain(number(a).value - number(b).value, number(a), 1, number(b), -1);
+  } else if constexpr (any_is_long<A, B>) {
+    return integer(a) - integer(b);
+  } else if constexpr (is_linear<A> && is_linear<B>) {
+    const Index x = a, y = b;
+    return Index(x.base - y.base, x.more - y.more);
+  } else {
+    return Whole{int(a) - int(b), number(a).value - number(b).value};
+  }
+}
+
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ auto operator*(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    const auto x = number(a);
+    const auto y = number(b);
+    return chain(x.value * y.value, x, y.value, y, x.value);
+  } else if constexpr (any_is_long<A, B>) {
+    return integer(a) * integer(b);
+  } else {
+    return Whole{int(a) * int(b), number(a).value * number(b).value};
+  }
+}
+
+template <int n, int m>
+__device__ __forceinline__ auto operator/(const Dual<n>& x, const Dual<m>& y) {
+  const real quotient = elementary::divide(x.value, y.value), by = elementary::reciprocal(y.value);
+  return chain(quotient, x, by, y, -quotient * by);
+}
+
+template <int n>
+__device__ __forceinline__ Dual<n> operator-(const Dual<n>& x) {
+  return chain(-x.value, x, -1);
+}
+__device__ __forceinline__ Index operator-(Index x) {
+  return {-x.base, -x.more};
+}
+__device__ __forceinline__ Whole operator-(Whole x) {
+  return {-x.value, -x.number};
+}
+
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator<(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>)
+    return number(a).value < number(b).value;
+  else
+    return integer(a) < integer(b);
+}
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator<=(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>)
+    return number(a).value <= number(b).value;
+  else
+    return integer(a) <= integer(b);
+}
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator==(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>)
+    return number(a).value == number(b).value;
+  else
+    return integer(a) == integer(b);
+}
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator>(const A& a, const B& b) {
+  return b < a;
+}
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator>=(const A& a, const B& b) {
+  return b <= a;
+}
+template <class A, class B, IfOwn<A, B> = 0>
+__device__ __forceinline__ bool operator!=(const A& a, const B& b) {
+  return !(a == b);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Choices. Both sides are evaluated. Slopes are chosen too, not multiplied by 0: the slope of the
+// side that is not taken may be infinite.
+
+template <class A, class B>
+__device__ __forceinline__ auto where(bool condition, const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    const auto x = number(a);
+    const auto y = number(b);
+    const decltype(x + y) p = x, q = y;
+    auto chosen = p;
+    chosen.value = condition ? p.value : q.value;
+    for (int i = 0; i < int(sizeof p.slope / sizeof p.slope[0]); ++i)
+      chosen.slope[i] = condition ? p.slope[i] : q.slope[i];
+    return chosen;
+  } else if constexpr (is_same<A, bool>) {
+    return condition ? a : b;
+  } else if constexpr (any_is_long<A, B>) {
+    return condition ? integer(a) : integer(b);
+  } else {
+    return Whole{condition ? int(a) : int(b), condition ? number(a).value : number(b).value};
+  }
+}
+
+// NaN wins, as in NumPy. Of equal numbers the slope is that of the first.
+template <class A, class B>
+__device__ __forceinline__ auto larger(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    const real x = number(a).value, y = number(b).value;
+    return where(!(x < y) && y == y, a, b);
+  } else {
+    return where(integer(a) >= integer(b), a, b);
+  }
+}
+template <class A, class B>
+__device__ __forceinline__ auto smaller(const A& a, const B& b) {
+  if constexpr (any_is_dual<A, B>) {
+    const real x = number(a).value, y = number(b).value;
+    return where(!(x > y) && y == y, a, b);
+  } else {
+    return where(integer(a) <= integer(b), a, b);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Functions
+
+template <int n>
+__device__ __forceinline__ Dual<n> exp(const Dual<n>& x) {
+  const real y = elementary::exp(x.value);
+  return chain(y, x, y);
+}
+template <int n>
+__device__ __forceinline__ Dual<n> exp2(const Dual<n>& x) {
+  const real y = elementary::exp2(x.value);
+  return chain(y, x, y * real(0.69314718055994531));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> log(const Dual<n>& x) {
+  return chain(elementary::log(x.value), x, elementary::reciprocal(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> log1p(const Dual<n>& x) {
+  return chain(elementary::log1p(x.value), x, elementary::reciprocal(1 + x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> sqrt(const Dual<n>& x) {
+  return chain(elementary::sqrt(x.value), x, real(0.5) * elementary::rsqrt(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> rsqrt(const Dual<n>& x) {
+  const real y = elementary::rsqrt(x.value);
+  return chain(y, x, real(-0.5) * y * y * y);
+}
+template <int n>
+__device__ __forceinline__ Dual<n> tanh(const Dual<n>& x) {
+  const real y = elementary::tanh(x.value);
+  return chain(y, x, 1 - y * y);
+}
+template <int n>
+__device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
+  const real y = elementary::sigmoid(x.value);
+  return chain(y, x, y * (1 - y));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> softplus(const Dual<n>& x) {
+  return chain(elementary::softplus(x.value), x, elementary::sigmoid(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> sin(const Dual<n>& x) {
+  return chain(elementary::sin(x.value), x, elementary::cos(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> cos(const Dual<n>& x) {
+  return chain(elementary::cos(x.value), x, -elementary::sin(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> erf(const Dual<n>& x) {
+  const real two_by_root_of_pi = 1.1283791670955126;
+  return chain(elementary::erf(x.value), x,
+               two_by_root_of_pi * elementary::exp(-x.value * x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> floor(const Dual<n>& x) {
+  return Real(elementary::floor(x.value));
+}
+
+template <int n>
+__device__ __forceinline__ Dual<n> abs(const Dual<n>& x) {
+  return chain(fabs(x.value), x, real(x.value > 0) - real(x.value < 0));
+}
+__device__ __forceinline__ Whole abs(Index x) {
+  return {abs(int(x)), fabs(number(x).value)};
+}
+__device__ __forceinline__ Whole abs(Whole x) {
+  return {abs(x.value), fabs(x.number)};
+}
+
+template <class T>
+__device__ __forceinline__ auto square(const T& x) {
+  return x * x;
+}
+
+// Rounded down, as Python divides; the rest has the sign of the divisor.
+template <class A, class B>
+__device__ __forceinline__ auto floor_divide(const A& a, const B& b) {
+  const auto x = integer(a) + integer(b) * 0;  // of their common type
+  const decltype(x) y = integer(b), quotient = x / y;
+  return quotient - (x % y != 0 && (x ^ y) < 0);
+}
+template <class A, class B>
+__device__ __forceinline__ auto floor_mod(const A& a, const B& b) {
+  return integer(a) - floor_divide(a, b) * integer(b);
+}
+// Of a constant above 0: one instruction for powers of two.
+__device__ constexpr int log2_of(int power) {
+  return power == 1 ? 0 : 1 + log2_of(power / 2);
+}
+template <int divisor, class A>
+__device__ __forceinline__ auto floor_mod(const A& a) {
+  if constexpr ((divisor & (divisor - 1)) == 0)
+    return integer(a) & (divisor - 1);
+  else
+    return floor_mod(a, divisor);
+}
+template <int divisor, class A>
+__device__ __forceinline__ auto floor_divide(const A& a) {
+  if constexpr ((divisor & (divisor - 1)) == 0)
+    return integer(a) >> log2_of(divisor);
+  else
+    return floor_divide(a, divisor);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Captured arrays
+
+// What an element is in a text: bool; int or long long; or a Real.
+__device__ __forceinline__ bool element(bool x) {
+  return x;
+}
+__device__ __forceinline__ int element(signed char x) {
+  return x;
+}
+__device__ __forceinline__ int element(unsigned char x) {
+  return x;
+}
+__device__ __forceinline__ int element(short x) {
+  return x;
+}
+__device__ __forceinline__ int element(unsigned short x) {
+  return x;
+}
+__device__ __forceinline__ int element(int x) {
+  return x;
+}
+__device__ __forceinline__ long long element(unsigned x) {
+  return x;
+}
+__device__ __forceinline__ long long element(long long x) {
+  return x;
+}
+__device__ __forceinline__ long long element(unsigned long long x) {
+  return x;
+}
+__device__ __forceinline__ Real element(double x) {
+  return real(x);
+}
+template <class Float>
+__device__ __forceinline__ Real element(Float x) {
+  return real(float(x));
+}
+
+// The host passes data, strides in elements and sizes. The last axis is dense: its stride is 1.
+template <class Element, int rank>
+struct Array {
+  const Element* data;
+  long long stride[rank];
+  int size[rank];
+
+  // The element at as many indices as there are axes: Index, Whole, int, long long, each of them
+  // perhaps in bounded(), which keeps it within its axis.
+  template <class... Indices>
+  __device__ __forceinline__ auto read(const Indices&... indices) const {
+    static_assert(sizeof...(Indices) == rank, "an index for each axis");
+    return read_from<0>(data, 0, indices...);
+  }
+
+ private:
+  // `more` is what the positions' constants add to the address: the immediate offset of the load.
+  template <int axis>
+  __device__ __forceinline__ auto read_from(const Element* there, long long more) const {
+    return element(there[more]);
+  }
+  template <int axis, class I, class... Rest>
+  __device__ __forceinline__ auto read_from(const Element* there, long long more, const I& index,
+                                            const Rest&... rest) const {
+    const long long step = axis + 1 == rank ? 1 : stride[axis];
+    if constexpr (is_same<I, Index>)
+      return read_from<axis + 1>(there + index.base * step, more + index.more * step, rest...);
+    else
+      return read_from<axis + 1>(there + inside(index, axis) * step, more, rest...);
+  }
+
+  template <class T>
+  __device__ __forceinline__ long long inside(const Bounded<T>& index, int axis) const {
+    return index.within(size[axis]);
+  }
+  __device__ __forceinline__ long long inside(long long index, int) const { return index; }
+};

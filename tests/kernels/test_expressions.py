@@ -1,0 +1,141 @@
+"""Texts of the user as C++: values and slopes in the simulator, and compilation by NVRTC."""
+
+import numpy as np
+import pytest
+from helpers.device_code import INCLUDE, fault, launch, source
+
+from cupyfa.expressions import FUNCTIONS, Captured, Expression, cpp_name
+
+TEXTS = [
+    "score * abs(position - key) / -3 - slope[head] * (2 - query) * (key - query)",
+    "cap * tanh(score / cap) + 0.1 * exp2(score) - -score",
+    "where(score > 1 or not score < -1, score * exp(score), min(score, 0.25) + max(1, 3 * score))",
+    "score if doc[query] == doc[key] and 0 <= position - key < 3 else 2 * score - 1e3",
+    "(query - 5) // 3 * score + (query - key) % -3 + (key + 7) // 4 + (key - 3) % 8 + key // query",
+    "sigmoid(score) * softplus(-2 * score) + log1p(exp(score)) + erf(score) * score",
+    "sin(20 * score) + cos(score) * sin(1000 * key) + floor(score) + abs(score) ** 2",
+    "sqrt(abs(score)) * rsqrt(1 + score ** 2) + log(2 + score ** 2) / queries",
+    "-(table[head, key] + key) * score + table[query // 2, abs(key - 3)] * -query",
+    "score + ((query * 100000 * keys + key) * 65536) % 1021 + (query + 1) ** 2 - doc[key] * batch",
+    "where(see[key], where(key < 3, key, keys - key), -1) + min(key, query) * max(2, key)",
+    "score + where(see[query] & ~(see[key] | False) & (score != 2) & (key >= 1), 1, 3.5)",
+]
+SCALARS = {"position": 6, "head": 1, "batch": 2, "queries": 7, "keys": 9, "cap": 1.5}
+ARRAYS = {
+    "slope": np.array([0.5, 0.25], np.float32),
+    "doc": np.array([0, 0, 1, 1, 2, 2, 2]),
+    "table": np.arange(28, dtype=np.float16).reshape(4, 7) / 8,
+    "see": np.array([1, 0, 1, 1, 0, 0, 1], bool),
+}
+KINDS = {name: Captured(name, "float", x.ndim) for name, x in ARRAYS.items()} | {
+    "doc": Captured("doc", "int", 1),
+    "see": Captured("see", "bool", 1),
+    "cap": Captured("cap", "float", 0),
+}
+TYPES = {"slope": "float", "doc": "long long", "table": "__half", "see": "bool"}
+SCORES, KEYS, ROWS = np.linspace(-1.97, 2.5, 11), 7, 2  # no score is a corner of a text
+
+
+def head_of(texts, real, bounded=lambda *place: False):
+    """The text above a kernel: as a planner writes it, with a function for each text."""
+    lines = [
+        f"using real = {real};",
+        "#include <cuda_fp16.h>",
+        "#include <attention/expression.cuh>",
+    ]
+    lines += [
+        "struct Mods {",
+        *(f"  Array<{TYPES[x]}, {ARRAYS[x].ndim}> {cpp_name(x)};" for x in ARRAYS),
+    ]
+    lines += [f"  real {cpp_name('cap')};", "};"]
+    for i, text in enumerate(texts):
+        lines += [
+            "template <class T>",
+            f"__device__ __forceinline__ T modified_{i}(T score, const Mods& mods, Index batch,",
+            "    Index head, Index query, Index key, Index position, int queries, int keys) {",
+            *(f"  const auto {cpp_name(x)} = mods.{cpp_name(x)};" for x in ARRAYS),
+            f"  const auto {cpp_name('cap')} = Real(mods.{cpp_name('cap')});",
+            f"  return {Expression.of('score_mod', text).cpp(bounded, KINDS)};",
+            "}",
+        ]
+    return "\n".join(lines)
+
+
+def body_of(texts):
+    """Values and slopes of all texts, for a score of each thread and all pairs of rows and keys."""
+    calls = "".join(
+        f"  at[{i}] = modified_{i}(score, mods, Index(2), Index(1), query, key, position, M, N);\n"
+        for i in range(len(texts))
+    )
+    return f"""
+Mods mods = {{}};
+mods.slope_ = {{B, {{1}}, {{2}}}};
+mods.doc_ = {{reinterpret_cast<const long long*>(C), {{1}}, {{7}}}};
+mods.table_ = {{D, {{7, 1}}, {{4, 7}}}};
+mods.see_ = {{reinterpret_cast<const bool*>(E), {{1}}, {{7}}}};
+mods.cap_ = 1.5;
+const int M = 7, N = 9;
+for (int pair = 0; pair < {ROWS * KEYS}; ++pair) {{
+  const Index query(1, pair / {KEYS} * 3), key(2, pair % {KEYS} - 2), position = query + (N - M);
+  Dual<1> score(F[threadIdx.x]), at[{len(texts)}];
+  score.slope[0] = 1;
+{calls}
+  for (int i = 0; i < {len(texts)}; ++i) {{
+    A[((i * {ROWS * KEYS} + pair) * {len(SCORES)} + threadIdx.x) * 2] = at[i].value;
+    A[((i * {ROWS * KEYS} + pair) * {len(SCORES)} + threadIdx.x) * 2 + 1] = at[i].slope[0];
+  }}
+}}
+"""
+
+
+def in_python(text, score, query, key):
+    """The value of a text in Python itself, for one pair."""
+    names = {**FUNCTIONS, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
+    names |= {"score": score, "query": query, "key": key, "position": query + 2}
+    for name in ("doc", "see"):
+        names[name] = ARRAYS[name].tolist()
+    names["table"] = ARRAYS["table"].astype(float)
+    return float(eval(text, {"__builtins__": {}}, names))
+
+
+def wanted(text):
+    """Values, and slopes by central differences, for all pairs and scores."""
+    step = 1e-5
+    for query in (1, 4):
+        for key in range(KEYS):
+            for x in SCORES:
+                high, low = (in_python(text, x + y, query, key) for y in (step, -step))
+                yield in_python(text, x, query, key), (high - low) / (2 * step)
+
+
+@pytest.mark.parametrize("real, dtype, close", [("float", "f4", 2e-5), ("double", "f8", 1e-12)])
+def test_values_and_slopes_are_those_of_python(real, dtype, close):
+    A = np.zeros((len(TEXTS), ROWS * KEYS * len(SCORES), 2), dtype)
+    others = (ARRAYS["slope"], ARRAYS["doc"].view(np.uint64), ARRAYS["table"])
+    others += (ARRAYS["see"].view(np.uint8), SCORES.astype(dtype))
+    launch(body_of(TEXTS), A, *others, head=head_of(TEXTS, real), threads=len(SCORES))
+    for text, found in zip(TEXTS, A):
+        values, slopes = np.array(list(wanted(text))).T
+        np.testing.assert_allclose(found[:, 0], values, close, close, err_msg=text)
+        np.testing.assert_allclose(found[:, 1], slopes, 1e-4, 1e-4, err_msg=text)
+
+
+@pytest.mark.parametrize("index, outside", [("key + 5", "7"), ("query - 2", "-1")])
+def test_an_index_outside_its_axis_is_a_fault_of_the_simulator(index, outside):
+    head = head_of([f"score + doc[{index}]"], "float", bounded=lambda *place: True)
+    arrays = np.zeros(308, "f4"), np.ones(2, "f4"), np.ones(7, np.uint64), np.ones(28, np.float16)
+    found = fault(
+        body_of([0]), *arrays, np.ones(7, np.uint8), np.ones(11, "f4"), head=head, threads=1
+    )
+    assert found.what == f"reads index {outside} of an axis of size 7 of a captured array"
+
+
+@pytest.mark.parametrize("arch, real", [("75", "float"), ("90a", "float"), ("90a", "double")])
+def test_nvrtc_compiles_every_text(arch, real):
+    compiler = pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
+    arrays = np.zeros(1, real.replace("float", "f4").replace("double", "f8")), np.zeros(1, "f4")
+    arrays += np.zeros(1, np.uint64), np.zeros(1, np.float16), np.zeros(1, np.uint8), arrays[0]
+    text = source(body_of(TEXTS), *arrays, head=head_of(TEXTS, real, bounded=lambda *place: True))
+    binary, log = compiler.compile_text(text, "test.cu", arch, INCLUDE)
+    assert binary.startswith(b"\x7fELF")
+    assert "warning" not in log
