@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import warnings
@@ -23,7 +24,7 @@ from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
 from cupyfa.commands.new import new
-from cupyfa.commands.options import misplaced_value, note, with_flag_values
+from cupyfa.commands.options import misplaced_value, note, other_case, with_flag_values
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -77,7 +78,9 @@ class Program(click.Group):
             context = getattr(error, "ctx", None)
             message = error.format_message().removesuffix(".")
             if context:
+                message = re.sub(r"\((Did you mean one of): (.*\?)\)$", r"\1 \2", message)
                 message += misplaced_value(message, context.meta.get(ARGUMENTS, ()))
+                message += other_case(error, context)
                 mark = "" if message.endswith("?") else "."
                 message += f"{mark} See {context.command_path} --help."
             fail(message, BAD_ARGUMENTS)
@@ -151,6 +154,8 @@ def notes_to_stderr() -> None:
 @click.pass_context
 def main(context: click.Context) -> None:
     """FlashAttention without torch: run, check and measure attention kernels.
+
+    Begin with `cupyfa doctor` and `cupyfa run fa2`. `cupyfa COMMAND --help` explains a command.
 
     Exit codes: 0 done and right, 1 wrong result, 2 bad arguments, 3 unsupported here.
     """

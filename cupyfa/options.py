@@ -190,7 +190,7 @@ class AttentionOptions:
     )
     causal: str | None = _field(
         Option(
-            help="Query i sees keys j <= i + N - M (bottom-right, the default) or j <= i "
+            help="Query i sees keys j <= i + N - M (bottom-right, also --causal alone) or j <= i "
             "(top-left).",
             read=_read_causal,
             parse=_parse_causal,

@@ -28,7 +28,7 @@ FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
     "compiled": "compiled kernels, at most CUPYFA_CACHE_MB (1000)",
     "peaks": "measured peak rates of devices",
-    "tuned": "the fastest constants on each device",
+    "tuned": "the fastest tile sizes on each device",
     "tuning": "measurements of `cupyfa tune`",
     "zig": "the cache of zig, the compiler of the ziglang wheel",
     "leftovers": "unfinished files of killed processes, at least an hour old",

@@ -69,6 +69,8 @@ class Footprint:
         sizes = ("inputs", "outputs", "scratch", "moved", "peak")
         return {
             "computation": self.computation,
+            "device": self.device,
+            **self.problem.row(),
             "tile": " ".join(f"{name}={value}" for name, value in self.constants.items()),
             **{f"{name}_MB": _mb(getattr(self, name)) for name in sizes},
             "DRAM_MB": _mb(self.dram),

@@ -35,8 +35,8 @@ sweep_option = click.option(
     "swept",
     multiple=True,
     metavar="NAME=VALUES",
-    help="Several values of a size, an option or a tile size such as Br: 64,128, 512:16384:*2 or "
-    "64:256:+64. All combinations are measured.",
+    help="Several values of a size or an option, in bench also of a tile size such as Br: 64,128, "
+    "512:16384:*2 or 64:256:+64. May be repeated; all combinations are taken.",
 )
 
 

@@ -59,7 +59,8 @@ def size(form: str) -> None:
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
     """Remove the files of these KINDs; by default of all but cupy.
 
-    Unfinished files of killed processes are removed too, if they are an hour old.
+    Unfinished files of killed processes are removed too, if they are an hour old. The column "left"
+    counts files that cannot be removed.
     """
     chosen = dict.fromkeys([*(kinds or _OURS), "leftovers", *(["cupy"] if cupy else [])])
     removed = [caches.clear(kind, dry_run=dry_run) for kind in chosen]

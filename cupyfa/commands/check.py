@@ -94,8 +94,8 @@ def check(
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
     failure is printed with a command that repeats it; the first failures of each kernel also have
-    a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. The exit
-    code is 1 if there is a failure.
+    a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
+    of attention replace those of the grid. The exit code is 1 if there is a failure.
     """
     if dry_run:
         how = {name: x for name, x in how.items() if name not in ("reruns", "timeout", "failures")}

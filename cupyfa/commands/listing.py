@@ -31,5 +31,5 @@ def list_kernels(dtype: str | None, backend: str, form: str) -> None:
     click.echo(listing(rows) if form == "table" else render(rows, form))
     options.note(
         f"largest d for {dtype or options.DTYPE}, with the smallest tile, in the "
-        f"{limits.shared_bytes:,} bytes of shared memory a block of {limits.device}"
+        f"{limits.shared_bytes:,} bytes of shared memory of a block on {limits.device}"
     )

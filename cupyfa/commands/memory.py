@@ -38,6 +38,7 @@ def memory(
     table = [row.row() for row in rows]
     if form == "table":
         click.echo(f"{rows[0].device}: {rows[0].problem}")
-        empty = {x for x in table[0] if not any(row[x] or row[x] == 0 for row in table)}
-        table = [{x: row[x] for x in row if x not in empty | {"tile"}} for row in table]
+        left_out = {x for x in table[0] if not any(row[x] or row[x] == 0 for row in table)}
+        left_out |= {"device", "tile", *rows[0].problem.row()}
+        table = [{x: row[x] for x in row if x not in left_out} for row in table]
     click.echo(render(table, form))

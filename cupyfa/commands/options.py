@@ -203,6 +203,14 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
     return ""
 
 
+def other_case(error: click.ClickException, context: click.Context) -> str:
+    """For a message that refuses -m where there is -M; else empty."""
+    other = getattr(error, "option_name", "").swapcase()
+    is_short = len(other) == len("-m")
+    known = is_short and any(other in x.opts for x in context.command.params)
+    return f". Did you mean '{other}'?" if known else ""
+
+
 def size_option(
     name: str, *, small: bool = True, **attributes: Any
 ) -> Callable[[Command], Command]:
@@ -274,7 +282,7 @@ def tile_options(command: Command) -> Command:
             "tiles",
             multiple=True,
             metavar="NAME=VALUE",
-            help="Another tile size of the kernel; may be repeated.",
+            help="A tile size of the kernel, by its name in `cupyfa list`; may be repeated.",
         ),
         click.option("-c", "--constant", "renamed", multiple=True, hidden=True),
     )

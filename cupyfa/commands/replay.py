@@ -35,9 +35,10 @@ from cupyfa.verify.failures import RIGHT, Outcome
 def replay(
     files: Sequence[Path], kernel: str | None, timeout: float | None, backend: Backend, form: str
 ) -> None:
-    """Run failures of `cupyfa check` again on the inputs in their FILEs.
+    """Run failures of `cupyfa check` again, on their inputs.
 
-    Prints the results of then and now. The exit code is 1 if one fails again.
+    A FILE has the inputs of a failure, and what the kernel computed. Prints the results of then
+    and now. The exit code is 1 if one fails again.
     """
     found = []
     for file in files:

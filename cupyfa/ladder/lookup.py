@@ -37,6 +37,10 @@ def kernel(name: str) -> Kernel:
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
     if ".py" in name:
         return _from_script(name)
+    if name.endswith(".cu"):
+        raise ValueError(
+            f"{name} is a kernel's text; name its record, script.py:name (cupyfa new writes one)"
+        )
     for records in LADDER.values():
         if name in records:
             return records[name]

@@ -128,6 +128,7 @@ def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     assert [row.dram for row in rows] == [None, None, 2 * 3e9, None]  # of cuBLAS nothing is seen
     row = rows[2].row()
     assert (row["peak_MB"], row["DRAM_MB"]) == (12.3, 6000)
+    assert (row["M"], row["d"], row["dtype"], row["device"]) == (9, 8, "float16", rows[2].device)
 
 
 def test_a_missing_nsight_compute_is_reported(monkeypatch):
@@ -151,7 +152,7 @@ def test_the_table_as_data():
     assert fa2["scratch_MB"] == 0 and fa2["tile"] == "Br=128 Bc=32" and fa2["peak_MB"] is None
     table = list(csv.DictReader(cli(*ARGS, "--format", "csv").stdout.splitlines()))
     assert [row["computation"] for row in table] == [row["computation"] for row in rows]
-    assert cli(*ARGS, "--format", "md").stdout.startswith("| computation | tile | inputs MB |")
+    assert cli(*ARGS, "--format", "md").stdout.startswith("| computation | device | batch |")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
