@@ -106,9 +106,12 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     for row in results.rows:
         if row.note:
             options.note(f"{row.kernel} on {row.problem}: {row.note}")
+    device, table = results.environment["device"], publish.rungs(rows)
     if form == "table":
-        click.echo(f"{results.environment['device']}: {publish.problem_of(rows)}", err=err)
-    click.echo(render(publish.rungs(rows), form), err=err)
+        click.echo(f"{device}: {publish.problem_of(rows)}", err=err)
+    else:
+        table = [{"device": device, **x.problem.row(), **row} for x, row in zip(rows, table)]
+    click.echo(render(table, form), err=err)
 
 
 def _measure(

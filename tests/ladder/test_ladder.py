@@ -280,6 +280,7 @@ def test_all_rungs_that_take_the_dtype():
     rows = strict(cli(*args, "--format", "json").stdout)
     assert [row["rung"] for row in rows] == OF_16_BITS
     assert all(row["ms"] > 0 for row in rows)
+    assert {(row["device"], row["M"], row["d"]) for row in rows} == {("the simulator", 12, 8)}
     assert all(row["x_rung_before"] > 0 for row in rows[1:])
     shown = cli(*args).stdout.splitlines()
     assert shown[0] == "the simulator: batch=1 heads=1 M=12 N=12 d=8 float16 scale=0.353553"
