@@ -12,8 +12,8 @@ import difflib
 import inspect
 import math
 import numbers
+import operator
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,7 +117,7 @@ def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
 def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
     """'; is it ...?', if a name is like one of those that there are."""
     known = list(names)
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     other = _OTHER_NAMES.get(name)
     found = other if other in known else near[0] if near else None
     return f"; is it {found!r}?" if found else ""
@@ -138,9 +138,7 @@ def _parsed(source: str) -> ast.expr:
     if (comment := source.find("#")) >= 0:
         raise _Wrong(comment, "a text has no comments; leave this out")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of numbers before a word, which the checks refuse
-            tree = ast.parse(source, mode="eval").body
+        tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
         column = min(max((error.offset or 1) - 1, 0), len(source))
         raise _Wrong(column, f"this is no expression of Python: {error.msg}") from None
@@ -290,11 +288,7 @@ class _Rules:
             return "bool"
         if isinstance(op, ast.Pow):
             kind = self._numeric(left, "** takes")
-            if (
-                not isinstance(right, ast.Constant)
-                or type(right.value) is not int
-                or right.value != 2
-            ):
+            if ast.dump(right) != ast.dump(ast.Constant(2)):
                 raise _Wrong(right, "the only power is 2; write exp(y * log(x)) for others")
             return kind
         if type(op) not in _SIGNS:
@@ -307,12 +301,7 @@ class _Rules:
         if isinstance(op, ast.FloorDiv | ast.Mod):
             for side, kind in zip((left, right), kinds):
                 if kind == "number":
-                    a, b = ast.unparse(left), ast.unparse(right)
-                    whole = f"floor({a} / {b})"
-                    other = (
-                        whole if sign == "//" else f"{_inside(left)} - {_inside(right)} * {whole}"
-                    )
-                    raise _Wrong(side, f"{sign} takes whole numbers; write {other}")
+                    raise _Wrong(side, f"{sign} takes whole numbers; write {_with_floor(node)}")
             return None if None in kinds else "whole"
         return "number" if isinstance(op, ast.Div) else _joined(kinds)
 
@@ -336,7 +325,9 @@ class _Rules:
             pair = {kinds[i], kinds[i + 1]}
             if "bool" in pair and pair & {"number", "whole"}:
                 place = sides[i] if kinds[i] == "bool" else sides[i + 1]
-                raise _Wrong(place, "a condition is compared with a number; write & | not instead")
+                raise _Wrong(
+                    place, "a condition is compared with a number; write & and not instead"
+                )
             if "bool" in pair and not isinstance(op, ast.Eq | ast.NotEq):
                 raise _Wrong(sides[i], "conditions are compared with == and != only")
         return "bool"
@@ -359,7 +350,8 @@ class _Rules:
             raise _Wrong(node, f"give the arguments of {name} in order, without names and stars")
         if len(node.args) != _ARGUMENTS[name]:
             takes = _count(_ARGUMENTS[name], "argument", "arguments")
-            raise _Wrong(node, f"{name} takes {takes}, and {len(node.args)} are given")
+            given = _count(len(node.args), "is", "are")
+            raise _Wrong(node, f"{name} takes {takes}, and {given} given")
         if name == "where":
             self._condition(node.args[0], "where takes first")
             return self._either(*node.args[1:])
@@ -418,16 +410,21 @@ def _no_function(called: ast.expr, name: str | None) -> str:
     if not name or not isinstance(called, ast.Name):
         return _not_available(called)
     near = _suggested(name, list(FUNCTIONS))
-    return f"there is no function {name!r}{near or f'; there are {_FUNCTION_NAMES}'}"
+    others = f"; there are {_FUNCTION_NAMES}, and an element of an array is {name}[...]"
+    return f"there is no function {name!r}{near or others}"
 
 
 def _first_place(node: ast.AST) -> ast.AST:
     return node if hasattr(node, "col_offset") else next(ast.iter_child_nodes(node), node)
 
 
-def _inside(node: ast.expr) -> str:
-    text = ast.unparse(node)
-    return text if isinstance(node, ast.Name | ast.Constant | ast.Subscript) else f"({text})"
+def _with_floor(node: ast.BinOp) -> str:
+    """The text that // and % of whole numbers stand for."""
+    left, right = node.left, node.right
+    floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
+    if isinstance(node.op, ast.Mod):
+        floored = ast.BinOp(left, ast.Sub(), ast.BinOp(right, ast.Mult(), floored))
+    return ast.unparse(floored)
 
 
 def _is_zero(node: ast.expr) -> bool:
@@ -559,7 +556,7 @@ def _is_additive(node: ast.expr) -> bool:
 
 _MOST = 2**31 - 1  # of int
 # Positions are below 2^24, so that a float of them is exact; two captured numbers have a sum.
-_MOST_OF_A_POSITION, _MOST_CAPTURED = 2**24, 2**30
+_MOST_OF_A_POSITION, _MOST_CAPTURED = 2**24, 2**30 - 1
 _IN_CPP = {"min": "smaller", "max": "larger"}  # those of C++ want equal types
 
 
@@ -597,9 +594,10 @@ class _Printer:
         return f"{cpp_name(array)}.read({', '.join(indices)})"
 
     def _binop(self, node: ast.BinOp) -> str:
-        op, left, right = node.op, self.print(node.left), self.print(node.right)
+        op = node.op
         if isinstance(op, ast.Div):
             return f"({self._number(node.left)} / {self._number(node.right)})"
+        left, right = self.print(node.left), self.print(node.right)
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
             value = getattr(node.right, "value", None)
@@ -635,9 +633,8 @@ class _Printer:
 
     def _call(self, node: ast.Call) -> str:
         name: str = node.func.id  # type: ignore[attr-defined]
-        arguments = ", ".join(map(self.print, node.args))
         if name in ("abs", "min", "max", "where"):
-            return f"{_IN_CPP.get(name, name)}({arguments})"
+            return f"{_IN_CPP.get(name, name)}({', '.join(map(self.print, node.args))})"
         return f"{name}({self._number(node.args[0])})"
 
     def _number(self, node: ast.expr) -> str:
@@ -647,7 +644,7 @@ class _Printer:
 
 
 def _most(node: ast.expr) -> int:
-    """An upper bound of a whole number's magnitude."""
+    """An upper bound of a whole number's magnitude, or as much as does not fit in an int."""
     match node:
         case ast.Constant(int(value)):
             return value
@@ -655,10 +652,12 @@ def _most(node: ast.expr) -> int:
             return _MOST_OF_A_POSITION if name in POSITIONS else _MOST_CAPTURED
         case ast.Subscript():
             return _MOST_CAPTURED
+        case ast.BinOp(left, ast.Pow()):
+            return min(_most(left) ** 2, _MOST + 1)
+        case ast.BinOp(left, ast.Mult(), right):
+            return min(_most(left) * _most(right), _MOST + 1)
         case ast.BinOp(left, ast.Add() | ast.Sub(), right):
             return _most(left) + _most(right)
-        case ast.BinOp(left, ast.Mult() | ast.Pow() as op, right):
-            return _most(left) * _most(left if isinstance(op, ast.Pow) else right)
         case ast.BinOp(left, ast.FloorDiv()):
             return _most(left)
         case ast.BinOp(_, ast.Mod(), right):
@@ -674,6 +673,24 @@ def _most(node: ast.expr) -> int:
 
 # ---------------------------------------------------------------------------------------------
 # Python functions
+
+
+def _binary(op: type[ast.operator]) -> tuple[Any, Any]:
+    """The methods of an operator: of a tracer and anything, and of anything and a tracer."""
+
+    def made(left: Any, right: Any) -> Tracer:
+        a, b = Tracer.of(left), Tracer.of(right)
+        return Tracer(ast.BinOp(a.node, op(), b.node), a, b)
+
+    return made, lambda right, left: made(left, right)
+
+
+def _compared(op: type[ast.cmpop]) -> Any:
+    def made(left: Any, right: Any) -> Tracer:
+        a, b = Tracer.of(left), Tracer.of(right)
+        return Tracer(ast.Compare(a.node, [op()], [b.node]), a, b)
+
+    return made
 
 
 class Tracer:
@@ -720,103 +737,32 @@ class Tracer:
         parts = [Tracer.of(x) for x in arguments]
         return Tracer(ast.Call(ast.Name(name), [x.node for x in parts], []), *parts)
 
-    def _binary(self, op: ast.operator, other: Any, swapped: bool = False) -> Tracer:
-        left, right = (Tracer.of(other), self) if swapped else (self, Tracer.of(other))
-        return Tracer(ast.BinOp(left.node, op, right.node), left, right)
-
-    def _unary(self, op: ast.unaryop) -> Tracer:
-        return Tracer(ast.UnaryOp(op, self.node), self)
-
-    def _compared(self, op: ast.cmpop, other: Any) -> Tracer:
-        right = Tracer.of(other)
-        return Tracer(ast.Compare(self.node, [op], [right.node]), self, right)
-
-    def __add__(self, other: Any) -> Tracer:
-        return self._binary(ast.Add(), other)
-
-    def __radd__(self, other: Any) -> Tracer:
-        return self._binary(ast.Add(), other, True)
-
-    def __sub__(self, other: Any) -> Tracer:
-        return self._binary(ast.Sub(), other)
-
-    def __rsub__(self, other: Any) -> Tracer:
-        return self._binary(ast.Sub(), other, True)
-
-    def __mul__(self, other: Any) -> Tracer:
-        return self._binary(ast.Mult(), other)
-
-    def __rmul__(self, other: Any) -> Tracer:
-        return self._binary(ast.Mult(), other, True)
-
-    def __truediv__(self, other: Any) -> Tracer:
-        return self._binary(ast.Div(), other)
-
-    def __rtruediv__(self, other: Any) -> Tracer:
-        return self._binary(ast.Div(), other, True)
-
-    def __floordiv__(self, other: Any) -> Tracer:
-        return self._binary(ast.FloorDiv(), other)
-
-    def __rfloordiv__(self, other: Any) -> Tracer:
-        return self._binary(ast.FloorDiv(), other, True)
-
-    def __mod__(self, other: Any) -> Tracer:
-        return self._binary(ast.Mod(), other)
-
-    def __rmod__(self, other: Any) -> Tracer:
-        return self._binary(ast.Mod(), other, True)
-
-    def __pow__(self, other: Any) -> Tracer:
-        return self._binary(ast.Pow(), other)
-
-    def __rpow__(self, other: Any) -> Tracer:
-        return self._binary(ast.Pow(), other, True)
-
-    def __and__(self, other: Any) -> Tracer:
-        return self._binary(ast.BitAnd(), other)
-
-    def __rand__(self, other: Any) -> Tracer:
-        return self._binary(ast.BitAnd(), other, True)
-
-    def __or__(self, other: Any) -> Tracer:
-        return self._binary(ast.BitOr(), other)
-
-    def __ror__(self, other: Any) -> Tracer:
-        return self._binary(ast.BitOr(), other, True)
+    __add__, __radd__ = _binary(ast.Add)
+    __sub__, __rsub__ = _binary(ast.Sub)
+    __mul__, __rmul__ = _binary(ast.Mult)
+    __truediv__, __rtruediv__ = _binary(ast.Div)
+    __floordiv__, __rfloordiv__ = _binary(ast.FloorDiv)
+    __mod__, __rmod__ = _binary(ast.Mod)
+    __pow__, __rpow__ = _binary(ast.Pow)
+    __and__, __rand__ = _binary(ast.BitAnd)
+    __or__, __ror__ = _binary(ast.BitOr)
+    __lt__, __le__, __eq__ = _compared(ast.Lt), _compared(ast.LtE), _compared(ast.Eq)
+    __gt__, __ge__, __ne__ = _compared(ast.Gt), _compared(ast.GtE), _compared(ast.NotEq)
 
     def __neg__(self) -> Tracer:
-        return self._unary(ast.USub())
+        return Tracer(ast.UnaryOp(ast.USub(), self.node), self)
 
     def __pos__(self) -> Tracer:
         return self
 
     def __invert__(self) -> Tracer:
-        return self._unary(ast.Invert())
+        return Tracer(ast.UnaryOp(ast.Invert(), self.node), self)
 
     def __abs__(self) -> Tracer:
         return Tracer.call("abs", self)
 
     def __floor__(self) -> Tracer:
         return Tracer.call("floor", self)
-
-    def __lt__(self, other: Any) -> Tracer:
-        return self._compared(ast.Lt(), other)
-
-    def __le__(self, other: Any) -> Tracer:
-        return self._compared(ast.LtE(), other)
-
-    def __gt__(self, other: Any) -> Tracer:
-        return self._compared(ast.Gt(), other)
-
-    def __ge__(self, other: Any) -> Tracer:
-        return self._compared(ast.GtE(), other)
-
-    def __eq__(self, other: Any) -> Tracer:  # type: ignore[override]
-        return self._compared(ast.Eq(), other)
-
-    def __ne__(self, other: Any) -> Tracer:  # type: ignore[override]
-        return self._compared(ast.NotEq(), other)
 
     def __getitem__(self, index: Any) -> Tracer:
         indices = index if isinstance(index, tuple) else (index,)
@@ -849,8 +795,7 @@ class Tracer:
         name = ufunc.__name__
         if method == "__call__" and not options:
             if name in _OPERATORS:
-                first, *rest = (Tracer.of(x) for x in inputs)
-                return _OPERATORS[name](first, *rest)
+                return _OPERATORS[name](*map(Tracer.of, inputs))
             name = _OTHER_NAMES.get(name, name)
             if name in FUNCTIONS:
                 return Tracer.call(name, *inputs)
@@ -862,16 +807,15 @@ class Tracer:
         raise TypeError(f"np.{function.__name__} cannot be traced; there are {_FUNCTION_NAMES}")
 
 
-_OPERATORS: dict[str, Callable[..., Tracer]] = {
-    "add": Tracer.__add__, "subtract": Tracer.__sub__, "multiply": Tracer.__mul__,
-    "divide": Tracer.__truediv__, "true_divide": Tracer.__truediv__,
-    "floor_divide": Tracer.__floordiv__, "remainder": Tracer.__mod__, "power": Tracer.__pow__,
-    "negative": Tracer.__neg__, "positive": Tracer.__pos__, "less": Tracer.__lt__,
-    "square": lambda x: x**2,
-    "less_equal": Tracer.__le__, "greater": Tracer.__gt__, "greater_equal": Tracer.__ge__,
-    "equal": Tracer.__eq__, "not_equal": Tracer.__ne__, "logical_and": Tracer.__and__,
-    "logical_or": Tracer.__or__, "logical_not": Tracer.__invert__,
-    "bitwise_and": Tracer.__and__, "bitwise_or": Tracer.__or__, "invert": Tracer.__invert__,
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+    "divide": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
+    "power": operator.pow, "square": lambda x: x**2, "negative": operator.neg,
+    "positive": operator.pos, "less": operator.lt, "less_equal": operator.le,
+    "greater": operator.gt, "greater_equal": operator.ge, "equal": operator.eq,
+    "not_equal": operator.ne, "logical_and": operator.and_, "logical_or": operator.or_,
+    "logical_not": operator.invert, "bitwise_and": operator.and_, "bitwise_or": operator.or_,
+    "invert": operator.invert,
 }  # fmt: skip
 
 
