@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.expressions import Expression
 from cupyfa.numerics import reference, tolerance
+from cupyfa.numerics.modification import Modifications
 from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
@@ -139,11 +141,35 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
     return ramp + (p.M - full) * p.N
 
 
-def _score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
-    """The arguments of `reference.attention` that describe scores, from row `shift` of Q on."""
+_SOFTCAP = Expression.of("softcap", "softcap * tanh(score / softcap)")
+
+
+def modifications(
+    inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> Modifications:
+    """The texts that change or hide scores of a problem, with the arrays that they name.
+
+    first: batch, query head, query and key where the arrays of an excerpt begin.
+    """
+    softcap = p.options.softcap
+    return Modifications(
+        score_steps=() if softcap is None else (_SOFTCAP,),
+        names={} if softcap is None else {"softcap": softcap},
+        position=0 if p.causal == "top-left" else p.N - p.M,
+        queries=p.M,
+        keys=p.N,
+        first=first,
+    )
+
+
+def _score_arguments(
+    inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> dict[str, Any]:
+    """The arguments of `reference.attention` that describe scores; first: as above."""
+    shift = first[2] - first[3]
     return {
         "scale": p.scale,
-        "options": p.options,
+        "mods": modifications(inputs, p, first),
         "causal_offset": None if p.right is None else p.causal_offset + shift,
         "window_offset": None if p.left is None else p.window_offset + shift,
     }
@@ -151,18 +177,18 @@ def _score_arguments(p: Problem, shift: int = 0) -> dict[str, Any]:
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
-    return reference.attention(*(inputs[name] for name in "QKV"), **_score_arguments(p))
+    return reference.attention(*(inputs[name] for name in "QKV"), **_score_arguments(inputs, p))
 
 
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    arrays, first = [inputs[name] for name in "QKV"], 0
+    arrays, first = [inputs[name] for name in "QKV"], (0, 0, 0, 0)
     if excerpt:
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
         arrays = [part.of(x) for part, x in zip((excerpt, keys, keys), arrays)]
-        first = excerpt.rows.start
-    options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(p, first)}
+        first = (excerpt.batch, excerpt.head, excerpt.rows.start, 0)
+    options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
     return tolerance.expected_attention(*arrays, **options)
 
 
@@ -171,22 +197,27 @@ def _expected_gradients(
 ) -> ExpectedOfEach:
     """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise."""
 
-    def expected(cut: Callable[[str, np.ndarray], np.ndarray], shift: int) -> Any:
+    def expected(
+        cut: Callable[[str, np.ndarray], np.ndarray], first: tuple[int, int, int, int]
+    ) -> Any:
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
-        options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(p, shift)}
-        return tolerance.expected_gradients(*arrays, **options)
+        score = _score_arguments(inputs, p, first)
+        return tolerance.expected_gradients(
+            *arrays, dtype=p.dtype.name, roundings=roundings, **score
+        )
 
     if excerpt is None:
-        return expected(lambda name, array: array, 0)
+        return expected(lambda name, array: array, (0, 0, 0, 0))
     keys = excerpt.of_keys(p)
     batch, shared = slice(keys.batch, keys.batch + 1), slice(keys.head, keys.head + 1)
     group = slice(keys.head * p.group, (keys.head + 1) * p.group)
     of_rows = expected(
         lambda name, x: x[batch, shared] if name in ("K", "V") else excerpt.of(x),
-        excerpt.rows.start,
+        (excerpt.batch, excerpt.head, excerpt.rows.start, 0),
     )
     of_keys = expected(
-        lambda name, x: keys.of(x) if name in ("K", "V") else x[batch, group], -keys.rows.start
+        lambda name, x: keys.of(x) if name in ("K", "V") else x[batch, group],
+        (keys.batch, keys.head * p.group, 0, keys.rows.start),
     )
     return {r: {**of_keys[r], "dQ": of_rows[r]["dQ"]} for r in roundings}
 

@@ -1,19 +1,25 @@
 """Attention and softmax in NumPy: the definitions that every kernel is compared with.
 
-With scores S = scale * Q @ K.T, some of them masked,
+With scores S = scale * Q @ K.T, modified by texts (modification.py), and some of them masked,
 
     P = softmax(S)    O = P @ V    lse = log(sum(exp(S)))    (over the keys)
 
-and, for the gradient dO of O (Dao et al., FlashAttention, 2022, appendix B.2),
+and, for the gradients dO of O and dlse of lse (Dao et al., FlashAttention, 2022, appendix B.2),
 
-    dV = P.T @ dO               dS = P * (dO @ V.T - rowsum(dO * O))
-    dQ = scale * dS @ K         dK = scale * dS.T @ Q
+    D = rowsum(dO * O) - dlse   dS = P * (dO @ V.T - D) * (dS / d(scale * Q @ K.T))
+    dV = P.T @ dO               dQ = scale * dS @ K         dK = scale * dS.T @ Q
+
+A sink is one more score of every row of a head, with a value of 0:
+
+    lse = log(exp(sink) + sum(exp(S)))    P = exp(S - lse)    dsink = -sum(exp(sink - lse) * D)
 
 Where arithmetic alone does not define a result:
 
 - A masked key and its value have no effect, even if they are NaN or infinite.
 - A query without an unmasked key, or with scores of -inf only, has O = 0, lse = -inf and no
-  gradient.
+  gradient; with a sink it has O = 0 and lse = sink.
+- A score that a text makes -inf has the weight 0, but its key is not masked. Where P is 0, dS of a
+  modified score is 0: the derivative may be infinite there.
 - An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
 
 The scores are computed tile by tile; no array of [batch, heads, M, N] exists.
@@ -27,7 +33,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyfa.options import PLAIN, AttentionOptions
+from cupyfa.numerics.modification import NONE, Modifications, Place
 
 Array = NDArray[Any]
 
@@ -37,17 +43,6 @@ _TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which fits in a co
 _TILE_ROWS = 64  # the least rows of a tile of a long sequence: fewer make the products slow
 
 
-def modified_scores(scores: Array, options: AttentionOptions) -> tuple[Array, Array | float]:
-    """The scaled scores after the modifications that the options ask for, and their derivatives.
-
-    Every path computes its scores here: all precisions, the forward pass and the gradients.
-    """
-    if options.softcap is None:
-        return scores, 1.0
-    bent = np.tanh(scores / options.softcap)
-    return options.softcap * bent, 1.0 - bent * bent
-
-
 def attention(
     q: Array, k: Array, v: Array, *, precision: str = "float64", **score: Any
 ) -> tuple[Array, Array]:
@@ -55,7 +50,8 @@ def attention(
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
     floating dtype; heads is a multiple of kv_heads, and query head h reads key head
-    h // (heads // kv_heads). score: scale, causal_offset, window_offset and options, as of `tiles`.
+    h // (heads // kv_heads). score: scale, causal_offset, window_offset, mods and sink, as of
+    `tiles`.
 
     With a precision of PRECISIONS below "float64" the inputs and the result of every step are
     rounded to it and sums are accumulated in float32, as by a framework without a fused kernel.
@@ -94,8 +90,10 @@ class Tile:
     key_heads [n]: the head of k and v for each head of the tile (batch and kv_heads as one axis).
     keys: which of the N keys.
     q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
-    masked [rows, keys]: True where the key is masked for the row; None without a mask.
-    visible_keys [rows, 1]: how many keys each row sees.
+    masked [rows, keys] or [n, rows, keys]: True where the key is masked for the row; None without
+        a mask. unsure [n, rows, keys]: where rounding may decide otherwise; None if nowhere.
+    place: batch, head, query and key of the pairs, for mods. sink [n, 1, 1]: None without sinks.
+    visible_keys [rows, 1] or [n, rows, 1]: how many keys each row sees.
     """
 
     where: tuple[slice, slice]
@@ -105,8 +103,17 @@ class Tile:
     k: Array
     v: Array
     masked: Array | None
+    unsure: Array | None
     scale: float
-    options: AttentionOptions
+    mods: Modifications
+    place: Place
+    sink: Array | None
+
+    def modified(self, scores: Array) -> Array:
+        """The scores [n, rows, keys] after the steps of the modifications."""
+        if not self.mods.score_steps:
+            return scores
+        return self.mods.modified(scores, self.place, self.masked)
 
     @property
     def visible_keys(self) -> Array:
@@ -123,28 +130,39 @@ def tiles(
     scale: float,
     causal_offset: int | None = None,
     window_offset: int | None = None,
-    options: AttentionOptions = PLAIN,
+    mods: Modifications = NONE,
+    sink: Array | None = None,
 ) -> Iterator[Tile]:
     """Cuts the problem of `attention` into tiles; together they hold every row of q once.
 
-    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. Of options only
-    the modifications of scores count; scale and masks are given as numbers. A tile holds many heads
-    of a small problem, or some rows of one head of a large one.
+    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. mods: texts
+    that change scores or mask pairs. sink: [heads] or [batch, heads], or None. A tile holds many
+    heads of a small problem, or some rows of one head of a large one.
     """
     batch, heads, M, d = q.shape
     if batch * heads * M == 0:
         return
     N, group = k.shape[2], heads // k.shape[1]
     q, k, v = flat(q), flat(k), flat(v)
+    sinks = None if sink is None else _sinks(sink, batch, heads)
     some_rows = max(_TILE_ROWS, _TILE_SCORES // max(N, d, 1))
     some_heads = max(1, _TILE_SCORES // (M * max(N, d, 1)))
     for first_head in range(0, batch * heads, some_heads):
         some = slice(first_head, min(first_head + some_heads, batch * heads))
-        key_heads = np.arange(some.start, some.stop) // group
+        its_heads = np.arange(some.start, some.stop)
+        key_heads = its_heads // group
         keys, values = k[key_heads].astype(np.float64), v[key_heads].astype(np.float64)
         for first in range(0, M, some_rows):
             rows = slice(first, min(first + some_rows, M))
             seen, masked = _mask(rows, N, causal_offset, window_offset)
+            place = mods.place(
+                its_heads[:, None, None] // heads,
+                its_heads[:, None, None] % heads,
+                np.arange(rows.start, rows.stop)[:, None],
+                np.arange(seen.start, seen.stop),
+            )
+            shape = len(its_heads), rows.stop - rows.start, seen.stop - seen.start
+            masked, unsure = mods.hidden(place, masked, shape)
             yield Tile(
                 where=(some, rows),
                 key_heads=key_heads,
@@ -153,8 +171,11 @@ def tiles(
                 k=keys[:, seen],
                 v=values[:, seen],
                 masked=masked,
+                unsure=unsure,
                 scale=scale,
-                options=options,
+                mods=mods,
+                place=place,
+                sink=None if sinks is None else sinks[some, None, None],
             )
 
 
@@ -171,10 +192,10 @@ def attend(
     q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
     results = "float32" if precision == "float8_e4m3" else precision
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
-    scores = rounded(modified_scores((q @ k.mT) * scale, tile.options)[0], results)
+    scores = rounded(tile.modified((q @ k.mT) * scale), results)
     if tile.masked is not None:
         np.copyto(scores, -np.inf, where=tile.masked)
-    P, lse = _softmax(scores)
+    P, lse = _softmax(scores, tile.sink)
     if tile.masked is not None:
         np.copyto(P, 0.0, where=tile.masked)  # NaN up to here in a row with a score of NaN
     P = rounded(P, precision)
@@ -187,10 +208,10 @@ def attend(
 class Gradients:
     """The gradients from the rows of one tile, and the steps on the way; float64.
 
-    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P, dP less its mean in the row
-    (delta), and dS; 0 where a pair is left out, which `left_out` marks.
-    derivative: of the modified by the scaled scores, [n, rows, keys] or a number.
-    dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv].
+    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P, dP less D, and dS; 0 where a
+    pair is left out, which `left_out` marks.
+    dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv], dsink [n, rows]: the terms of dsink; None
+    without sinks.
     """
 
     scores: Array
@@ -198,35 +219,50 @@ class Gradients:
     dP_delta: Array
     dS: Array
     left_out: Array
-    derivative: Array | float
     dq: Array
     dk: Array
     dv: Array
+    dsink: Array | None
 
 
 @np.errstate(all="ignore")
-def differentiate(tile: Tile, grad: Array, out: Array, lse: Array) -> Gradients:
+def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) -> Gradients:
     """The gradients from the rows of one tile, for the results of a forward pass.
 
-    grad (the gradient of out) and out [n, rows, dv], lse [n, rows]: float64.
+    grad (the gradient of out) and out [n, rows, dv], lse and dlse [n, rows]: float64.
     """
     left_out = np.isneginf(lse)[..., None]
     left_out = np.broadcast_to(
         left_out if tile.masked is None else tile.masked | left_out, (*lse.shape, tile.k.shape[1])
     )
-    scores, derivative = modified_scores((tile.q @ tile.k.mT) * tile.scale, tile.options)
+    scores, derivative = (tile.q @ tile.k.mT) * tile.scale, None
+    if tile.mods.score_steps:
+        scores, derivative = tile.mods.differentiated(scores, tile.place, tile.masked)
     P = np.exp(scores - lse[..., None])
-    dP_delta = grad @ tile.v.mT - (grad * out).sum(-1, keepdims=True)
+    delta = (grad * out).sum(-1) - dlse
+    dP_delta = grad @ tile.v.mT - delta[..., None]
     dS = P * dP_delta
-    dS *= derivative
+    if derivative is not None:
+        dS *= derivative
+        np.copyto(dS, 0.0, where=P == 0)
     for x in (scores, P, dP_delta, dS):
         np.copyto(x, 0.0, where=left_out)
     return Gradients(
-        *(scores, P, dP_delta, dS, left_out, derivative),
+        *(scores, P, dP_delta, dS, left_out),
         dq=_sum_unmasked(dS, tile.k, left_out) * tile.scale,
         dk=_sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
         dv=_sum_unmasked(P.mT, grad, left_out.mT),
+        dsink=None if tile.sink is None else _sink_gradients(tile.sink, lse, delta),
     )
+
+
+def _sink_gradients(sink: Array, lse: Array, delta: Array) -> Array:
+    return np.where(np.isneginf(lse), 0.0, -weight_of_sink(sink, lse) * delta)
+
+
+def weight_of_sink(sink: Array, lse: Array) -> Array:
+    """The weight of each row's sink [n, rows], from lse; 0 where that is -inf."""
+    return np.where(np.isneginf(lse), 0.0, np.exp(sink[..., 0] - lse))
 
 
 def rounded(x: Array, precision: str) -> Array:
@@ -248,12 +284,17 @@ def rounded(x: Array, precision: str) -> Array:
     return _ROUNDED[precision](x) if precision in _ROUNDED else x
 
 
-def _softmax(scores: Array) -> tuple[Array, Array]:
-    """softmax and log-sum-exp over the last axis, in the dtype of `scores`."""
+def _softmax(scores: Array, sink: Array | None = None) -> tuple[Array, Array]:
+    """softmax and log-sum-exp over the last axis and a sink, in the dtype of `scores`."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
+    if sink is not None:
+        sink = sink.astype(scores.dtype)
+        top = np.maximum(top, sink)
     top[np.isneginf(top)] = 0.0  # exp(-inf - 0) = 0, but exp(-inf - -inf) is NaN
     P = np.exp(scores - top)
     total = P.sum(-1, keepdims=True)
+    if sink is not None:
+        total += np.exp(sink - top)
     P /= np.where(total == 0.0, 1.0, total).astype(total.dtype)
     return P, (top + np.log(total))[..., 0]
 
@@ -273,6 +314,11 @@ def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
         seen = ~masked[head, :, key]
         result[head, seen] += P[head, seen, key, None] * rest
     return result
+
+
+def _sinks(sink: Array, batch: int, heads: int) -> Array:
+    """The sink of each head, batch and heads as one axis, in float64."""
+    return np.broadcast_to(sink, (batch, heads)).astype(np.float64).ravel()
 
 
 def _mask(

@@ -21,6 +21,21 @@ The errors of equal numbers add up instead of cancelling: where a column of V is
 keys, n replaces sqrt(n) in O. Scores that are equal for hundreds of keys but not for all are not
 covered: a correct kernel that sums term after term may then exceed the bound of lse.
 
+**Modified scores.** A text (modification.py) that follows the scale is computed in float32, float64
+for float64, whatever the operands are. Its walk gives each modified score x an error e from that of
+the scaled score, sqrt(d + 3) * size of the pair, and from its own nodes; the exponential adds |x|.
+These differ from key to key, so e takes the place of `score`, but weighted by P: O has
+
+    eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
+
+and lse has eps * min(max(e), P @ e). Where eps * e is above 0.01, as it is where rounding may turn
+a comparison in the text, exp(eps * e) - 1 replaces 0.6 * eps * e. A pair of which that decides
+whether it is seen leaves its row without bounds. Rounding by design moves x as far as it moves with
+the scaled score.
+
+**Sinks.** One more term of the sums: n + 1 replaces n, and the error of its weight is
+exp(sink - lse) * eps * (1.5 * |sink| + 3).
+
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each. As in
 FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest
 error of the same attention computed plainly in that format (`reference.attention`, with K scaled
@@ -37,7 +52,8 @@ to the dtype of the arrays. Tensor cores keep about 14 bits of a sum of such pro
 the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
 infinity.
 
-Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf.
+Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
+0 and about the sink.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
@@ -49,6 +65,13 @@ inputs and have no error. P has a relative error, dS the errors of P and of dP -
     |dV - reference|  <=  (P * (p + 1.2 * eps * (sqrt(m) + 4))).T @ |dO|
     |dQ - reference|  <=  |scale| * (F + 1.2 * eps * (sqrt(n) + 4) * |dS|) @ |K|        dK likewise
 
+with dlse, rowsum(|dO| * |O|) has |dlse| more. A modification replaces sqrt(d + 3) * size by e of
+its walk, and its derivative x' has an error e' of that walk:
+
+    F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
+
+|dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
+where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. All this
 with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
 half of their smallest number, and rounds its results. Where a result is infinite or beyond its
@@ -75,6 +98,7 @@ Array = NDArray[Any]
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
+_SMALL = 0.01  # a relative error of weights that is one of rounding
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
 
@@ -148,7 +172,8 @@ def expected_attention(
 ) -> ExpectedOfEach:
     """The attention "O" and "lse", with the bounds that this module's docstring describes.
 
-    q, k, v and `score` (scale and masks): as for `reference.attention`. dtype: of the inputs and O.
+    q, k, v and `score` (scale, masks, mods, sink): as for `reference.attention`. dtype: of the
+    inputs and O.
     roundings: for each kernel the precision of `reference.PRECISIONS` to which it rounds operands
     by design, or None; kernels share most of the work. Where that rounding overflows in the plain
     computation, an element may hold anything.
@@ -157,21 +182,23 @@ def expected_attention(
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
+    empty = {"O": np.zeros(q.shape[:3], bool), "lse": np.zeros(q.shape[:3], bool)}
     for tile in reference.tiles(q, k, v, **score):
         work = _Work(tile)
         for name, x in zip(value, work.attend()):
             reference.flat(value[name])[tile.where] = x
+        for name, rows in zip(empty, work.empty()):
+            reference.flat(empty[name])[tile.where] = rows
         for r, kernel in kernels.items():
             for name, (bound, error) in _bounds_on_tile(work, kernel).items():
                 reference.flat(bounds[r][name])[tile.where] = bound
                 plain[r][name] = max(plain[r][name], error)
-    empty = np.isneginf(value["lse"])
     for r, kernel in kernels.items():
         if kernel.is_narrow:
             bounds[r]["O"] += 2 * plain[r]["O"] + _two_roundings(value["O"], kernel.coarsest)
             bounds[r]["lse"] += 2 * plain[r]["lse"]
-        for bound in bounds[r].values():
-            bound[empty] = np.where(np.isinf(bound[empty]), np.inf, 0.0)
+        for name, bound in bounds[r].items():
+            bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -186,24 +213,29 @@ def expected_gradients(
     *,
     dtype: str,
     roundings: Roundings = (None,),
+    dlse: Array | None = None,
+    sink: Array | None = None,
     **score: Any,
 ) -> ExpectedOfEach:
-    """The gradients "dQ", "dK" and "dV" with their bounds.
+    """The gradients "dQ", "dK" and "dV" with their bounds, and "dsink" if there is a sink.
 
-    out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout is
-    the gradient of out; the others are those of `expected_attention`. dK and dV are sums over the
-    query heads that share a key head.
+    out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
+    dlse are their gradients; the others are those of `expected_attention`. dK and dV are sums over
+    the query heads that share a key head, dsink has the shape and dtype of sink.
     """
     kernels = {rounding: Arithmetic(dtype, rounding) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
-    for tile in reference.tiles(q, k, v, **score):
-        grad, its_out, its_lse = (
-            reference.flat(x)[tile.where].astype(np.float64) for x in (dout, out, lse)
+    sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
+    for tile in reference.tiles(q, k, v, sink=sink, **score):
+        grad, its_out, its_lse, its_dlse = (
+            reference.flat(x)[tile.where].astype(np.float64)
+            for x in (dout, out, lse, np.zeros(lse.shape) if dlse is None else dlse)
         )
-        work = _BackwardWork(tile, grad, its_out, its_lse, rows, equal[tile.where[0]])
+        its_equal = equal[tile.where[0]]
+        work = _BackwardWork(tile, grad, its_out, its_lse, its_dlse, rows, its_equal)
         for into, (dq, dk, dv) in (
             (value, (work.step.dq, work.step.dk, work.step.dv)),
             *((bounds[r], _gradient_bounds(work, kernel)) for r, kernel in kernels.items()),
@@ -211,9 +243,20 @@ def expected_gradients(
             reference.flat(into["dQ"])[tile.where] = dq
             reference.add_to_heads(reference.flat(into["dK"]), tile, dk)
             reference.add_to_heads(reference.flat(into["dV"]), tile, dv)
+        if work.step.dsink is not None:
+            sinks.reshape(-1)[tile.where[0]] += work.step.dsink.sum(-1)
+            for r, kernel in kernels.items():
+                of_sinks[r].reshape(-1)[tile.where[0]] += _sink_bounds(work, kernel).sum(-1)
     for r, kernel in kernels.items():
         for name, bound in bounds[r].items():
-            _add_rounding_of_results(value[name], bound, kernel)
+            _add_rounding_of_results(value[name], bound, kernel, kernel.dtype)
+    if sink is not None:
+        over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
+        value["dsink"] = sinks.sum(over)
+        for r, kernel in kernels.items():
+            bounds[r]["dsink"] = of_sinks[r].sum(over)
+            dtype_of_sink = str(sink.dtype)
+            _add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -274,10 +317,9 @@ class Arithmetic:
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
-    """The errors of modified scores whose terms add up to `size`: in eps, and by design."""
+    """The errors of scaled scores whose terms add up to `size`: in eps, and by design."""
     d = tile.q.shape[-1]
-    of_cap = 4.0 * (tile.options.softcap or 0.0)  # tanh has an absolute error, and a slope up to 1
-    return np.sqrt(d + 3) * size + of_cap, kernel.rounded_product(size, d)
+    return np.sqrt(d + 3) * size, kernel.rounded_product(size, d)
 
 
 class _Work:
@@ -287,10 +329,80 @@ class _Work:
         self.tile = tile
         self.attend = cache(partial(reference.attend, tile))
         self.score_size = cache(partial(_score_size, tile))
+        self.pair_sizes = cache(partial(_pair_sizes, tile))
         self.values = np.abs(_finite(tile.v))
         self.magnitude = cache(
             lambda dtype: self.attend()[2].astype(dtype) @ self.values.astype(dtype)
         )
+
+    def empty(self) -> tuple[Array, Array]:
+        """The rows [n, rows] whose out is exactly 0, and those whose lse is -inf."""
+        _, lse, P = self.attend()
+        without = np.isneginf(lse)
+        return without if self.tile.sink is None else np.asarray(~P.any(-1)), without
+
+
+class _ModifiedScores:
+    """The errors of modified scores on one tile for one kernel.
+
+    size [n, rows, keys]: that of each pair's score.
+    shift: the error of a modified score, absolute. by_design: how far rounded operands move it.
+    slope, slope_error: of the derivative, the error absolute; if `differentiated`.
+    """
+
+    def __init__(
+        self, tile: reference.Tile, kernel: Arithmetic, size: Array, *, differentiated: bool = False
+    ) -> None:
+        eps = float(kernel.accumulator.eps)
+        given, moved = _score_errors(size, tile, kernel)
+        scores = (tile.q @ tile.k.mT) * tile.scale
+        slope = 1.0 if differentiated else None
+        evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
+        here = evaluate(scores, error=given * (kernel.eps / eps), eps=eps)
+        there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
+        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape)
+        self.exponent = eps * np.abs(_finite(here.value))
+        self.by_design = self._distance(here.value, [x.value for x in there])
+        self.slope = np.abs(_finite(np.broadcast_to(_or_0(here.slope), scores.shape)))
+        self.slope_error = eps * _or_0(here.slope_error)
+        if differentiated:
+            slopes = [_or_0(x.slope) for x in there]
+            self.slope_error = self.slope_error + self._distance(_or_0(here.slope), slopes)
+        hidden = np.isneginf(here.value) & ~np.isinf(self.shift)
+        if tile.masked is not None:
+            hidden |= tile.masked
+        for name in ("shift", "by_design", "slope_error"):
+            setattr(self, name, np.where(hidden, 0.0, getattr(self, name)))
+
+    @staticmethod
+    def _distance(here: Any, there: list[Any]) -> Any:
+        """The largest one from here; 0 for equal infinite numbers."""
+        apart = [np.where(here == x, 0.0, np.abs(x - here)) for x in there]
+        return np.maximum(*apart) if apart else 0.0
+
+
+def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
+    """What the errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
+    errors = _ModifiedScores(work.tile, kernel, work.pair_sizes())
+    P, magnitude = work.attend()[2], work.magnitude(np.float64)
+    of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
+    for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
+        lost = np.isinf(shift).any(-1, keepdims=True)
+        shift = np.where(np.isinf(shift), 0.0, np.minimum(shift, 600.0))
+        largest = shift.max(-1, keepdims=True, initial=0.0)
+        weights = np.expm1(shift)
+        of_lse += np.minimum(largest, (P * weights).sum(-1, keepdims=True))
+        if common < 1:
+            weights = np.where(shift < _SMALL, common * shift, weights)
+            largest = np.where(largest < _SMALL, common * largest, np.inf)
+        else:
+            largest = np.expm1(largest)
+        weights *= P
+        each = weights @ work.values + weights.sum(-1, keepdims=True) * magnitude
+        of_out += np.minimum(largest * magnitude, each)
+        of_out += np.where(lost, np.inf, 0.0)
+        of_lse += np.where(lost, np.inf, 0.0)
+    return of_out, of_lse
 
 
 def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, float]]:
@@ -314,20 +426,36 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """The bounds of accumulation, of out [n, rows, dv] and lse [n, rows]."""
     tile, (out, lse, P) = work.tile, work.attend()
     n, eps, tiny = tile.visible_keys, kernel.eps, kernel.tiny
-    score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
+    of_out: Any = 0.0
+    of_lse: Any = 0.0
+    score: Any = 0.0
+    by_design: Any = 0.0
+    if tile.mods.score_steps:
+        of_out, of_lse = _errors_of_modified(work, kernel)
+    else:
+        score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
+    if tile.sink is not None:
+        n = n + 1
+        weight = reference.weight_of_sink(tile.sink, lse)[..., None]
+        of_sink = eps * weight * (1.5 * np.abs(_finite(tile.sink)) + 3)
+        of_out, of_lse = of_out + of_sink * np.abs(_finite(out)), of_lse + of_sink
     total = np.sqrt(n) + 4
     is_constant = (tile.v == tile.v[:, :1]).all(-2, keepdims=True)
     total_of_values = np.where(is_constant, n + 4, total) if is_constant.any() else total
 
     relative = eps * (0.6 * score + 1.2 * total_of_values)
     relative = relative + np.expm1(np.minimum(by_design, 600.0)) + kernel.operand_unit
-    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True))
+    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out
     out_bound = relative * work.magnitude(kernel.accumulator.dtype)
     out_bound = out_bound + kernel.output_unit * np.abs(_finite(out)) + floor
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    lse_bound = eps * (score + 1.2 * total) + by_design
-    return out_bound, lse_bound[..., 0] + eps * 2 * np.abs(_finite(lse))
+    lse_bound = (eps * (score + 1.2 * total) + by_design + of_lse)[..., 0]
+    lse_bound = lse_bound + eps * 2 * np.abs(_finite(lse))
+    if tile.unsure is not None:
+        rows = tile.unsure.any(-1)
+        out_bound[rows], lse_bound[rows] = np.inf, np.inf
+    return out_bound, lse_bound
 
 
 class _BackwardWork:
@@ -337,14 +465,23 @@ class _BackwardWork:
     """
 
     def __init__(
-        self, tile: reference.Tile, grad: Array, out: Array, lse: Array, rows: int, equal: Array
+        self,
+        tile: reference.Tile,
+        grad: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array,
+        rows: int,
+        equal: Array,
     ) -> None:
-        self.tile, self.rows, self.equal = tile, rows, equal
-        self.step = reference.differentiate(tile, grad, out, lse)
+        self.tile, self.lse, self.rows, self.equal = tile, lse, rows, equal
+        self.step = reference.differentiate(tile, grad, out, lse, dlse)
         finite = (np.abs(_finite(x)) for x in (tile.q, tile.k, tile.v, grad, out))
         self.q, self.k, v, self.grad, out = finite
         self.score_size = abs(tile.scale) * (self.q @ self.k.mT)
-        self.dP_size = self.grad @ v.mT + (self.grad * out).sum(-1, keepdims=True)
+        self.delta_size = (self.grad * out).sum(-1, keepdims=True)
+        self.delta_size += np.abs(_finite(dlse))[..., None]
+        self.dP_size = self.grad @ v.mT + self.delta_size
         self.exponent_size = np.abs(_finite(self.step.scores)) + np.abs(_finite(lse))[..., None]
 
 
@@ -357,15 +494,20 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     step = work.step
     P, dP, dS = (np.abs(_finite(x)) for x in (step.P, step.dP_delta, step.dS))
 
-    exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
-    exponent = eps * (exponent + work.exponent_size + 2)
-    exponent += by_design
+    modified = None
+    if work.tile.mods.score_steps:
+        modified = _ModifiedScores(work.tile, kernel, work.score_size, differentiated=True)
+        exponent = modified.shift + eps * (work.exponent_size + 2) + modified.by_design
+    else:
+        exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
+        exponent = eps * (exponent + work.exponent_size + 2)
+        exponent += by_design
     p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     ds = p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1)
-    ds *= step.derivative
-    if work.tile.options.softcap:  # and so has its derivative
-        ds += 8 * eps * P * dP
+    if modified is not None:
+        ds *= modified.slope
+        ds += (eps * modified.slope + modified.slope_error) * (P + p) * (dP + g)
 
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)
@@ -378,17 +520,52 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     floor_of_row, floor_of_key = (
         tiny * (1 + scale) * (~step.left_out).sum(axis)[..., None] for axis in (-1, -2)
     )
-    return (
+    bounds = (
         scale * (of_dq @ work.k) + floor_of_row,
         scale * (of_dk.mT @ work.q) + floor_of_key,
         dv_bound + floor_of_key,
     )
+    lost = _lost_pairs(work, modified, tiny)
+    if lost is not None:
+        for bound, axis in zip(bounds, (-1, -2, -2)):
+            bound[lost.any(axis)] = np.inf
+    return bounds
 
 
-def _add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic) -> None:
-    """Adds the error of rounding the results, where the bound is not exactly 0."""
-    dtype = _finfo(kernel.dtype)
-    narrow = kernel.dtype in _NARROW
+def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, tiny: float) -> Any:
+    """The pairs whose terms may be anything, [n, rows, keys]; None if there are none.
+
+    Rounding decides whether they are seen or whether they are infinite, or their weight is 0 in
+    the kernel, which makes dS of a modified score 0, while dP is infinite or NaN.
+    """
+    lost = np.zeros((), bool)
+    if modified is not None:
+        lost = np.isinf(modified.shift) | np.isinf(modified.slope_error)
+        lost |= (tiny > work.step.P) & ~np.isfinite(work.step.dP_delta)
+        lost &= ~work.step.left_out
+    if work.tile.unsure is not None:
+        lost = lost | work.tile.unsure & ~np.isneginf(work.lse)[..., None]
+    return lost if lost.any() else None
+
+
+def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array:
+    """The terms of rows [n, rows] in the bound of dsink."""
+    eps, dv = float(kernel.accumulator.eps), work.tile.v.shape[-1]
+    sink, size = work.tile.sink, work.delta_size[..., 0]
+    assert sink is not None and work.step.dsink is not None
+    weight = _finite(reference.weight_of_sink(sink, work.lse))
+    exponent = eps * (1.5 * np.abs(_finite(sink[..., 0])) + np.abs(_finite(work.lse)) + 3)
+    of_delta = size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
+    term = np.abs(_finite(work.step.dsink))
+    of_weight = np.expm1(np.minimum(exponent, 600.0)) * (term + weight * of_delta)
+    over_rows = 1.2 * eps * (np.sqrt(work.rows) + 4)
+    return of_weight + weight * of_delta + over_rows * term + kernel.tiny
+
+
+def _add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
+    """Adds the error of rounding the results to a dtype, where the bound is not exactly 0."""
+    dtype = _finfo(name)
+    narrow = name in _NARROW
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
     least = float(dtype.smallest_subnormal) if narrow else 0.0
     size = np.abs(_finite(value))
@@ -405,6 +582,11 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
     if tile.masked is not None:
         vanished &= ~tile.masked
     return vanished.astype(np.float32) @ infinite.astype(np.float32) > 0
+
+
+def _pair_sizes(tile: reference.Tile) -> Array:
+    """The finite |scale| * sum(|q| * |k|) of each pair, [n, rows, keys]."""
+    return abs(tile.scale) * (np.abs(_finite(tile.q)) @ np.abs(_finite(tile.k)).mT)
 
 
 def _score_size(tile: reference.Tile, dtype: Any) -> Array:
@@ -488,6 +670,10 @@ def _finfo(precision: str) -> Any:
 
 def _finite(x: Array) -> Array:
     return np.where(np.isfinite(x), x, 0.0)
+
+
+def _or_0(x: Any) -> Any:
+    return 0.0 if x is None else x
 
 
 def _largest(x: Array) -> float:

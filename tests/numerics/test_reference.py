@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from helpers.gradients import reference_gradients
 
+from cupyfa.expressions import Expression
 from cupyfa.numerics import reference
+from cupyfa.numerics.modification import NONE, Modifications
 
 NAN, INF = np.nan, np.inf
 
@@ -44,21 +46,13 @@ def test_attention_equals_its_definition(causal_offset, kv_heads, scale):
     assert out.dtype == lse.dtype == np.float64
 
 
-@pytest.fixture
-def capped(monkeypatch):
-    """Scores become 2 * tanh(score / 2), as an option might ask for."""
-
-    def modified(scores, options):
-        ratio = np.tanh(scores / 2)
-        return 2 * ratio, 1 - ratio * ratio
-
-    monkeypatch.setattr(reference, "modified_scores", modified)
+CAPPED = Modifications((Expression.of("softcap", "2 * tanh(score / 2)"),))
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
-def test_modified_scores_are_those_of_every_precision(capped, precision):
+def test_modified_scores_are_those_of_every_precision(precision):
     q, k, v = inputs((1, 2, 7, 4), (1, 2, 10, 4), dv=5)
-    out, lse = reference.attention(q, k, v, scale=1.5, precision=precision)
+    out, lse = reference.attention(q, k, v, scale=1.5, precision=precision, mods=CAPPED)
     P = np.exp(2 * np.tanh(1.5 * q @ k.mT / 2))
     error = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 0.02}[precision]
     np.testing.assert_allclose(lse, np.log(P.sum(-1)), rtol=0, atol=4 * error)
@@ -251,15 +245,14 @@ def test_softmax_of_infinite_and_empty_rows():
         *((5, 3, 0, None, 0.0), (1, 1, 0, None, 0.7), (5, 4, 1, -1, 0.7), (4, 5, None, 2, -1.3)),
     ],
 )
-@pytest.mark.parametrize("modification", [None, "capped"])
+@pytest.mark.parametrize("mods", [NONE, CAPPED], ids=["plain", "capped"])
 def test_gradients_are_finite_differences(
-    request, M, N, causal_offset, window_offset, scale, kv_heads, modification
+    M, N, causal_offset, window_offset, scale, kv_heads, mods
 ):
-    if modification:
-        request.getfixturevalue(modification)
     arrays = inputs((2, 2, M, 3), (2, kv_heads, N, 3), dv=2, seed=M + N)
     dout = np.random.default_rng(9).normal(size=(2, 2, M, 2))
     options = {"scale": scale, "causal_offset": causal_offset, "window_offset": window_offset}
+    options["mods"] = mods
     grads = reference_gradients(dout, *arrays, **options)
     out, lse = reference.attention(*arrays, **options)
     given = reference_gradients(dout, *arrays, **options, out=out, lse=lse)
