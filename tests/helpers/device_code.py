@@ -31,6 +31,18 @@ def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     run(text, "test", *arrays, *scalars, names=names, **options)
 
 
+def launch_on_device(body, *arrays, scalars=(), head="", threads=32):
+    """The same on the GPU, by one block."""
+    import cupy
+
+    text = source(body, *arrays, scalars=scalars, head=head)
+    module = cupy.RawModule(code=text, options=tuple(f"-I{folder}" for folder in INCLUDE))
+    copies = [cupy.asarray(array) for array in arrays]
+    module.get_function("test")((1,), (threads,), (*copies, *scalars))
+    for array, copy in zip(arrays, copies):
+        array[...] = cupy.asnumpy(copy)
+
+
 def run(text, entry, *arguments, names=NAMES, folders=INCLUDE, **options):
     """Runs a kernel's source on arrays, tensor maps and scalar values."""
     owned = [getattr(x, "array", x) for x in arguments]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.device_code import INCLUDE, fault, launch, source
+from helpers.device_code import INCLUDE, fault, launch, launch_on_device, source
 
 from cupyfa.expressions import FUNCTIONS, Captured, Expression, cpp_name
 
@@ -108,16 +108,53 @@ def wanted(text):
                 yield in_python(text, x, query, key), (high - low) / (2 * step)
 
 
+@pytest.fixture
+def run(backend):
+    return launch if backend.name == "simulator" else launch_on_device
+
+
 @pytest.mark.parametrize("real, dtype, close", [("float", "f4", 2e-5), ("double", "f8", 1e-12)])
-def test_values_and_slopes_are_those_of_python(real, dtype, close):
+def test_values_and_slopes_are_those_of_python(run, real, dtype, close):
     A = np.zeros((len(TEXTS), ROWS * KEYS * len(SCORES), 2), dtype)
     others = (ARRAYS["slope"], ARRAYS["doc"].view(np.uint64), ARRAYS["table"])
     others += (ARRAYS["see"].view(np.uint8), SCORES.astype(dtype))
-    launch(body_of(TEXTS), A, *others, head=head_of(TEXTS, real), threads=len(SCORES))
+    run(body_of(TEXTS), A, *others, head=head_of(TEXTS, real), threads=len(SCORES))
     for text, found in zip(TEXTS, A):
         values, slopes = np.array(list(wanted(text))).T
         np.testing.assert_allclose(found[:, 0], values, close, close, err_msg=text)
         np.testing.assert_allclose(found[:, 1], slopes, 1e-4, 1e-4, err_msg=text)
+
+
+# At 0, NaN and infinity, and where powers overflow. One side that is not chosen has an infinite
+# slope.
+CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
+AT_CORNERS = [
+    *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
+    *(f"{name}(abs(score))" for name in ("sqrt", "rsqrt", "log", "log1p")),
+    *("max(score, 1)", "max(1, score)", "min(score, 1)", "min(1, score)", "score / 3"),
+    *("where(score > 1, sqrt(score - 1), 2)", "sin(score) * 0", "abs(score)"),
+]
+SLOPES = {
+    "tanh(score)": [1, 1 - np.tanh(1) ** 2, 0, 0, 0, np.nan, 1 - np.tanh(1) ** 2, 0, 0, 0, 1],
+    "max(score, 1)": [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+    "where(score > 1, sqrt(score - 1), 2)": [0, 0, 87**-0.5 / 2, 0, 0, 0, 0, 0, 0, 0, 0],
+    "abs(score)": [0, 1, 1, 1, 1, 0, -1, -1, -1, -1, 0],
+}
+
+
+@pytest.mark.parametrize("real, dtype, close", [("float", "f4", 2e-5), ("double", "f8", 1e-12)])
+def test_corners_are_those_of_numpy(run, real, dtype, close):
+    scores = np.array(CORNERS, dtype)
+    A = np.zeros((len(AT_CORNERS), ROWS * KEYS, len(scores), 2), dtype)
+    others = np.ones(2, "f4"), np.ones(7, np.uint64), np.ones(28, np.float16), np.ones(7, np.uint8)
+    head = head_of(AT_CORNERS, real)
+    run(body_of(AT_CORNERS), A, *others, scores, head=head, threads=len(scores))
+    for text, found in zip(AT_CORNERS, A[:, 0]):
+        with np.errstate(all="ignore"):
+            want = eval(text, {**FUNCTIONS, "score": scores.astype(float)}).astype(dtype)
+        np.testing.assert_allclose(found[:, 0], want, close, 1e-37, err_msg=text)
+        slopes = SLOPES.get(text, found[:, 1])
+        np.testing.assert_allclose(found[:, 1], slopes, 1e-5, 2e-6, err_msg=text)
 
 
 @pytest.mark.parametrize("index, outside", [("key + 5", "7"), ("query - 2", "-1")])

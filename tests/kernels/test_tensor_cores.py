@@ -6,7 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.device_code import INCLUDE, code, fault, launch, source
+from helpers.device_code import code, fault, launch, launch_on_device
 
 from cupyfa.numerics import reference
 
@@ -22,17 +22,6 @@ SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 def run(backend):
     """Runs a kernel of one block, as ``launch`` does, on each backend."""
     return launch if backend.name == "simulator" else launch_on_device
-
-
-def launch_on_device(body, *arrays, scalars=(), head="", threads=32):
-    import cupy
-
-    text = source(body, *arrays, scalars=scalars, head=head)
-    module = cupy.RawModule(code=text, options=tuple(f"-I{folder}" for folder in INCLUDE))
-    copies = [cupy.asarray(array) for array in arrays]
-    module.get_function("test")((1,), (threads,), (*copies, *scalars))
-    for array, copy in zip(arrays, copies):
-        array[...] = cupy.asnumpy(copy)
 
 
 def random(shape, dtype, seed=0):
