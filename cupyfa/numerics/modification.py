@@ -474,7 +474,7 @@ def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array,
     known = np.isfinite(x) & np.isfinite(y) & (np.abs(found) < 1e10)
     if known.all():
         return found
-    formula = np.nan if df is None else df(x)
+    formula = found if df is None else df(x)
     return np.where(np.isnan(y), np.nan, np.where(known, found, formula))
 
 

@@ -18,7 +18,7 @@ class Dual:
         return x if isinstance(x, Dual) else Dual(x)
 
     def chain(self, value, by):
-        return Dual(value, by * self.slope)
+        return Dual(value, np.where(self.slope == 0, F(0), by * self.slope))
 
     def __add__(self, other):
         other = Dual.of(other)

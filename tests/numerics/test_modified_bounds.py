@@ -1,0 +1,223 @@
+"""Bounds of modified scores, sinks and gradients of lse: a kernel in float32 keeps them."""
+
+import numpy as np
+import pytest
+from helpers import float32
+from helpers.float32 import EPS
+
+from cupyfa.expressions import Expression
+from cupyfa.numerics import reference, tolerance
+from cupyfa.numerics.modification import Modifications
+
+B, H, HK, M, N, DV = 1, 4, 2, 24, 70, 8
+F = np.float32
+ARRAYS = {
+    "cap": F(3.0),
+    "slopes": np.array([0.5, 0.25, 0.125, 0.0625], F),
+    "table": np.random.default_rng(0).normal(size=(H, N + M)).astype(F),
+    "bias": np.random.default_rng(1).normal(size=(1, H, M, N)).astype(F),
+    "doc": np.arange(N) // 20,
+    "hole": np.where(np.arange(N) % 5 == 3, -np.inf, 0).astype(F),
+}
+TEXTS = {
+    "plain": "score",
+    "softcap": "cap * tanh(score / cap)",
+    "alibi": "score - slopes[head] * abs(position - key)",
+    "table": "score + table[head, abs(position - key)]",
+    "bias": "score + bias[0, head, query, key]",
+    "curved": "where(score > 0.5, score, softplus(2 * score) - 0.25)",
+    "hole": "score * sigmoid(score) + hole[key]",
+}
+MASK = "(doc[key] == doc[position]) & (key <= position)"
+
+
+class Kernel:
+    """A problem, and attention with its gradients as one thread per row computes them.
+
+    dtype: of the arrays. rounding: what operands of products are rounded to by design, or None.
+    """
+
+    def __init__(
+        self, text, d, *, masked=False, sink=False, seed=0, dtype="float32", rounding=None
+    ):
+        rng = np.random.default_rng(seed)
+        self.dtype, self.rounding = dtype, rounding
+        self.operands = rounding or dtype
+
+        def draw(*shape):
+            return reference.rounded(rng.normal(size=shape), dtype)
+
+        self.q, self.k = 2 * draw(B, H, M, d), 2 * draw(B, HK, N, d)
+        self.v, self.dout, self.dlse = draw(B, HK, N, DV), draw(B, H, M, DV), draw(B, H, M)
+        self.text, self.scale, self.masked = text, d**-0.5, masked
+        self.sink = draw(H) if sink else None
+        place = dict(zip(("batch", "head", "query", "key"), np.ogrid[:B, :H, :M, :N]))
+        self.names = {**ARRAYS, **place, "position": place["query"] + N - M}
+        self.mods = Modifications(
+            (Expression.of("score_mod", text),),
+            (Expression.of("mask_mod", MASK),) if masked else (),
+            *(ARRAYS, N - M, M, N),
+        )
+        self.how = {"scale": self.scale, "mods": self.mods, "sink": self.sink}
+
+    def rounded(self, x):
+        """An operand of a product."""
+        return reference.rounded(x, self.operands)
+
+    def scores(self, text=None):
+        """Scores and their derivatives, every sum term after term; -inf where hidden."""
+        q, k = (self.rounded(x) for x in (self.q, np.repeat(self.k, H // HK, 1)))
+        total = np.zeros((B, H, M, N), F)
+        for i in range(k.shape[-1]):
+            total += q[..., i, None] * k[..., None, :, i]
+        score, slope = float32.evaluate(text or self.text, total * F(self.scale), self.names)
+        hidden = ~eval(MASK, {**self.names}) if self.masked else np.zeros((), bool)
+        return np.where(hidden, F(-np.inf), score), slope
+
+    @np.errstate(all="ignore")
+    def forward(self, text=None, sink=None):
+        v = self.rounded(np.repeat(self.v, H // HK, 1))
+        sink = self.sink if sink is None else sink
+        S, _ = self.scores(text)
+        top = S.max(-1) if sink is None else np.maximum(S.max(-1), sink[:, None])
+        top = np.where(np.isneginf(top), F(0), top)
+        P = float32.fast_exp(S - top[..., None])
+        total = np.zeros((B, H, M), F) + (0 if sink is None else np.exp(sink[:, None] - top))
+        out = np.zeros((B, H, M, DV), F)
+        for j in range(N):
+            total = (total + P[..., j]).astype(F)
+            out += self.rounded(P[..., j, None]) * v[:, :, None, j]
+        out = out / np.where(total == 0, F(1), total)[..., None]
+        return {"O": reference.rounded(out, self.dtype), "lse": top + np.log(total)}
+
+    @np.errstate(all="ignore")
+    def backward(self, out, lse, text=None, dlse=None, slopes=True):
+        q, k, v, dout = map(
+            self.rounded,
+            (self.q, *(np.repeat(x, H // HK, 1) for x in (self.k, self.v)), self.dout),
+        )
+        out, lse = out.astype(F), lse.astype(F)
+        S, slope = self.scores(text)
+        P = np.where(np.isneginf(S), F(0), float32.fast_exp(S - lse[..., None]))
+        D = (self.dout * out).sum(-1) - (self.dlse if dlse is None else dlse)
+        dS = P * ((dout @ v.mT) - D[..., None])
+        dS = self.rounded(np.where(P == 0, F(0), dS * slope if slopes else dS))
+        P = self.rounded(P)
+        shared = (B, HK, H // HK)
+        found = {
+            "dQ": (dS @ k) * F(self.scale),
+            "dK": ((dS.mT @ q) * F(self.scale)).reshape(*shared, N, -1).sum(2),
+            "dV": (P.mT @ dout).reshape(*shared, N, -1).sum(2),
+        }
+        found = {name: reference.rounded(x, self.dtype) for name, x in found.items()}
+        if self.sink is not None:  # float32
+            found["dsink"] = -(np.exp(self.sink[:, None] - lse) * D).sum((0, 2)).astype(F)
+        return found
+
+    def ratios(self, results, *gradients_of):
+        how = {"dtype": self.dtype, "roundings": (self.rounding,), **self.how}
+        if gradients_of:
+            given = (self.q, self.k, self.v, *gradients_of, self.dout)
+            expected = tolerance.expected_gradients(*given, dlse=self.dlse, **how)
+        else:
+            expected = tolerance.expected_attention(self.q, self.k, self.v, **how)
+        return {x.name: x.ratio for x in tolerance.compare(results, expected[self.rounding])}
+
+    def forward_and_backward(self, text=None):
+        out, lse = (x.astype(F) for x in reference.attention(self.q, self.k, self.v, **self.how))
+        return self.ratios(self.forward(text)) | self.ratios(
+            self.backward(out, lse, text), out, lse
+        )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_correct_kernel_is_accepted(name, masked):
+    """And uses a part of the bounds."""
+    worst = {}
+    for seed, d in enumerate((1, 16, 64)):
+        kernel = Kernel(TEXTS[name], d, masked=masked, sink=seed != 1, seed=seed)
+        for x, ratio in kernel.forward_and_backward().items():
+            worst[x] = max(worst.get(x, 0), ratio)
+    assert max(worst.values()) < 0.8, worst
+    assert min(worst.values()) > 0.01, worst
+
+
+@pytest.mark.parametrize("dtype, rounding", [("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_correct_kernel_that_rounds_is_accepted(name, dtype, rounding):
+    for seed, d in enumerate((1, 16, 64)):
+        how = {"masked": bool(seed % 2), "sink": seed == 0, "seed": seed}
+        ratios = Kernel(
+            TEXTS[name], d, dtype=dtype, rounding=rounding, **how
+        ).forward_and_backward()
+        assert max(ratios.values()) < 1, (d, ratios)
+
+
+def test_a_derivative_that_is_left_out_is_rejected():
+    kernel = Kernel(TEXTS["softcap"], 16)
+    out, lse = reference.attention(kernel.q, kernel.k, kernel.v, **kernel.how)
+    ratios = kernel.ratios(kernel.backward(out, lse, slopes=False), out, lse)
+    assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
+
+
+# A text with a fault, that of the right one, and the results that show it.
+FAULTS = {
+    "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
+    "no cap": ("softcap", "score", "O lse dQ dK dV"),
+    "slope off by 1e-3": ("alibi", "score - slopes[head] * 1.001 * abs(position - key)", "O lse"),
+    "position off by one": ("alibi", "score - slopes[head] * abs(position - 1 - key)", "O lse dQ"),
+    "another head": ("table", "score + table[3 - head, abs(position - key)]", "O lse dQ dV"),
+    "bias of a row before": ("bias", "score + bias[0, head, max(query, 1) - 1, key]", "O lse dQ"),
+    "hole of a key before": ("hole", "score * sigmoid(score) + hole[max(key, 1) - 1]", "O lse dQ"),
+}
+FAULTS_OF_SINKS = {
+    "sink left out": ({"sink": np.full(H, -np.inf, F)}, "O lse"),
+    "sink off by 1e-2": ({"sink": 1.01}, "O lse"),
+    "dlse left out": ({"dlse": F(0)}, "dQ dK dsink"),
+    "dlse added": ({"dlse": -1}, "dQ dK dsink"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_texts_are_rejected(fault):
+    name, wrong, results = FAULTS[fault]
+    kernel = Kernel(TEXTS[name], 16, sink=True)
+    kernel.names["max"] = np.maximum  # of whole numbers
+    ratios = kernel.forward_and_backward(text=wrong)
+    assert all(ratios[x] > 1 for x in results.split()), ratios
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_SINKS)
+def test_faults_of_sinks_are_rejected(fault):
+    wrong, results = FAULTS_OF_SINKS[fault]
+    kernel = Kernel(TEXTS["plain"], 16, sink=True)
+    out, lse = (
+        x.astype(F) for x in reference.attention(kernel.q, kernel.k, kernel.v, **kernel.how)
+    )
+    if "sink" in wrong:
+        given = wrong["sink"] if np.ndim(wrong["sink"]) else (kernel.sink * F(wrong["sink"]))
+        ratios = kernel.ratios(kernel.forward(sink=given))
+    else:
+        ratios = kernel.ratios(
+            kernel.backward(out, lse, dlse=kernel.dlse * F(wrong["dlse"])), out, lse
+        )
+    assert all(ratios[x] > 1 for x in results.split()), ratios
+
+
+def test_far_keys_do_not_widen_the_bounds():
+    """ALiBi of far keys has large errors, of weights that are 0."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 1, x, 16)).astype(F) for x in (2, 4000, 4000))
+    alibi = Expression.of("score_mod", "score - 0.5 * abs(position - key)")
+    near, far = (
+        tolerance.expected_attention(
+            *(q, k[:, :, -keys:], v[:, :, -keys:]),
+            **{"dtype": "float32", "scale": 0.25},
+            mods=Modifications((alibi,), position=keys - 2),
+        )[None]
+        for keys in (200, 4000)
+    )
+    for name in ("O", "lse"):
+        assert (far[name].bound < 5 * near[name].bound).all()
+    assert far["lse"].bound.max() < 200 * EPS
