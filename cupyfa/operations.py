@@ -155,11 +155,17 @@ def modifications(
     return Modifications(
         score_steps=() if softcap is None else (_SOFTCAP,),
         names={} if softcap is None else {"softcap": softcap},
-        position=0 if p.causal == "top-left" else p.N - p.M,
+        position=p.shift + (0 if p.causal == "top-left" else p.N - p.M),
         queries=p.M,
         keys=p.N,
         first=first,
     )
+
+
+def _sink(inputs: Arrays, batch: slice = slice(None), heads: slice = slice(None)) -> Any:
+    """The sinks of these heads, [heads] or [batch, heads]; None without sinks."""
+    sink = inputs.get("sink")
+    return sink if sink is None else sink[heads] if sink.ndim == 1 else sink[batch, heads]
 
 
 def _score_arguments(
@@ -177,37 +183,44 @@ def _score_arguments(
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
-    return reference.attention(*(inputs[name] for name in "QKV"), **_score_arguments(inputs, p))
+    arrays = (inputs[name] for name in "QKV")
+    return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
 
 
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    arrays, first = [inputs[name] for name in "QKV"], (0, 0, 0, 0)
+    arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)
     if excerpt:
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
         arrays = [part.of(x) for part, x in zip((excerpt, keys, keys), arrays)]
         first = (excerpt.batch, excerpt.head, excerpt.rows.start, 0)
+        here = (slice(x, x + 1) for x in first[:2])
+        sink = _sink(inputs, *here)
     options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
-    return tolerance.expected_attention(*arrays, **options)
+    return tolerance.expected_attention(*arrays, **options, sink=sink)
 
 
 def _expected_gradients(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise."""
+    """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise.
+
+    The gradient of a sink takes all rows, so that an excerpt has none.
+    """
 
     def expected(
-        cut: Callable[[str, np.ndarray], np.ndarray], first: tuple[int, int, int, int]
+        cut: Callable[[str, np.ndarray], np.ndarray],
+        first: tuple[int, int, int, int],
+        sink: np.ndarray | None = None,
     ) -> Any:
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
-        score = _score_arguments(inputs, p, first)
-        return tolerance.expected_gradients(
-            *arrays, dtype=p.dtype.name, roundings=roundings, **score
-        )
+        dlse = cut("dlse", inputs["dlse"]) if "dlse" in inputs else None
+        how = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
+        return tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink)
 
     if excerpt is None:
-        return expected(lambda name, array: array, (0, 0, 0, 0))
+        return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))
     keys = excerpt.of_keys(p)
     batch, shared = slice(keys.batch, keys.batch + 1), slice(keys.head, keys.head + 1)
     group = slice(keys.head * p.group, (keys.head + 1) * p.group)

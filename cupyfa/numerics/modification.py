@@ -13,8 +13,8 @@ A node of the text has the errors of its arguments times its derivatives, and it
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
 - for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. tanh, computed as
-  1 - 2 / (1 + exp(2x)), has an absolute error of 3.5 eps near 0 and -1, however
-  small tanh(x) is; sin and cos have one of 6.
+  1 - 2 / (1 + exp(2x)), has an absolute error of 3.5 eps near 0 and -1, however small tanh(x) is;
+  sin and cos have one of 6.
 
 Where an error may turn a comparison, floor or the choice of min and max, the result has also the
 distance to what it would be then. A derivative has an error by the same rules: from the second
@@ -41,7 +41,6 @@ _STEP = 1e-30  # h of the complex step
 _EXACT_WHOLE = 2.0**24  # the largest whole number below which float32 has all
 _LARGE = 1e-3  # an error that is no rounding error
 _EPS = float(np.finfo(np.float32).eps)
-
 
 Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadcast
 
@@ -411,14 +410,15 @@ class _Walk:
         if a.value.dtype.kind == b.value.dtype.kind == "b":
             return self._chosen_bool(test, a, b)
         a, b = self._alike(a, b)
+
+        def pick(x: Any, y: Any) -> Any:
+            return None if x is y is None else np.where(test.value, _or_0(x), _or_0(y))
+
         result = Number(
-            *(
-                None if x is y is None else np.where(test.value, _or_0(x), _or_0(y))
-                for x, y in (
-                    *((a.value, b.value), (a.slope, b.slope)),
-                    *((a.error, b.error), (a.slope_error, b.slope_error)),
-                )
-            )  # type: ignore[arg-type]
+            np.where(test.value, a.value, b.value),
+            pick(a.slope, b.slope),
+            pick(a.error, b.error),
+            pick(a.slope_error, b.slope_error),
         )
         if self.eps is None or test.error is None:
             return result
@@ -433,7 +433,8 @@ class _Walk:
     def _chosen_bool(self, test: Number, a: Number, b: Number) -> Number:
         value = np.where(test.value, a.value, b.value)
         errors = [np.asarray(False if x.error is None else x.error) for x in (test, a, b)]
-        unsure = np.where(test.value, errors[1], errors[2]) | errors[0] & (a.value != b.value)
+        either = (a.value != b.value) | errors[1] | errors[2]
+        unsure = np.where(test.value, errors[1], errors[2]) | errors[0] & either
         return Number(value, error=unsure if unsure.any() else None)
 
     def _alike(self, a: Number, b: Number) -> tuple[Number, Number]:

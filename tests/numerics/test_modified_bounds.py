@@ -5,9 +5,11 @@ import pytest
 from helpers import float32
 from helpers.float32 import EPS
 
+from cupyfa import Problem
 from cupyfa.expressions import Expression
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.modification import Modifications
+from cupyfa.operations import OPERATIONS, Excerpt, exact_attention
 
 B, H, HK, M, N, DV = 1, 4, 2, 24, 70, 8
 F = np.float32
@@ -221,3 +223,26 @@ def test_far_keys_do_not_widen_the_bounds():
     for name in ("O", "lse"):
         assert (far[name].bound < 5 * near[name].bound).all()
     assert far["lse"].bound.max() < 200 * EPS
+
+
+def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
+    p = Problem.of_sizes(batch=2, heads=4, kv_heads=2, M=20, N=30, d=8, softcap=2.0, causal=True)
+    rng = np.random.default_rng(0)
+    inputs = {
+        name: rng.normal(size=OPERATIONS["backward"].inputs[name].shape(p)).astype(F)
+        for name in ("Q", "K", "V", "dO")
+    }
+    inputs["dlse"] = rng.normal(size=(2, 4, 20)).astype(F)
+    for sink in (rng.normal(size=4), rng.normal(size=(2, 4))):
+        inputs["sink"] = sink.astype(F)
+        inputs["O"], inputs["lse"] = exact_attention(inputs, p)
+        assert (inputs["lse"] > inputs["sink"][..., None]).all()
+        excerpt = Excerpt(1, 3, slice(5, 11))
+        for operation in (OPERATIONS["forward"], OPERATIONS["backward"]):
+            whole, part = (operation.reference(inputs, p, [None], x)[None] for x in (None, excerpt))
+            assert whole.keys() - part.keys() <= {"dsink"}
+            for name in part:
+                rows = operation.place(name, excerpt, p)
+                for x, y in zip(part[name], whole[name]):
+                    np.testing.assert_allclose(x, rows.of(y), rtol=1e-6, atol=1e-12)
+        assert whole["dsink"].value.shape == sink.shape
