@@ -347,6 +347,7 @@ class _ModifiedScores:
 
     size [n, rows, keys]: that of each pair's score.
     shift: the error of a modified score, absolute. by_design: how far rounded operands move it.
+    exponent: the error of the exponential. overflows: where the kernel's format has infinity.
     slope, slope_error: of the derivative, the error absolute; if `differentiated`.
     """
 
@@ -362,6 +363,7 @@ class _ModifiedScores:
         there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
         self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape)
         self.exponent = eps * np.abs(_finite(here.value))
+        self.overflows = np.abs(_finite(here.value)) > float(kernel.accumulator.max)
         self.by_design = self._distance(here.value, [x.value for x in there])
         self.slope = np.abs(_finite(np.broadcast_to(_or_0(here.slope), scores.shape)))
         self.slope_error = eps * _or_0(here.slope_error)
@@ -385,9 +387,10 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """What the errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
     errors = _ModifiedScores(work.tile, kernel, work.pair_sizes())
     P, magnitude = work.attend()[2], work.magnitude(np.float64)
+    lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
     for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
-        lost = np.isinf(shift).any(-1, keepdims=True)
+        lost |= np.isinf(shift).any(-1, keepdims=True)
         shift = np.where(np.isinf(shift), 0.0, np.minimum(shift, 600.0))
         largest = shift.max(-1, keepdims=True, initial=0.0)
         weights = np.expm1(shift)
@@ -400,9 +403,7 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
         weights *= P
         each = weights @ work.values + weights.sum(-1, keepdims=True) * magnitude
         of_out += np.minimum(largest * magnitude, each)
-        of_out += np.where(lost, np.inf, 0.0)
-        of_lse += np.where(lost, np.inf, 0.0)
-    return of_out, of_lse
+    return np.where(lost, np.inf, of_out), np.where(lost, np.inf, of_lse)
 
 
 def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, float]]:
@@ -541,6 +542,7 @@ def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, tiny: flo
     lost = np.zeros((), bool)
     if modified is not None:
         lost = np.isinf(modified.shift) | np.isinf(modified.slope_error)
+        lost |= modified.overflows & (work.step.P > 0)
         lost |= (tiny > work.step.P) & ~np.isfinite(work.step.dP_delta)
         lost &= ~work.step.left_out
     if work.tile.unsure is not None:

@@ -246,3 +246,15 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
                 for x, y in zip(part[name], whole[name]):
                     np.testing.assert_allclose(x, rows.of(y), rtol=1e-6, atol=1e-12)
         assert whole["dsink"].value.shape == sink.shape
+
+
+@pytest.mark.parametrize("text", ["where(key == 3, 1e30, score) * 1e30", "score - 1e30 * 1e30"])
+def test_scores_beyond_float32_leave_their_row_without_bounds(text):
+    """Where they have a weight: -1e60 hides a key, unless all keys have it."""
+    kernel = Kernel(text, 4)
+    expected = tolerance.expected_attention(
+        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
+    )[None]
+    assert all(np.isposinf(x.bound).all() for x in expected.values())
+    kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)
+    assert max(kernel.forward_and_backward().values()) < 1
