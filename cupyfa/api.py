@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
+from cupyfa import modifiers
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.modifiers import Operand
 from cupyfa.options import (
     OPTIONS,
     AttentionOptions,
     Causal,
     OptionKeywords,
     Precision,
+    Text,
     Window,
 )
 from cupyfa.planner import select as planning
@@ -35,7 +38,15 @@ from cupyfa.runtime.select import adopt, backend_named, owner
 
 if TYPE_CHECKING:
 
-    class _Common(OptionKeywords, total=False):
+    class _Modified(OptionKeywords, total=False):
+        """All that changes what attention computes."""
+
+        alibi_slopes: Any
+        bias: Any
+        mask: Any
+        captured: Mapping[str, Any] | None
+
+    class _Common(_Modified, total=False):
         """What ``attention`` and ``attention_backward`` both take, without the kernel."""
 
         options: AttentionOptions | None
@@ -105,6 +116,12 @@ def attention(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    score_mod: Text = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    mask_mod: Text = None,
+    captured: Mapping[str, Any] | None = None,
     precision: Precision | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
@@ -132,6 +149,17 @@ def attention(
         keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
     scale: the factor of the scores, by default 1/sqrt(d).
     softcap: scores become softcap · tanh(score / softcap), after the scale.
+    score_mod: an expression as text, or a Python function, that gives the score after that from
+        ``score batch head query key position queries keys`` and from ``captured``, as in
+        "score - slope[head] * abs(position - key)". position is query + N - M, or query under a
+        "top-left" mask.
+    alibi_slopes: [heads] or [batch, heads]; slope · |position - key| is subtracted from the score.
+    bias: added to the score; of any float, broadcastable to [batch, heads, M, N].
+    mask: of bool, broadcastable likewise; True is seen.
+    mask_mod: an expression like score_mod that is True for the pairs that are seen. A pair is seen
+        if all masks say so.
+    captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
+        bool, whole numbers or floats; an index has to be inside its axis.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -159,10 +187,14 @@ def attention(
     if unknown:
         raise unknown_argument(attention, unknown)
     how: How = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
-    how += (precision, causal, window, scale, softcap)  # in the order of OPTIONS
-    if own is None and not return_own:
-        return _call(how, (q, k, v), out, None, check, progress)
-    how, arrays = _with_own(how, (q, k, v), own, return_own)
+    # In the order of OPTIONS.
+    how += (precision, causal, window, scale, softcap, score_mod, mask_mod)
+    arrays: Sequence[Any] = (q, k, v)
+    if alibi_slopes is not None or bias is not None or mask is not None or captured is not None:
+        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "captured": captured}
+        how, arrays = _with_operands(how, arrays, given)
+    if own is not None or return_own:
+        how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, out, None, check, progress)
 
 
@@ -244,7 +276,7 @@ def attention_backward(
     return_own: Sequence[str] = (),
     grads: Any = None,
     check: bool = False,
-    **keywords: Unpack[OptionKeywords],
+    **keywords: Unpack[_Modified],
 ) -> tuple[Any, ...]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
 
@@ -264,8 +296,12 @@ def attention_backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
-    how += _values(attention_backward, keywords)
+    asked: dict[str, Any] = dict(keywords)
+    given = {x: asked.pop(x) for x in _MORE if x in asked}
+    how += _values(attention_backward, asked)
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
+    if any(x is not None for x in given.values()):
+        how, arrays = _with_operands(how, arrays, given)
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, None, grads, check)
@@ -295,7 +331,7 @@ def attention_vjp(
             f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
             "lse; call attention and attention_backward to have them"
         )
-    both = (*OPTIONS, *("options", "backend", "layout", "tiles", "check"))
+    both = (*OPTIONS, *_MORE, *("options", "backend", "layout", "tiles", "check"))
     if not options.keys() <= set(both):
         raise unknown_argument(attention_vjp, options, both)
     forward, backward = _shared_own(own, kernel, backward_kernel)
@@ -402,12 +438,14 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 # A call without its arrays: the operation, kernel, backend, options, layout and tiles;
-# ``return_lse`` or ``deterministic``; the names of the kernel's own arrays that are given and asked
-# for; and the values of OPTIONS, of which softmax has none.
+# ``return_lse`` or ``deterministic``; the names of more arrays that are given, of the kernel's own
+# arrays that are asked for, and the numbers that texts read; and the values of OPTIONS, of which
+# softmax has none.
 How = tuple[Any, ...]
-_NO_OWN: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+_NO_OWN: tuple[tuple[Any, ...], ...] = (), (), ()
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
+_MORE = (*modifiers.OWN_ARRAYS, "captured")
 _ARRAYS = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
@@ -508,7 +546,9 @@ def _prepared(
     else:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
-        problem = Problem.of(q, k, v, options=chosen, layout=layout)
+        problem = Problem.of(
+            *(q, k, v), options=chosen, layout=layout, operands=_operands(inputs, own[2])
+        )
         out, lse = (*q.shape[:-1], v.shape[-1]), _rows_of(q, layout)
         results = [Result("O", out, "out"), Result("lse", lse, None)]
     if operation == "backward":
@@ -537,6 +577,52 @@ def _prepared(
         return Prepared(backend, plan, inputs, results, layout=layout, keep=keep)
 
 
+# What modifies scores
+
+
+def _with_operands(
+    how: How, arrays: Sequence[Any], given: Mapping[str, Any]
+) -> tuple[How, Sequence[Any]]:
+    """A call with the arrays and numbers that texts read.
+
+    Raises TypeError and ValueError for wrong ones.
+    """
+    q = arrays[_ARRAYS[how[0]].index("q")]
+    captured = {} if (x := given.get("captured")) is None else x
+    if not isinstance(captured, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+    found = {x: given[x] for x in modifiers.OWN_ARRAYS if given.get(x) is not None}
+    operands = [modifiers.of_value(name, x) for name, x in found.items()]
+    if numbers := [x.name for x in operands if not x.is_array]:
+        raise TypeError(f"{numbers[0]} is {described(found[numbers[0]])}; give an array")
+    operands += [modifiers.operand(name, x) for name, x in captured.items()]
+    for name in ("bias", "mask"):
+        if name in found:
+            found[name] = modifiers.with_four_axes(name, found[name], tuple(q.shape[:-3]))
+    every = {**found, **captured}
+    named = [x for x in operands if x.is_array]
+    before, asked, _ = how[_OWN_AT]
+    made = (*before, *(x.input for x in named)), asked, tuple(x for x in operands if not x.is_array)
+    like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
+    return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
+
+
+def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    arrays = {name: x for name, x in inputs.items() if name.startswith("mods.")}
+    given = (modifiers.of_value(name.removeprefix("mods."), x) for name, x in arrays.items())
+    return (*given, *numbers)
+
+
+def _where_q_is(backend: BackendName | Backend, q: Any, array: Any) -> Any:
+    """An array in the memory where q is."""
+    if isinstance(q, np.ndarray):
+        return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
+    if not isinstance(array, np.ndarray):
+        return array
+    theirs, (q, *_) = adopt(backend, q=q)
+    return array if isinstance(q, np.ndarray) else theirs.upload(array)
+
+
 # What a kernel of the user's own takes and gives besides
 
 
@@ -556,13 +642,14 @@ def _with_own(
     if isinstance(return_own, str) or not all(isinstance(x, str) for x in return_own):
         raise TypeError(f"return_own is {described(return_own)}; give names, as ('rowmax',)")
     record = _record_with_own(how[1], given)
+    before, _, numbers = how[_OWN_AT]
     names = () if shapes else tuple(name for name in record.inputs if name in given)
     if shapes and (wrong := [name for name in record.inputs if name in given]):
         raise TypeError(
             f"own has {', '.join(wrong)}, and q is a shape; leave it out: its shape follows"
         )
     operation, _, *others = how
-    others[_OWN_AT - 2] = names, tuple(return_own)
+    others[_OWN_AT - 2] = (*before, *names), tuple(return_own), numbers
     made = (operation, _with_floats(record, given), *others)
     return made, (*arrays, *(given[name] for name in names))
 
@@ -695,10 +782,11 @@ def _values(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[
 _ELSEWHERE = {
     "is_causal": "write causal=True",
     **dict.fromkeys(
-        ("attn_mask", "attention_mask", "mask", "key_padding_mask"),
-        "there are no mask arrays: use causal= or window=",
+        ("attn_mask", "attention_mask"), "write mask= for an array of bool, bias= for floats"
     ),
-    **dict.fromkeys(("attn_bias", "bias"), "scores have no bias: leave it out"),
+    "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
+    "attn_bias": "write bias=",
+    "block_mask": "write mask_mod=",
     **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout: leave it out"),
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
     "enable_gqa": "leave it out: k and v may have fewer heads than q",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyfa.expressions import Expression
+from cupyfa.modifiers import Operand
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.modification import Modifications
 from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
@@ -55,7 +56,8 @@ class Input:
     """An array of an operation or of a kernel, in most cases an input.
 
     axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
-    kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "real" that of sums, "int" int32.
+    kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "real" that of sums, "int" int32; of
+        an array that a text reads its dtype.
     when: the problems that take it.
     draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
         By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
@@ -78,7 +80,11 @@ class Input:
 
     def dtype(self, p: Problem) -> np.dtype:
         kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
-        return np.dtype(kinds.get(self.kind) or INPUT_KINDS[self.kind])
+        return np.dtype(kinds.get(self.kind) or INPUT_KINDS.get(self.kind) or self.kind)
+
+
+def _form(array: Operand, p: Problem) -> tuple[int, ...]:
+    return array.shape
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,9 @@ class Operation:
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        return {name: x for name, x in self.inputs.items() if x.when(p)}
+        """The inputs of a problem, with the arrays that its texts read."""
+        read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
+        return {name: x for name, x in self.inputs.items() if x.when(p)} | read
 
     def axes_of(self, p: Problem) -> dict[str, str]:
         """The axes of every input that a problem has, and of every output."""
@@ -141,9 +149,6 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
     return ramp + (p.M - full) * p.N
 
 
-_SOFTCAP = Expression.of("softcap", "softcap * tanh(score / softcap)")
-
-
 def modifications(
     inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
 ) -> Modifications:
@@ -151,11 +156,12 @@ def modifications(
 
     first: batch, query head, query and key where the arrays of an excerpt begin.
     """
-    softcap = p.options.softcap
+    texts = p.modifiers
     return Modifications(
-        score_steps=() if softcap is None else (_SOFTCAP,),
-        names={} if softcap is None else {"softcap": softcap},
-        position=p.shift + (0 if p.causal == "top-left" else p.N - p.M),
+        score_steps=texts.score,
+        mask_steps=texts.mask,
+        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays},
+        position=p.first_position,
         queries=p.M,
         keys=p.N,
         first=first,

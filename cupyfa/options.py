@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from cupyfa.errors import described
+from cupyfa.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
@@ -18,7 +19,9 @@ Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 MASKS = ("bottom-right", "top-left")
 Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
+_PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
+Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
 
 
 def _same(value: Any) -> Any:
@@ -38,7 +41,6 @@ class Option:
     tried: values that checks combine with other options and sizes.
     features: features that a kernel needs, each with the condition on the value.
     constants: constants above the text of a kernel, for all options of a problem.
-    in_mods: whether the value is a number in ``struct Mods``; ``has_NAME`` is then a constant.
     """
 
     help: str
@@ -53,7 +55,6 @@ class Option:
     tried: Sequence[Any] = ()
     features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     constants: Callable[[AttentionOptions], Mapping[str, bool]] = lambda options: {}
-    in_mods: bool = False
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -64,6 +65,8 @@ class OptionKeywords(TypedDict, total=False):
     window: Window | None
     scale: float | None
     softcap: float | None
+    score_mod: Text
+    mask_mod: Text
 
 
 def _read_precision(value: Any) -> str | None:
@@ -161,6 +164,19 @@ def _read_softcap(value: Any) -> float | None:
     return number
 
 
+def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
+    """The option that is an expression."""
+    return Option(
+        help=help,
+        read=lambda value: None if value is None else Expression.of(name, value),
+        shown=lambda value: None if value is None else value.text,
+        separator=";",
+        metavar="TEXT",
+        tried=tried,
+        features={feature: lambda value: value is not None},
+    )
+
+
 def _field(option: Option) -> Any:
     return field(default=option.default, metadata={"option": option})
 
@@ -178,6 +194,8 @@ class AttentionOptions:
         the limit on the right, so a window under it has none of its own.
     scale: scores are multiplied with it; by default 1/sqrt(d).
     softcap: scores become softcap * tanh(score / softcap), after the scale.
+    score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
+    mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
     """
 
     precision: str | None = _field(
@@ -239,8 +257,13 @@ class AttentionOptions:
             metavar="FLOAT",
             tried=(0.5, 20.0),
             features={"score": lambda value: value is not None},
-            in_mods=True,
         ),
+    )
+    score_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
+        _text("score_mod", f"The score, as an expression of score, {_PLACES}.", "score"),
+    )
+    mask_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
+        _text("mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"),
     )
 
     def __post_init__(self) -> None:
@@ -293,17 +316,9 @@ class AttentionOptions:
     @property
     def constants(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
-        for name, option in OPTIONS.items():
+        for option in OPTIONS.values():
             found |= option.constants(self)
-            if option.in_mods:
-                found[f"has_{name}"] = getattr(self, name) is not None
         return found
-
-    @property
-    def mods(self) -> dict[str, float]:
-        """The members of ``struct Mods``, in order."""
-        values = {name: getattr(self, name) for name, x in OPTIONS.items() if x.in_mods}
-        return {name: value for name, value in values.items() if value is not None}
 
     def row(self) -> dict[str, Any]:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}

@@ -11,14 +11,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cupyfa import modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
+from cupyfa.modifiers import Modifiers, Operand
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
 MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
+TEXTS = ("score_mod", "mask_mod")  # options that are expressions
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Problem:
 
     ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
-    softmax over rows of the scores [batch, heads, M, N], without d.
+    softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
+    numbers that texts read.
     """
 
     batch: int
@@ -41,6 +45,7 @@ class Problem:
     options: AttentionOptions = PLAIN
     shift: int = 0
     is_softmax: bool = False
+    operands: tuple[Operand, ...] = ()
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -56,6 +61,7 @@ class Problem:
                 "every key head must serve the same number of query heads"
             )
         _check_precision(self.precision, self.dtype)
+        _ = self.modifiers  # raises for texts and arrays that do not fit
         with np.errstate(over="ignore"):
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
@@ -94,6 +100,7 @@ class Problem:
         *,
         layout: str = "bhsd",
         options: AttentionOptions | None = None,
+        operands: tuple[Operand, ...] = (),
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of arrays with these shapes and dtypes.
@@ -109,7 +116,7 @@ class Problem:
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
         dtype, chosen = _common_dtype(q=q, k=k, v=v), AttentionOptions.of(options, keywords)
-        return cls(batch, heads, kv_heads, M, N, d, dv, dtype, chosen)
+        return cls(batch, heads, kv_heads, M, N, d, dv, dtype, chosen, operands=operands)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
@@ -117,12 +124,18 @@ class Problem:
         options = {name: value for name, value in record.items() if name in OPTIONS}
         others = {name: value for name, value in record.items() if name not in OPTIONS}
         others["dtype"] = dtype_named(record["dtype"])
+        others["operands"] = tuple(
+            Operand(name, dtype, tuple(shape), value)
+            for name, dtype, shape, value in others.get("operands", ())
+        )
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
         plain = {**vars(self), "dtype": self.dtype.name}
         del plain["options"]
-        return {**plain, **vars(self.options), "scale": self.scale}
+        plain["operands"] = tuple((x.name, x.dtype, x.shape, x.value) for x in self.operands)
+        texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
+        return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
     def row(self) -> dict[str, Any]:
         """The columns of a result row: sizes, dtype and options; None for what a softmax lacks."""
@@ -162,6 +175,17 @@ class Problem:
     precision = property(attrgetter("options.precision"))
     right = property(attrgetter("options.right"))
     left = property(attrgetter("options.left"))
+
+    @property
+    def modifiers(self) -> Modifiers:
+        """The texts that change or hide its scores."""
+        sizes = self.batch, self.heads, self.M, self.N
+        return modifiers.modifiers(self.options, self.operands, sizes)
+
+    @property
+    def first_position(self) -> int:
+        """The position of query 0 among the keys, for texts."""
+        return self._position
 
     @property
     def _explicit(self) -> AttentionOptions:

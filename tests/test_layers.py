@@ -18,7 +18,7 @@ PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports only from layers that stand before it; a module of the first one only from
 # those that stand before it there.
 LAYERS = [
-    ["version", "errors", "store", "dtypes", "expressions", "options", "problem"],
+    ["version", "errors", "store", "dtypes", "expressions", "options", "modifiers", "problem"],
     {"numerics"},
     {"operations"},
     {"ladder"},

@@ -257,12 +257,13 @@ def test_an_option_without_a_keyword_is_given_in_options(monkeypatch):
         cupyfa.attention(1, 2, 3, slope=2.5)
 
 
-def test_the_numbers_of_options_are_members_of_mods(gated, tmp_path):
+def test_the_numbers_of_texts_are_members_of_mods(gated, tmp_path):
     p = Problem.of_sizes(M=5, N=7, d=4, dv=6)
-    launch = planning.plan(structs(tmp_path), p, Simulator().limits).launches[0]
-    assert "struct Mods {};\n" in sources.text(launch)
-    more = sources.text(replace(launch, mods=("softcap", "slope")))
-    assert "struct Mods { real softcap; real slope; };\n" in more
+    kernel = structs(tmp_path)
+    kernel, limits = replace(kernel, features=(*kernel.features, "score")), Simulator().limits
+    assert "struct Mods {};\n" in sources.text(planning.plan(kernel, p, limits).launches[0])
+    capped = planning.plan(kernel, p.with_options(softcap=30.0), limits).launches[0]
+    assert "struct Mods { real softcap_; };\n" in sources.text(capped)
 
 
 TYPED = """\

@@ -9,7 +9,8 @@ from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.problem import Problem, round_up
 
-FEATURES = ("causal", "window", "score", "gqa", "strides", "dv")
+ALL_BUT_PLACES = ("causal", "window", "score", "gqa", "strides", "dv")
+FEATURES = (*ALL_BUT_PLACES, "places")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
@@ -107,7 +108,7 @@ BASELINE = Kernel(
         finish("finish_keys", "dV", "P dO"),
     ),
     operation="backward",
-    features=FEATURES,
+    features=ALL_BUT_PLACES,
     scratch={
         **DELTA_SCRATCH,
         "S": ("batch heads M N", "real"),

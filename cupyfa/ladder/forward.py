@@ -13,7 +13,8 @@ from cupyfa.options import FLOAT8
 from cupyfa.problem import MOST, Problem, round_up
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
-EVERYTHING = (*ALL_BUT_WINDOWS, "window")
+ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
+EVERYTHING = (*ALL_BUT_PLACES, "places")
 
 # Kernels without tensor cores, and the seeds
 
@@ -36,7 +37,7 @@ def baseline(name: str, softmax: str, adds: str, after: Sequence[str] = ()) -> K
                 when=lambda p: p.is_masked,
             ),
         ),
-        features=EVERYTHING,
+        features=ALL_BUT_PLACES,
         scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
     )
 

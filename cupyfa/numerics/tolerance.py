@@ -65,22 +65,18 @@ inputs and have no error. P has a relative error, dS the errors of P and of dP -
     |dV - reference|  <=  (P * (p + 1.2 * eps * (sqrt(m) + 4))).T @ |dO|
     |dQ - reference|  <=  |scale| * (F + 1.2 * eps * (sqrt(n) + 4) * |dS|) @ |K|        dK likewise
 
+with dlse, rowsum(|dO| * |O|) has |dlse| more. A modification replaces sqrt(d + 3) * size by e of
+its walk, and its derivative x' has an error e' of that walk:
+
+    F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
+
+|dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
+where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. All this
 with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
 half of their smallest number, and rounds its results. Where a result is infinite or beyond its
 dtype's largest number, anything may stand; NaN must be NaN. A key that no query sees and a query
 that sees no key have gradients of exactly 0.
-
-With a gradient of lse, rowsum(|dO| * |O|) has |dlse| more. With a modification e of its walk
-replaces sqrt(d + 3) * size, and its derivative x' has an error e' of that walk:
-
-    F' = |x'| * F + eps * (|x'| + e') * P * (1 + p) * (|dP - delta| + g)
-
-The bound of a sink's gradient is a sum over rows, with g of D and the weight W = exp(sink - lse):
-
-    w  = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1
-
-    |dsink - reference|  <=  sum(W * (w * (|D| + g) + g + 1.2 * eps * (sqrt(m) + 4) * |D|))
 """
 
 import math

@@ -13,14 +13,14 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.operations import Input
+from cupyfa.planner import mods
 from cupyfa.planner.plan import FIRST_AXES, Argument, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.planner.source import KERNELS
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
-# The struct Sizes of extent.cuh, and a struct without members, which has one byte in C++.
+# The struct Sizes of extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-_NO_MODS = np.zeros((), "V1")
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}  # of an array's argument, by its form
 _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
@@ -142,6 +142,7 @@ class _Planner:
                 "d": p.d,
                 "dv": p.dv,
                 **p.options.constants,
+                **p.modifiers.constants,
                 "threads": threads,
                 "shared_bytes": shared_bytes,
             },
@@ -152,7 +153,7 @@ class _Planner:
                 name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
                 for name, rows in launch.boxes.items()
             },
-            mods=tuple(p.options.mods),
+            mods=mods.header(p),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
         )
@@ -182,9 +183,13 @@ class _Planner:
             made.append(
                 Argument(name, form, np.zeros((), _BYTES[form]), ())
                 if name in absent
-                else Argument(name, form, value, self.strides(name, form))
+                else Argument(name, form, value, self.strides(name, form), self.inside(name))
             )
         return tuple(made)
+
+    def inside(self, name: str) -> tuple[tuple[str, int], ...]:
+        """The arrays in an argument that is a struct."""
+        return mods.value(self.problem)[1] if name == "mods" else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
         """The axes of an array whose strides a Tensor has for batch, head and row."""
@@ -308,13 +313,11 @@ def _values(p: Problem) -> dict[str, Any]:
         "diagonal": p.causal_offset,  # the names that records had for these before
         "lower": p.window_offset,
     }
-    mods = p.options.mods
-    layout = np.dtype([(name, p.dtype.sums) for name in mods])
     return {
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
         "sizes": np.array((p.M, p.N, *ends.values()), SIZES),
-        "mods": np.array(tuple(mods.values()), layout) if mods else _NO_MODS,
+        "mods": mods.value(p)[0],
     }
 
 

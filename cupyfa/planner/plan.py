@@ -55,6 +55,7 @@ class Argument:
     value: Any = None  # a number or a NumPy record; None for an array
     # Of an array: its axes whose strides a Tensor has for batch, head and row; None has stride 0.
     strides: tuple[int | None, ...] = FIRST_AXES
+    arrays: tuple[tuple[str, int], ...] = ()  # of struct Mods: those in it, and where each begins
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class PlannedLaunch:
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)  # the rows of a box of each array
     arguments: tuple[Argument, ...] = ()
-    mods: tuple[str, ...] = ()  # the members of ``struct Mods``
+    mods: str = "struct Mods {};"  # that struct and the functions of texts, in C++
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
 
     @property

@@ -309,7 +309,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     """Why the kernel cannot do a problem on a device with any constants; None if it may."""
     problem = _with_columns(kernel, problem)
     needed = [
-        *problem.options.features,
+        *dict.fromkeys((*problem.options.features, *problem.modifiers.features)),
         *(["gqa"] if problem.heads != problem.kv_heads else []),
         *(["dv"] if problem.d != problem.dv else []),
     ]

@@ -30,7 +30,8 @@ def text(launch: PlannedLaunch) -> str:
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
-    reached = includes.reached("\n".join([*header, file]), include_folders(launch))
+    above = [*header, *([launch.mods] if "#include" in launch.mods else [])]
+    reached = includes.reached("\n".join([*above, file]), include_folders(launch))
     words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
     named = launch.constants if None in words else frozenset().union(*filter(None, words))
     return "\n".join(
@@ -40,7 +41,7 @@ def text(launch: PlannedLaunch) -> str:
             f"using operand = {launch.operand.scalar};",
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items() if name in named),
-            *([_mods(launch)] if None in words or "Mods" in named else []),
+            *([launch.mods] if None in words or "Mods" in named else []),
             f'#line 1 "{name.as_posix()}"',
             file,
             f"// headers: {includes.digest(reached)}",
@@ -89,12 +90,6 @@ def _constant(name: str, value: int | float) -> str:
     if isinstance(value, float):  # in hexadecimal, which is exact
         return f"constexpr float {name} = {value.hex()}f;"
     return f"constexpr int {name} = {value};"
-
-
-def _mods(launch: PlannedLaunch) -> str:
-    """The struct of the numbers that change scores; one without members takes a byte."""
-    members = "".join(f" real {name};" for name in launch.mods)
-    return f"struct Mods {{{members}{' ' if members else ''}}};"
 
 
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:

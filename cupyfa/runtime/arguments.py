@@ -19,9 +19,25 @@ _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
     """The values of a launch's arguments, each with the bytes of the kernel's parameter."""
     return [
-        _passed(backend, step, x, arrays[x.name]) if x.value is None else x.value
+        _passed(backend, step, x, arrays[x.name])
+        if x.value is None
+        else _filled(backend, x, arrays)
+        if x.arrays
+        else x.value
         for x in step.arguments
     ]
+
+
+def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> Any:
+    """struct Mods with its arrays: struct Array of expression.cuh, strides in elements."""
+    made = argument.value.copy()
+    for name, _ in argument.arrays:
+        array, into = arrays[name], made[name.removeprefix("mods.")]
+        size = array.dtype.itemsize
+        into["data"] = backend.address(array)
+        into["stride"] = [x // size if n > 1 else 0 for n, x in zip(array.shape, array.strides)]
+        into["size"] = array.shape
+    return made
 
 
 def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:

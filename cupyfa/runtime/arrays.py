@@ -146,14 +146,14 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
     """Whether a kernel can read an input as it is."""
-    shape = plan.operation.inputs[name].shape(plan.problem)
+    shape = plan.operation.inputs_of(plan.problem)[name].shape(plan.problem)
     boxed = name not in plan.boxed or can_be_boxed(array, address_of(array))
     return tuple(array.shape) == shape and _is_plain(plan, name, array) and boxed
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs with the shapes that were planned: zeros for an input without columns."""
-    known = plan.operation.inputs
+    known = plan.operation.inputs_of(plan.problem)
     shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
         name: array if tuple(array.shape) == shapes[name] else _zeros_like(array, shapes[name])

@@ -26,11 +26,12 @@ class Region(NamedTuple):
     """Memory that a launch may access: the array of one of its arguments."""
 
     name: str
-    argument: int  # which begins with the address of the array's element 0
+    argument: int  # which has the address of the array's element 0
     low: int  # bytes from there to the region
     bytes: int
     itemsize: int = 1  # bytes of an element
     constant: bool = False  # an input, which the launch only reads
+    offset: int = 0  # of the address in the argument, in bytes
 
 
 class Mapped(NamedTuple):

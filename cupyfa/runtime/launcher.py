@@ -93,7 +93,7 @@ class _Launch(NamedTuple):
 
     start: Start
     values: tuple[bytes, ...]  # of the arguments, into which addresses are written
-    addresses: tuple[tuple[int, int], ...]  # (argument that begins with an address, of which array)
+    addresses: tuple[tuple[int, int, int], ...]  # (argument, bytes before the address, array)
     maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
 
 
@@ -177,19 +177,22 @@ def _launch(
     written: Set[str],
 ) -> _Launch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
-    given = [(at, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
+    given = [(at, 0, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
+    given += [
+        (at, place, name, "data") for at, x in enumerate(step.arguments) for name, place in x.arrays
+    ]
     regions = []
-    for name, at in {name: at for at, name, _ in given}.items():
+    for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
         low, high = extent(arrays[name])
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
-        regions.append(Region(name, at, low, high - low, itemsize, constant))
+        regions.append(Region(name, at, low, high - low, itemsize, constant, inside))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,
-        tuple((at, place[name]) for at, name, form in given if form != "map"),
+        tuple((at, inside, place[name]) for at, inside, name, form in given if form != "map"),
         tuple(
             (at, place[name], mapped(backend, step, name, arrays[name]))
-            for at, name, form in given
+            for at, _, name, form in given
             if form == "map"
         ),
     )
@@ -222,7 +225,7 @@ class _Arguments:
             ctypes.memmove(base + _WORD * start, value, len(value))
         self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
         self.start, self.pointers = launch.start, ctypes.addressof(self._table)
-        self._slots = [(starts[at], array) for at, array in launch.addresses]
+        self._slots = [(starts[at] + x // _WORD, array) for at, x, array in launch.addresses]
         self._maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
         self._backend, self._encoded = backend, list[Any]()
 

@@ -112,7 +112,7 @@ class Prepared:
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         self._views = {
             name: partial(_reshaped, plan.arrays[name][0])
-            if name in own
+            if name in own or name.startswith("mods.")
             else partial(viewed, plan.problem, layout, axes)
             for name, axes in operation.axes_of(plan.problem).items()
         }
@@ -121,8 +121,9 @@ class Prepared:
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
         self._repeats = Repeats(backend)
         p, seen = plan.problem, self._seen(inputs)
+        known = operation.inputs_of(p)
         self._without_columns = any(
-            tuple(x.shape) != operation.inputs[name].shape(p) for name, x in seen.items()
+            tuple(x.shape) != known[name].shape(p) for name, x in seen.items()
         )
         self._owned = backend.owns(next(iter(inputs.values())))
         self._launcher = self._made_launcher(inputs) if self._owned else None

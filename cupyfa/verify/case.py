@@ -84,7 +84,12 @@ class Case:
         }
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        made = arranged({name: arrays[name] for name in inputs}, self.layout)
+        read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
+        made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
+        made |= {
+            name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
+            for name, x in read.items()
+        }
         return self.completed(made, kernel) if kernel else made
 
     def completed(

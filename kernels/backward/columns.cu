@@ -33,7 +33,7 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
   Shared& shared = shared_memory<Shared>();
   const Place at = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int M = extent.M, N = extent.N;
   const Scorer<real> scorer = {scale, mods};
   const int first = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
@@ -45,7 +45,7 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int first_row = first; first_row < end; first_row += Br) {
-      const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+      const TilePair<Br, Bc> pair = {extent.of_head(head), first_row, first_key};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is there

@@ -17,7 +17,7 @@ extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<scalar> dQ, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, {scale, mods}, batch, head / group};
   const QuerySums<Br, d, dv> in = {repair, dQ_sum, dQ};

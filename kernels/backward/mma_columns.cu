@@ -135,7 +135,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   Shared& shared = shared_memory<Shared>();
   const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
   const int first_key = tile * Bc;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const Scorer<float> scorer = {scale, mods};
   const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
@@ -156,7 +156,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     __syncthreads();  // the tiles are there
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
-    const TilePair<Br, Bc> pair = {extent, walk.first_row, first_key};
+    const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
     const int head = walk.head;
     if (first_key + Bc <= extent.N && pair.sees_all())
       step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);

@@ -84,7 +84,8 @@ __device__ void repair(Tensor<scalar> gradient, const operand* left, Tensor<cons
       const Head rows = round.of(left, local);
 #pragma unroll 1
       for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
-        if (*lse.row(head / heads, head % heads, row) == -infinity || !extent.sees(row, key))
+        if (*lse.row(head / heads, head % heads, row) == -infinity ||
+            !extent.of_head(head % heads).sees(row, key))
           continue;
         sum += float(rows.row<1>(row)[key - round.first_key]) *
                float(right.row(head / heads, head % heads, row)[col]);
@@ -139,7 +140,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_col
   const int key_tiles = max(cdiv(min(sizes.N - first_key, stride), Br), 1);
   const auto [tile, key_tile, kv_head] = place(blockIdx.x, tiles, key_tiles);
   const int key = first_key + key_tile * Br;
-  const Extent extent = extent_of(sizes, (first_head + kv_head * group) / heads);
+  const Extent extent = extent_of(sizes, mods, (first_head + kv_head * group) / heads, 0);
   const Round round = {first_head, first_key, stride, extent.M};
   const bool of_values = tile < value_tiles;
   if constexpr (d == dv) {

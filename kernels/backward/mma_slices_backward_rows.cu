@@ -74,9 +74,11 @@ __device__ void repair(float* dQ_sum, Tensor<scalar> dQ, const Head& dS, Tensor<
     if (row < extent.M && col < d && *lse.row(batch, head, row) != -infinity) {
       const int end = min(extent.kv_end(row), round.first_key + round.stride);
 #pragma unroll 1
-      for (int key = max(extent.kv_begin(row), round.first_key); key < end; ++key)
+      for (int key = max(extent.kv_begin(row), round.first_key); key < end; ++key) {
+        if (!extent.shown(row, key)) continue;
         sum +=
             float(dS.row<1>(row)[key - round.first_key]) * float(K.row(batch, kv_head, key)[col]);
+      }
     }
     if (!last)
       *kept = sum;
@@ -93,7 +95,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const auto [tile, row_tile, local_head] =
       place(blockIdx.x, cdiv(d, tile_cols), cdiv(sizes.M, Br));
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const int M = extent.M, N = extent.N;
   const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // the longest of a causal mask first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;

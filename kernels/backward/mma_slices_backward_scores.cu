@@ -69,14 +69,18 @@ __device__ __forceinline__ void multiply_slices(Ring<Source, Stage, stages>& rin
 
 // The keys of the tile that a row sees.
 struct RowMask {
-  int first, end;  // from the tile's first key on
+  const TilePair<Br, Bc>& pair;
+  int row, first, end;  // from the tile's first key on
 
-  __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) {
+  __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) : pair(pair), row(row) {
     const int key = opaque(pair.first_key);  // the mask takes no registers before
     first = pair.extent.kv_begin(pair.first_row + row) - key;
     end = pair.extent.kv_end(pair.first_row + row) - key;
   }
-  __device__ __forceinline__ bool sees(int col) const { return col >= first && col < end; }
+  __device__ __forceinline__ bool sees(int col) const {
+    return col >= first && col < end &&
+           pair.extent.shown(pair.first_row + row, pair.first_key + col);
+  }
 };
 
 // S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked.
@@ -92,9 +96,10 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
 #pragma unroll
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const auto [exponent, slope] = scorer.exponent_with_slope(x);
+      const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
-      if (masked && !mask.sees(own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2)) x = 0;
+      if (masked && !mask.sees(key + more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
     }
@@ -148,7 +153,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   const int tiles = max(row_tiles * key_tiles, 1);
   const int local_head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   const int M = extent.M, N = extent.N;
   const int first_row = tile % row_tiles * Br, col = tile / row_tiles * Bc;

@@ -106,7 +106,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   const int row_tiles = cdiv(sizes.M, Br);
   const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
   const int first_row = (row_tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   const RowTile rows = row_tile<Br, Bc>(extent, first_row, head, batch);
   const int lane = threadIdx.x % warp_size;

@@ -31,7 +31,7 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
   const Place at = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int batch = at.batch, head = at.head, kv_head = head / group;
   const int first_row = at.tile * Br;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const int M = extent.M, N = extent.N;
   const Scorer<real> scorer = {scale, mods};
   const auto keys = row_tile<Br, Bc>(extent, first_row, head, batch);

@@ -17,7 +17,7 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
     Tensor<const real> S, Tensor<const real> dP, Tensor<const real> lse, Tensor<const real> delta,
     Tensor<scalar> P, Tensor<scalar> dS, Sizes sizes, int heads, Mods mods) {
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {1, mods};  // S has taken the scale already
   const real *row_S = S.row(batch, head, row), *row_dP = dP.row(batch, head, row);
   scalar *row_P = P.row(batch, head, row), *row_dS = dS.row(batch, head, row);
@@ -25,7 +25,7 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
 
   for (int col = threadIdx.x; col < extent.N; col += threads) {
     const bool counts = row_lse != -infinity && extent.sees(row, col);
-    const auto [score, slope] = scorer.with_slope(row_S[col]);
+    const auto [score, slope] = scorer.with_slope(row_S[col], extent, row, col);
     const real p = counts ? exp(score - row_lse) : real(0);
     row_P[col] = scalar(p);
     row_dS[col] = scalar(counts ? score_gradient(p, row_dP[col] - row_delta, slope) : real(0));

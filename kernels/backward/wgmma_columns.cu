@@ -139,7 +139,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, kv_heads, group, heads);
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -159,8 +159,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     shared.K_pipeline.wait();
     shared.V_pipeline.wait();
   }
-  task.for_tiles(
-      [&](int, int row, long long) { consumer.advance({task.extent, row, task.first_key}); });
+  task.for_tiles([&](int head, int row, long long) {
+    consumer.advance({task.extent.of_head(head), row, task.first_key});
+  });
 
   const StatsOfTiles<Br> stats = {row_sums, task.batch, heads, task.extent.M};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {

@@ -132,7 +132,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, kv_heads, group, heads);
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -149,8 +149,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   if (warpgroup == of_dV) {
     ValueConsumer values(shared, scorer);
     if (any) shared.K_pipeline.wait();
-    task.for_tiles(
-        [&](int, int row, long long) { values.advance({task.extent, row, task.first_key}); });
+    task.for_tiles([&](int head, int row, long long) {
+      values.advance({task.extent.of_head(head), row, task.first_key});
+    });
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);

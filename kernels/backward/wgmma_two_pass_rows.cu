@@ -68,7 +68,8 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const int more = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
-    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down);
+    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down) &&
+                      extent.shown(key - distance + down, key + more);
     if (!seen) P[i] = 0;
   }
 }
@@ -78,9 +79,12 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
   Sums<Bk> slopes;
+  const int own_key = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
-    const auto [exponent, slope] = scorer.exponent_with_slope(S[i]);
+    const Index row = index_of<true>(rows.first, i / 2 % 2 * 8, extent.M);
+    const Index key = index_of<true>(own_key, i / 4 * 8 + i % 2, extent.N);
+    const auto [exponent, slope] = scorer.exponent_with_slope(S[i], extent, row, key);
     S[i] = exp2f(exponent - rows.lse2[i / 2 % 2]);
     slopes[i] = slope;
   }
@@ -134,7 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   __syncthreads();
   const int row_tiles = cdiv(sizes.M, own_rows);
   const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const RowTile task =

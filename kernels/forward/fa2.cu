@@ -39,10 +39,10 @@ __device__ void load_row(scalar (&tile)[width], Tensor<const scalar> tensor, int
   }
 }
 
-// Computes this thread's row of S in whole groups; returns the maximum from first_seen to end_seen.
-__device__ real scores(Shared& shared, int first_seen, int end_seen, const Scorer<real>& scorer) {
+// Computes this thread's row of S in whole groups; returns the maximum from seen.first to seen.end.
+__device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
   real largest = -infinity;
-  for (int first = first_seen / keys_together * keys_together; first < end_seen;
+  for (int first = seen.first / keys_together * keys_together; first < seen.end;
        first += keys_together) {
     real dots[keys_together] = {};
 #pragma unroll 4
@@ -53,19 +53,18 @@ __device__ real scores(Shared& shared, int first_seen, int end_seen, const Score
     }
 #pragma unroll
     for (int i = 0; i < keys_together; ++i) {
-      const real score = scorer(dots[i]);
+      const real score = scorer(dots[i], seen.extent, seen.row, seen.first_key + first + i);
       shared.S[first + i][threadIdx.x] = score;
-      if (first + i >= first_seen && first + i < end_seen) largest = fmax(largest, score);
+      if (first + i >= seen.first && first + i < seen.end) largest = fmax(largest, score);
     }
   }
   return largest;
 }
 
 // Turns this thread's row of S into P = exp(S - maximum); returns its sum.
-__device__ real exponentiate(Shared& shared, int first_seen, int end_seen,
-                             const OnlineSoftmax& softmax) {
+__device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftmax& softmax) {
   real sum = 0;
-  for (int key = first_seen; key < end_seen; ++key) {
+  for (int key = seen.first; key < seen.end; ++key) {
     const real p = softmax.p(shared.S[key][threadIdx.x]);
     shared.S[key][threadIdx.x] = p;
     sum += p;
@@ -75,12 +74,13 @@ __device__ real exponentiate(Shared& shared, int first_seen, int end_seen,
 
 // Computes `cols` columns of this thread's row of O = O * factor + P V.
 template <int cols>
-__device__ void accumulate(Shared& shared, int first, int first_seen, int end_seen, real factor) {
+__device__ void accumulate(Shared& shared, int first, const Seen& seen, real factor) {
   real sums[cols];
 #pragma unroll
   for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
 #pragma unroll 4
-  for (int key = first_seen; key < end_seen; ++key) {
+  for (int key = seen.first; key < seen.end; ++key) {
+    if (!seen.shows(key)) continue;
     const real p = shared.S[key][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.V[key][first + i]);
@@ -89,12 +89,12 @@ __device__ void accumulate(Shared& shared, int first, int first_seen, int end_se
   for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
 }
 
-__device__ void accumulate_row(Shared& shared, int first_seen, int end_seen, real factor) {
+__device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
-    accumulate<cols_together>(shared, first, first_seen, end_seen, factor);
+    accumulate<cols_together>(shared, first, seen, factor);
   }
   constexpr int rest = dv % cols_together;
-  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, first_seen, end_seen, factor);
+  if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, seen, factor);
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2(
@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
 
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
     const auto [tile, head, batch] = place(index, tiles, heads);
-    const Extent extent = extent_of(sizes, batch);
+    const Extent extent = extent_of(sizes, mods, batch, head);
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
@@ -123,11 +123,10 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
       }
       __syncthreads();  // K and V are there
 
-      const int first_seen = extent.first_in_tile(row, first_key);
-      const int end_seen = row < M ? extent.end_in_tile(row, first_key, Bc) : 0;
-      const real factor = softmax.raise(scores(shared, first_seen, end_seen, scorer));
-      softmax.sum += exponentiate(shared, first_seen, end_seen, softmax);
-      accumulate_row(shared, first_seen, end_seen, factor);
+      const Seen seen = seen_in_tile(extent, row, first_key, Bc);
+      const real factor = softmax.raise(scores(shared, seen, scorer));
+      softmax.sum += exponentiate(shared, seen, softmax);
+      accumulate_row(shared, seen, factor);
     }
 
     if (row < M) {

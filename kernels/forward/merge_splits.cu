@@ -73,8 +73,8 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   sum = 0;
   for (int i = 0; i < warps; ++i) sum += shared.sum[i];
   const float inverse = sum == 0 ? 0.0f : 1 / sum;
-  const Extent extent = extent_of(sizes, batch);
-  const bool sees_key = extent.kv_begin(row) < extent.kv_end(row);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  const bool sees_key = extent.kv_begin(row) < extent.kv_end(row) && !(has_texts && sum == 0);
   bool wrong = !(sum < infinity) || (sees_key && is_huge(maximum));
   scalar* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {

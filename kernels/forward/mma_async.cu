@@ -113,7 +113,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   const auto [index, head, batch] = place(blockIdx.x, tiles, heads);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const int kv_head = head / group;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {scale, mods};
   // The longest rows of a causal mask come first.
   const RowTile tile = row_tile<Br, Bc>(extent, (tiles - 1 - index) * Br, head, batch);
@@ -135,7 +135,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     cp_async_commit_group();
     Fragments<Wr, Bc> S = {};
     multiply_scores(shared.Q, shared.K[buffer], S, own_row, lane);
-    scorer.apply(S);
+    scorer.apply(S, rows, first_key);
     if (extent.is_masked(tile.row, Br, first_key, Bc))
       rescale<true>(S, sums, rows, first_key, lane);
     else

@@ -297,7 +297,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
   const bool out_aligned = is_aligned(O);
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {scale, mods};
   const RowTile tile = row_tile<Br, Bc>(extent, first_row, head, batch);
   const int start = tile.kv_begin;
@@ -326,7 +326,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         if (own.used && key + own.col_warp * Wc < keys) multiply_scores(current, S, own);
         stream.done(shared);
       }
-      scorer.apply(S);
+      scorer.apply(S, rows, first_key + key + own.col_warp * Wc);
       if (extent.is_masked(first_row, Br, first_key + key, Bc))
         softmax<true>(shared, S, rows, first_key, key, own);
       else

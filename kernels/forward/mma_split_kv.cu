@@ -84,7 +84,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (!seen) return;
   Fragments<Wr, Bc> S = {};
   multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
-  task.scorer.apply(S);
+  task.scorer.apply(S, rows, first_key);
   rescale<masked>(S, O, rows, first_key, task.lane);
   multiply_output(shared.V[buffer], S, O, rows, task.lane);
 }
@@ -126,7 +126,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);

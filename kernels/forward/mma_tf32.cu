@@ -128,7 +128,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     cp_async_commit_group();
   }
   if (seen) {
-    task.scorer.apply(S);
+    task.scorer.apply(S, rows, first_key);
     rescale<masked>(S, O, rows, first_key, task.lane);
     multiply_output(shared.V[buffer], S, O, rows, task.lane);
   }
@@ -175,7 +175,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
   const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);

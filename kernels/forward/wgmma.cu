@@ -77,8 +77,8 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
-                      scorer.scale2());
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+                      extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
   // Begins the scores of the next tile of keys.
@@ -102,7 +102,7 @@ struct Consumer {
   // S becomes P in float; O is rescaled.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S);
+    scorer.apply(S, rows, first_key);
     if (rows.extent.is_masked(task.row, Br, first_key, Bc))
       rescale<true>(S, O, rows, first_key, lane);
     else

@@ -129,8 +129,8 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
-                      scorer.scale2());
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+                      extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
   // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
@@ -156,12 +156,12 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    if constexpr (has_score_mod) {  // a modification takes the products of Q and K themselves
+    if constexpr (has_score_text) {  // a modification takes the products of Q and K themselves
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
       rows.scale2 = scales.of_scores(units.K);
     }
-    scorer.apply(S);
+    scorer.apply(S, rows, first_key);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
                      : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);

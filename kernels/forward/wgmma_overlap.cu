@@ -79,8 +79,8 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4, extent_of(sizes, task.batch),
-                      scorer.scale2());
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+                      extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
   // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
@@ -106,7 +106,7 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S);
+    scorer.apply(S, rows, first_key);
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);

@@ -261,8 +261,8 @@ struct Consumer {
       Fragments<step, Bc> S = {};
       float factor[1][2];
       multiply_scores(slices, S, warpgroup);
-      scorer.apply(S);
       const int first_key = keys.first_key + tile * Bc;
+      scorer.apply(S, rows, first_key);
       const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                              ? raise_maxima<true, slack, true>(S, rows, first_key, lane, factor)
                              : raise_maxima<false, slack, true>(S, rows, first_key, lane, factor);
@@ -316,7 +316,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
     const RowTile task = task_at(index, sizes, heads);
-    Rows<step> rows(task.row + own_row, extent_of(sizes, task.batch), scorer.scale2());
+    Rows<step> rows(task.row + own_row, extent_of(sizes, mods, task.batch, task.head),
+                    scorer.scale2());
     bool repair = false;
 #pragma unroll 1
     for (int first_key = task.kv_begin; first_key == task.kv_begin || first_key < task.kv_end;

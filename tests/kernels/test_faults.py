@@ -185,12 +185,12 @@ RESULTS = {
     "lse in base 2": ("= softmax.lse();", "= softmax.lse() * 1.44269504f;"),
     "unwritten lse": ("*lse.row(batch, head, row) = softmax.lse();", ""),
     "last key dropped": (
-        "extent.end_in_tile(row, first_key, Bc) : 0",
-        "extent.end_in_tile(row, first_key, Bc) - (first_key + Bc >= N) : 0",
+        "const Seen seen = seen_in_tile(extent, row, first_key, Bc);",
+        "Seen seen = seen_in_tile(extent, row, first_key, Bc);\nseen.end -= first_key + Bc >= N;",
     ),
     "mask off by one": (
-        "extent.end_in_tile(row, first_key, Bc) : 0",
-        "extent.end_in_tile(row - 1, first_key, Bc) : 0",
+        "seen_in_tile(extent, row, first_key, Bc)",
+        "seen_in_tile(extent, row - 1, first_key, Bc)",
     ),
     "scale forgotten": ("= {scale, mods};", "= {real(1), mods};"),
     "old sums not rescaled": ("first + i] * factor;", "first + i];"),

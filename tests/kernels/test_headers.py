@@ -12,8 +12,10 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
-    "extent.cuh": {"causal", "windowed"},
-    "score.cuh": {"has_softcap", "positive_scale"},
+    "place.cuh": {"has_score_text", "has_mask_text"},
+    "texts.cuh": {"unit_slope"},
+    "extent.cuh": {"causal", "windowed", "has_mask_text"},
+    "score.cuh": {"has_score_text", "positive_scale"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

@@ -195,8 +195,8 @@ def test_fully_masked_tiles_are_skipped(tmp_path, kernel):
 
 
 FAULTS = {
-    "one key too many": ("fa2", ("first_in_tile(row,", "first_in_tile(row - 1,")),
-    "one key too few": ("fa2", ("first_in_tile(row,", "first_in_tile(row + 1,")),
+    "one key too many": ("fa2", ("seen_in_tile(extent, row,", "seen_in_tile(extent, row - 1,")),
+    "one key too few": ("fa2", ("seen_in_tile(extent, row,", "seen_in_tile(extent, row + 1,")),
     "a tile too few": (
         "mma_pipelined",
         ("kv_begin(first_query) / Bc * Bc;", "kv_begin(first_query) / Bc * Bc + Bc;"),

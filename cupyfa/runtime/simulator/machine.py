@@ -132,13 +132,13 @@ def starter(
     request.region_count = len(regions)
     named = (_Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant) for x in regions)
     fixed = (_Region * len(regions))(*named)
-    places = [(x.argument, x.low) for x in regions]
+    places = [(x.argument, x.offset, x.low) for x in regions]
 
     def start(stream: Any, pointers: int, extra: int) -> None:
         here = (_Region * len(places)).from_buffer_copy(fixed)
         table = (number * len(sizes)).from_address(pointers)
-        for region, (argument, low) in zip(here, places):
-            region.address = number.from_address(table[argument]).value + low
+        for region, (argument, offset, low) in zip(here, places):
+            region.address = number.from_address(table[argument] + offset).value + low
         mine = _Request.from_buffer_copy(request)
         mine.arguments, mine.regions, report = pointers, here, _Report()
         failed = _interruptible(

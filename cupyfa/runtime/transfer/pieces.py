@@ -55,8 +55,8 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
 
     Only batch and heads are cut for that, and rows where every array has them. A piece that still
     needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it. A kernel
-    with arrays or a reference of its own gets the whole problem: what it computes from the number
-    of a row or head is not known.
+    with arrays or a reference of its own gets the whole problem, and so do texts that name places:
+    what they compute from the number of a row or head is not known.
     """
     p, operation = plan.problem, plan.operation
     axes = [x.split() for x in operation.axes_of(p).values()]
@@ -83,7 +83,7 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
         return cdiv(total, cdiv(total, found)) if total else 1
 
     b, h, m, n = p.batch, p.kv_heads, p.M, p.N
-    if not plan.kernel.is_plain:
+    if not plan.kernel.is_plain or p.modifiers.names_place:
         if needed(plan) > most:
             raise too_large("all of it", needed(plan))
         return [Piece(*map(range, (b, h, m, n)))]

@@ -73,7 +73,8 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
 #pragma unroll
     for (int n = 0; n < count; ++n) {
       const bool counts = shared.lse[row] != -infinity && pair.sees(row, key + n);
-      const auto [score, slope] = scorer.with_slope(dots[n]);
+      const auto [score, slope] =
+          scorer.with_slope(dots[n], pair.extent, pair.row(row), pair.template key<true>(key, n));
       const real p = counts ? exp(score - shared.lse[row]) : real(0);
       shared.P[row][key + n] = p;
       shared.dS[row][key + n] =

@@ -19,10 +19,10 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const int key = own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      const auto [exponent, slope] = scorer.exponent_with_slope(x);
+      const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
-      if (masked && !pair.sees(row, key)) x = 0;
+      if (masked && !pair.sees(row, key + more)) x = 0;
       PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, 1.0f, slope);
     }
   }

@@ -26,11 +26,11 @@ struct KeyTile {
 };
 
 template <int Br, int Bc>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, int kv_heads, int group,
-                                                    int heads) {
+__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
+                                                    int kv_heads, int group, int heads) {
   // With a causal mask the first keys have the most rows.
   const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
-  const Extent extent = extent_of(sizes, batch);
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
   return {extent, first_key, kv_head, batch, first_row, end_row, group, heads};
@@ -54,12 +54,14 @@ struct Own {
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
                                             const Scorer<float>& scorer,
                                             const TilePair<Br, Bc>& pair) const {
+    const int own_row = has_texts ? row() : 0, own_key = has_texts ? key() : 0;
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const auto [exponent, slope] = scorer.exponent_with_slope(S[n * 4 + e]);
+        const auto [exponent, slope] = scorer.exponent_with_slope<true>(
+            S[n * 4 + e], pair, own_row + n * 8 + e % 2, own_key, e / 2 * 8);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
         PS[n * 4 + e] = slope;
       }
@@ -80,7 +82,7 @@ struct Own {
     for (int i = 0; i < Br / 2; ++i) {
       const int more = i / 2 % 2 * 8, down = i / 4 * 8 + i % 2;
       const bool seen = first + more < extent.N && extent.sees_distance(distance + more - down);
-      if (!seen) P[i] = 0;
+      if (!seen || !extent.shown(first - distance + down, first + more)) P[i] = 0;
     }
   }
 

@@ -57,7 +57,8 @@ struct alignas(16) Repair {
       product += float(q[j]) * float(k[j]);
     for (int j = threadIdx.x % warp_size; j < dv; j += warp_size)
       dP += float(grad[j]) * float(v[j]);
-    const auto [score, slope] = scorer.with_slope(warp_sum(product));
+    const auto [score, slope] =
+        scorer.with_slope(warp_sum(product), extent.of_head(head), row, key);
     const float p = exp2f(score * log2e - own.lse2);
     return {p, score_gradient(p, warp_sum(dP) - own.delta, slope)};
   }
@@ -70,7 +71,8 @@ struct alignas(16) Repair {
       RowSum<width> sum(col, min(d, col_end));
       const int last = own.sees_keys() ? extent.kv_end(row) : 0;
       for (int key = extent.kv_begin(row); key < last; ++key)
-        sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
+        if (extent.of_head(head).shown(row, key))
+          sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
       sum.store(dQ.row(batch, head, row), scorer.scale);
     }
   }
@@ -83,7 +85,7 @@ struct alignas(16) Repair {
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
           const RowStats own = stats(head, row);
-          if (!own.sees_keys() || !extent.sees(row, key)) continue;
+          if (!own.sees_keys() || !extent.of_head(head).sees(row, key)) continue;
           const Pair made = pair(head, row, key, own);
           sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));
         }

@@ -15,6 +15,7 @@
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
+#include <attention/place.cuh>
 #include <tile/math.cuh>
 
 // -------------------------------------------------------------------------------------------------
@@ -134,16 +135,6 @@ struct Dual {
   }
 };
 using Real = Dual<0>;
-
-// A position. `more` is what differs from element to element of a thread, a constant of an unrolled
-// loop. So `base` is the same in a tile, and its conversion to a number, which has an eighth of the
-// throughput of an addition, is made once; and `more` becomes the immediate offset of a load.
-struct Index {
-  int base, more;
-
-  __device__ __forceinline__ Index(int base, int more = 0) : base(base), more(more) {}
-  __device__ __forceinline__ operator int() const { return base + more; }
-};
 
 // A whole number that was computed from positions, and the same as a number: whichever of the two
 // is not needed costs nothing. The number is exact below 2^24 in float.

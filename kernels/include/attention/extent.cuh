@@ -7,11 +7,12 @@
 //  - types: scalar, that of the tensors; real, that of sums and lse (float; double for float64);
 //    operand, what tensor cores multiply (scalar, or the type to which it is rounded);
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
-//  - options: causal and windowed here; positive_scale, has_softcap and struct Mods in score.cuh.
+//  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
 
+#include <attention/place.cuh>
 #include <tile/math.cuh>
 
-constexpr bool has_mask = causal || windowed;
+constexpr bool has_mask = causal || windowed || has_mask_text;
 
 // What the host passes, the argument `sizes` of a record.
 struct Sizes {
@@ -22,8 +23,20 @@ struct Sizes {
                       // the left
 };
 
-struct Extent {
+struct Extent : Seat<has_texts> {
   int M, N, causal_offset, window_offset;
+
+  // The same for a head of the batch element. Without texts no copy is made.
+  template <bool used = has_texts>
+  __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
+    if constexpr (used) {
+      Extent extent = *this;
+      extent.move_to(head);
+      return extent;
+    } else {
+      return (*this);
+    }
+  }
 
   __device__ __forceinline__ int kv_end(int row) const {
     if constexpr (causal) return max(0, min(N, row + causal_offset + 1));
@@ -35,9 +48,14 @@ struct Extent {
     return 0;
   }
 
-  // The mask of one pair. A key left of the window makes `inside` negative: as unsigned, it is
-  // larger than any distance in the window, so one comparison checks both ends.
-  __device__ __forceinline__ bool sees(int row, int key) const {
+  // The mask of one pair.
+  __device__ __forceinline__ bool sees(int row, int key, int more = 0) const {
+    return in_reach(row, key) && shown(row, key, more);
+  }
+
+  // What causal masks and windows say. A key left of the window makes `inside` negative: as
+  // unsigned, it is larger than any distance in the window, so one comparison checks both ends.
+  __device__ __forceinline__ bool in_reach(int row, int key) const {
     if constexpr (windowed) {
       const int inside = key - row - window_offset;
       return key < N &&
@@ -46,7 +64,13 @@ struct Extent {
     return key < kv_end(row);
   }
 
-  // The same for a key that exists, by its distance from the row's number.
+  // What the text of a mask says, of a pair in reach or not.
+  __device__ __forceinline__ bool shown(int row, int key, int more = 0) const {
+    if constexpr (has_mask_text) return shows(row, key, more);
+    return true;
+  }
+
+  // in_reach() for a key that exists, by its distance from the row's number.
   __device__ __forceinline__ bool sees_distance(int distance) const {
     return (!causal || distance <= causal_offset) && (!windowed || distance >= window_offset);
   }
@@ -55,18 +79,10 @@ struct Extent {
   // (The last row decides at the left end of a window, the first one at the right end.)
   __device__ __forceinline__ bool is_masked(int first_row, int rows, int first_key,
                                             int keys) const {
+    if constexpr (has_mask_text) return true;
     if constexpr (!windowed) return first_key + keys > kv_end(first_row);
     return first_key + keys > kv_end(first_row) ||
            first_key < kv_begin(min(first_row + rows, M) - 1);
-  }
-
-  // Of a tile of keys, a row sees first_in_tile … end_in_tile - 1, counted from the tile's first.
-  __device__ __forceinline__ int first_in_tile(int row, int first_key) const {
-    if constexpr (windowed) return max(0, kv_begin(row) - first_key);
-    return 0;
-  }
-  __device__ __forceinline__ int end_in_tile(int row, int first_key, int keys) const {
-    return max(0, min(keys, kv_end(row) - first_key));
   }
 
   // The rows that see a key of first_key … first_key + keys - 1: row_begin … row_end - 1.
@@ -84,7 +100,33 @@ struct Extent {
 
 // The geometry of a batch element; every kernel takes its sizes from here.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
-  return {sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+  return {{}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+}
+
+// The same of one head, whose texts may be read.
+__device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
+                                            int head) {
+  Extent extent = extent_of(sizes, batch);
+  extent.take(batch, head, sizes.M, sizes.N, mods);
+  return extent;
+}
+
+// Of a tile of keys a row sees `first` … `end` - 1, counted from the tile's first, without those
+// that the text of a mask hides. A row past the end sees none.
+struct Seen {
+  Extent extent;
+  int row, first_key, first, end;
+
+  __device__ __forceinline__ bool shows(int key) const {
+    return extent.shown(row, first_key + key);
+  }
+};
+
+__device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int first_key,
+                                             int keys) {
+  const int first = windowed ? max(0, extent.kv_begin(row) - first_key) : 0;
+  const int end = row < extent.M ? max(0, min(keys, extent.kv_end(row) - first_key)) : 0;
+  return {extent, row, first_key, first, end};
 }
 
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
@@ -115,9 +157,19 @@ struct TilePair {
     return extent.sees(first_row + row, first_key + key);
   }
 
+  // The numbers of a row and a key, for texts.
+  __device__ __forceinline__ Index row(int row, int more = 0) const {
+    return index_of<true>(first_row + row, more, extent.M);
+  }
+  template <bool at_end>
+  __device__ __forceinline__ Index key(int key, int more) const {
+    return index_of<at_end>(first_key + key, more, extent.N);
+  }
+
   // Whether every row sees every key, of those that exist.
   __device__ __forceinline__ bool sees_all() const {
     if constexpr (!has_mask) return true;
+    if constexpr (has_mask_text) return false;
     const int last_row = min(first_row + rows, extent.M) - 1;
     return extent.kv_end(first_row) >= min(first_key + keys, extent.N) &&
            extent.kv_begin(last_row) <= first_key;

@@ -15,7 +15,8 @@ __device__ __forceinline__ bool is_huge(float maximum) {
   return !(fabs(maximum) < float(1 << 26));
 }
 
-// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right.
+// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right,
+// and where texts may hide all keys, those whose sum is 0.
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
@@ -24,7 +25,9 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
-    wrong |= sees_key && is_huge(rows.maximum[i / 2][i % 2]);
+    const float maximum = rows.maximum[i / 2][i % 2];
+    if (has_texts && maximum == -largest_float && rows.sum[i / 2][i % 2] == 0) continue;
+    wrong |= sees_key && is_huge(maximum);
   }
   return wrong;
 }
@@ -58,10 +61,11 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     float maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
+      if (!extent.shown(query, key)) continue;
       const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key) + first_col;
       float product = 0;
       for (int j = lane; j < d; j += warp_size) product += float(q[j]) * float(k[j]);
-      const float x = scorer.applied(warp_sum(product)), before = maximum;
+      const float x = scorer.applied(warp_sum(product), extent, query, key), before = maximum;
       maximum = fmax(maximum, x);
       const float origin = maximum == -infinity ? 0.0f : maximum;
       const float factor = exp2f((before - origin) * scale2), p = exp2f((x - origin) * scale2);
@@ -95,9 +99,10 @@ __device__ void repair_rows(Tensor<const T> Q, Tensor<const T> K, Tensor<const T
   const int first = __shfl_sync(full_warp, rows.first, 0);
   for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
     const int query = row / pack_gqa, own = head * pack_gqa + row % pack_gqa;
+    const Extent& extent = rows.extent.of_head(own);
     if constexpr (by_call)
-      call_repair_row<d, dv>(Q, K, V, O, lse, rows.extent, query, batch, own, kv_head, scorer);
+      call_repair_row<d, dv>(Q, K, V, O, lse, extent, query, batch, own, kv_head, scorer);
     else
-      repair_row<d, dv>(Q, K, V, O, lse, rows.extent, query, batch, own, kv_head, scorer);
+      repair_row<d, dv>(Q, K, V, O, lse, extent, query, batch, own, kv_head, scorer);
   }
 }

@@ -16,6 +16,7 @@ using Fragments = float[rows / step][columns / 8][4];
 // pack_gqa heads that share K and V, its row r is query r / pack_gqa of head r % pack_gqa.
 template <int Wr, int pack_gqa = 1>
 struct Rows {
+  static constexpr int heads = pack_gqa;
   int first;  // the lane's first row
   Extent extent;
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
@@ -28,8 +29,13 @@ struct Rows {
   __device__ __forceinline__ int row(int i, int half) const {
     return opaque(first) + i * step + half * 8;
   }
+  // The same for texts, whose arrays end with the rows.
+  __device__ __forceinline__ int existing(int i, int half) const {
+    return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
+  }
   __device__ __forceinline__ bool sees(int i, int half, int key) const {
-    return extent.sees(row(i, half) / pack_gqa, key);
+    const int own = row(i, half);
+    return extent.sees(own / pack_gqa, key, own % pack_gqa);
   }
   __device__ __forceinline__ void scale(const float (&factor)[Wr / step][2]) {
 #pragma unroll

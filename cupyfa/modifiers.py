@@ -1,0 +1,219 @@
+"""What changes or hides the scores of a problem: texts, and the arrays and numbers they read.
+
+Softcap, ALiBi slopes, a bias and a mask are texts too, which are written here. So kernels, the
+reference and its bounds know expressions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+from cupyfa.expressions import KNOWN, Captured, Expression
+from cupyfa.options import AttentionOptions
+
+ALIBI, BIAS, MASK = "alibi_slopes", "bias", "mask"
+OWN_ARRAYS = (ALIBI, BIAS, MASK)  # arguments of calls that are arrays
+_AXES = ("batch", "head", "query", "key")
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+_DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array or a number that a text reads; of an array the form, not the elements.
+
+    name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
+    same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    value: float | int | bool | None = None
+
+    @property
+    def captured(self) -> Captured:
+        kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
+        return Captured(self.name, kind, len(self.shape))  # type: ignore[arg-type]
+
+    @property
+    def is_array(self) -> bool:
+        return self.value is None
+
+    @property
+    def input(self) -> str:
+        """What the inputs of operations call it."""
+        return f"mods.{self.name}"
+
+
+@dataclass(frozen=True)
+class Modifiers:
+    """The texts of a problem, in the order in which they are applied.
+
+    score: give the score, each from the one before; the first from the scaled product. mask: all
+    have to be True for a pair to be seen. operands: what they read, the host's numbers included.
+    """
+
+    score: tuple[Expression, ...] = ()
+    mask: tuple[Expression, ...] = ()
+    operands: tuple[Operand, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[Operand, ...]:
+        return tuple(x for x in self.operands if x.is_array)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {x.name: x.value for x in self.operands if x.value is not None}
+
+    @property
+    def names_place(self) -> bool:
+        """Whether a pair's place decides, so that no part of a problem can stand for it."""
+        return bool(self.mask or self.arrays or any(x.positions for x in self.score))
+
+    @property
+    def features(self) -> list[str]:
+        return ["score"] * bool(self.score) + ["places"] * self.names_place
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        return {
+            "has_score_text": bool(self.score),
+            "has_mask_text": bool(self.mask),
+            "unit_slope": all(x.is_additive for x in self.score),
+        }
+
+
+NONE = Modifiers()
+
+
+@lru_cache(maxsize=256)
+def modifiers(
+    options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
+) -> Modifiers:
+    """The texts of options and arrays, checked; sizes are batch, heads, M and N.
+
+    Raises ValueError for arrays that do not fit, for names that texts do not know, and for arrays
+    that no text reads.
+    """
+    plain = options.score_mod is options.mask_mod is options.softcap is None
+    if plain and not operands:
+        return NONE
+    by_name = {x.name: x for x in operands}
+    if options.softcap is not None:
+        by_name["softcap"] = Operand("softcap", "float64", (), options.softcap)
+    for name in OWN_ARRAYS:
+        if name in by_name:
+            _check_own(by_name[name], sizes)
+    score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
+    read = {name for text in (*score, *mask) for name in text.captured}
+    for text in (*score, *mask):
+        own = OWN_ARRAYS + ("softcap",) if text.option in ("score_mod", "mask_mod") else ()
+        text.check({name: x.captured for name, x in by_name.items() if name not in own})
+    if unread := [name for name in by_name if name not in read]:
+        raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
+    if 0 in sizes:  # there is no score
+        return NONE
+    return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()))
+
+
+def _score_texts(
+    options: AttentionOptions, operands: Mapping[str, Operand]
+) -> Iterator[Expression]:
+    if options.softcap is not None:
+        yield _text("softcap", "softcap * tanh(score / softcap)")
+    if options.score_mod is not None:
+        yield options.score_mod
+    if ALIBI in operands:
+        index = "head" if len(operands[ALIBI].shape) == 1 else "batch, head"
+        yield _text(ALIBI, f"score - {ALIBI}[{index}] * abs(position - key)")
+    if BIAS in operands:
+        yield _text(BIAS, f"score + {BIAS}[{_index(operands[BIAS])}]")
+
+
+def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> Iterator[Expression]:
+    if MASK in operands:
+        yield _text(MASK, f"{MASK}[{_index(operands[MASK])}]")
+    if options.mask_mod is not None:
+        yield options.mask_mod
+
+
+_text = lru_cache(maxsize=64)(Expression.of)
+
+
+def _index(operand: Operand) -> str:
+    """The indices of a pair; 0 where the same elements serve a whole axis."""
+    return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, operand.shape))
+
+
+def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
+    name, shape, kind = operand.name, operand.shape, operand.captured.kind
+    batch, heads, *_ = sizes
+    if name == ALIBI:
+        fits = shape in ((heads,), (batch, heads))
+        wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
+    else:
+        fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
+        wanted = f"broadcastable to [batch, heads, M, N], here {sizes}"
+    if not fits:
+        raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+    if (kind == "bool") != (name == MASK) or kind == "int":
+        wanted = "of bool: True is seen" if name == MASK else "of a floating-point dtype"
+        raise TypeError(f"{name} is of {operand.dtype}; it must be {wanted}. Convert it")
+
+
+# What callers give
+
+
+def operand(name: str, given: Any) -> Operand:
+    """The form of an array, or the value of a number, that a caller gives by name.
+
+    Raises TypeError for what is neither, ValueError for a name that texts use for something else.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii():
+        raise ValueError(f"captured has {name!r}; names are words of letters, digits and _")
+    if name in KNOWN or name in (*OWN_ARRAYS, "softcap"):
+        raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
+    return of_value(name, given)
+
+
+def of_value(name: str, given: Any) -> Operand:
+    if isinstance(given, bool | np.bool_):
+        return Operand(name, "bool", (), bool(given))
+    if isinstance(given, int | np.integer):
+        return Operand(name, "int64", (), int(given))
+    if isinstance(given, float | np.floating):
+        return Operand(name, "float64", (), float(given))
+    dtype = str(getattr(given, "dtype", ""))
+    if dtype not in (*_DTYPES, *_FLOATS) or not hasattr(given, "shape"):
+        raise TypeError(
+            f"{name} is {described(given)}; give a number, or an array of bool, whole numbers or "
+            f"{', '.join(_FLOATS)}"
+        )
+    if not given.shape:
+        return of_value(name, given.item())
+    return Operand(name, dtype, tuple(map(int, given.shape)))
+
+
+def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
+    """A bias or mask as [batch, heads, M, N], where sizes of 1 serve a whole axis.
+
+    ``lead`` are the axes of q before its heads, which become the batch.
+    """
+    shape = tuple(array.shape)
+    if len(shape) < 4:
+        return array.reshape((1,) * (4 - len(shape)) + shape)
+    own = (1,) * (len(lead) - len(shape) + 3) + shape[:-3]
+    if all(n == 1 for n in own) or own == tuple(lead):
+        return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
+    raise ValueError(
+        f"{name} has shape {shape}, whose first axes must be those of q, {tuple(lead)}, or all 1; "
+        "broadcast them"
+    )

@@ -1,0 +1,142 @@
+"""The texts of a problem in C++, and struct Mods: the arrays and numbers that they read."""
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyfa.dtypes import DTYPES
+from cupyfa.expressions import Captured, Expression, cpp_name
+from cupyfa.modifiers import Modifiers, Operand
+from cupyfa.problem import Problem
+
+_ELEMENTS = {
+    **{"bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short"},
+    **{"uint16": "unsigned short", "int32": "int", "uint32": "unsigned", "int64": "long long"},
+    **{"uint64": "unsigned long long"},
+    **{name: x.scalar for name, x in DTYPES.items()},
+}
+_NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of NumPy
+_EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
+_FIRST = "first_position"  # a member: the position of query 0
+# What a text finds besides its own names.
+_PLACE = "int batch, int head, Index query, Index key, int queries, int keys"
+
+
+def header(p: Problem) -> str:
+    """What is declared above a kernel's file for the texts of a problem."""
+    found = p.modifiers
+    if not found.operands and not found.score and not found.mask:
+        return "struct Mods {};"
+    headers = {x.header for o in found.arrays if (x := DTYPES.get(o.dtype)) and x.header}
+    return "\n".join(
+        [
+            *(f"#include <{name}>" for name in sorted(headers)),
+            "#include <attention/texts.cuh>",
+            f"struct Mods {{{''.join(f' {x};' for x in _members(found))} }};",
+            *([_function(p, "score_text", found.score)] if found.score else []),
+            *([_function(p, "mask_text", found.mask)] if found.mask else []),
+        ]
+    )
+
+
+def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """struct Mods with the numbers, and the arrays in it: their names and where each begins."""
+    found = p.modifiers
+    fields: list[tuple[Any, ...]] = []
+    values: list[Any] = []
+    for x in found.operands:
+        if x.value is None:
+            fields.append((x.name, array_type(len(x.shape))))
+            values.append(0)
+        else:
+            fields.append((x.name, _number(x.captured, p)[1]))
+            values.append(x.value)
+    if _names_position(found):
+        fields.append(("position", "i4"))
+        values.append(p.first_position)
+    if not fields:
+        return _EMPTY, ()
+    record = np.zeros((), np.dtype(fields, align=True))
+    for (name, *_), number in zip(fields, values):
+        if number:
+            record[name] = number
+    arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
+    return record, tuple(arrays)
+
+
+def array_type(rank: int) -> np.dtype:
+    """struct Array of expression.cuh."""
+    members = [("data", "u8"), ("stride", "i8", (rank,)), ("size", "i4", (rank,))]
+    return np.dtype(members, align=True)
+
+
+def _members(found: Modifiers) -> list[str]:
+    made = [f"{_member(x)} {cpp_name(x.name)}" for x in found.operands]
+    return [*made, f"int {_FIRST}"] if _names_position(found) else made
+
+
+def _member(x: Operand) -> str:
+    if x.is_array:
+        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}>"
+    return _NUMBERS.get(x.captured.kind, ("real", ""))[0]
+
+
+def _number(captured: Captured, p: Problem) -> tuple[str, Any]:
+    return _NUMBERS.get(captured.kind, ("real", p.dtype.sums))
+
+
+def _names_position(found: Modifiers) -> bool:
+    return any("position" in x.positions for x in (*found.score, *found.mask))
+
+
+def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
+    """The function that applies texts, one after the other."""
+    found = p.modifiers
+    kinds = {x.name: x.captured for x in found.operands}
+    is_score = name == "score_text"
+    result, first = ("Score", "Score score, ") if is_score else ("bool", "")
+    read = {x for text in texts for x in text.captured}
+    by_name = {x.name: x for x in found.operands if x.name in read}
+    lines = [
+        "template <class Score>" if is_score else None,
+        f"__device__ __forceinline__ {result} {name}(",
+        f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
+        *(f"  const {_taken(x)};" for x in by_name.values()),
+    ]
+    if any("position" in x.positions for x in texts):
+        lines.append(f"  const Index position = query + Index(mods.{_FIRST});")
+
+    def bounded(index: ast.expr, array: str, axis: int) -> bool:
+        return not _fits(p, index, by_name[array].shape[axis])
+
+    if is_score:
+        lines += [f"  score = {x.cpp(bounded, kinds)};" for x in texts]
+        lines.append("  return score;\n}")
+    else:
+        shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)
+        lines.append(f"  return {shown};\n}}")
+    return "\n".join(x for x in lines if x is not None)
+
+
+def _maybe() -> str:
+    return ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
+
+
+def _taken(x: Operand) -> str:
+    """A name of a text as a variable."""
+    if x.is_array:
+        return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
+    made = f"mods.{cpp_name(x.name)}"
+    if x.captured.kind == "float":
+        made = f"Real({made})"
+    return f"auto {cpp_name(x.name)} = {made}"
+
+
+def _fits(p: Problem, index: ast.expr, size: int) -> bool:
+    """Whether an index is known to be inside an axis."""
+    if isinstance(index, ast.Constant):
+        return isinstance(index.value, int) and 0 <= index.value < size
+    ends: Mapping[str, int] = {"batch": p.batch, "head": p.heads, "query": p.M, "key": p.N}
+    return isinstance(index, ast.Name) and ends.get(index.id, size + 1) <= size

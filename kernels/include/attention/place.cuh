@@ -1,0 +1,48 @@
+#pragma once
+// Where a pair of query and key is: what the texts that modify scores or hide pairs read besides
+// the score. The host writes has_score_text, has_mask_text and struct Mods, which has the arrays
+// and numbers of texts, above every kernel; and texts.cuh, if there are any.
+
+#include <tile/math.cuh>
+
+struct Mods;
+constexpr bool has_texts = has_score_text || has_mask_text;
+
+// The number of a query or key. `more` is what differs from element to element of a thread, a
+// constant of an unrolled loop. So `base` is the same in a tile, and its conversion to a number,
+// which has an eighth of the throughput of an addition, is made once; and `more` becomes the
+// immediate offset of a load.
+struct Index {
+  int base, more;
+
+  __device__ __forceinline__ Index(int base, int more = 0) : base(base), more(more) {}
+  __device__ __forceinline__ operator int() const { return base + more; }
+};
+
+// The same of base + more, for texts, whose arrays may end at `count`.
+template <bool at_end>
+__device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
+  return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
+}
+
+// A score and d score / d (scale * q·k).
+template <class T>
+struct Scored {
+  T score, slope;
+};
+
+// A head. Without texts nothing is kept.
+template <bool used, class Arrays = Mods>
+struct Seat {
+  __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
+  __device__ __forceinline__ void move_to(int) {}
+  template <class T>
+  __device__ __forceinline__ T modified(T score, Index, Index, int) const {
+    return score;
+  }
+  template <class T>
+  __device__ __forceinline__ Scored<T> with_slope(T score, Index, Index) const {
+    return {score, T(1)};
+  }
+  __device__ __forceinline__ bool shows(int, int, int) const { return true; }
+};

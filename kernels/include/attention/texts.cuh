@@ -1,0 +1,65 @@
+#pragma once
+// How kernels apply texts. The host includes this above a kernel, before it writes struct Mods and
+// the functions
+//
+//   score_text(score, mods, batch, head, query, key, queries, keys)   the modified score
+//   mask_text(mods, batch, head, query, key, queries, keys)           whether the pair is seen
+
+#include <attention/expression.cuh>
+#include <tile/warp.cuh>
+
+template <class Arrays>
+struct Seat<true, Arrays> {
+  int batch, head, queries, keys;
+  Arrays mods;
+
+  __device__ __forceinline__ void take(int batch, int head, int queries, int keys,
+                                       const Arrays& mods) {
+    *this = {batch, head, queries, keys, mods};
+  }
+  __device__ __forceinline__ void move_to(int head) { this->head = head; }
+
+  // In a tile of several heads `more` is the head's number from the first one.
+  template <class T>
+  __device__ __forceinline__ T modified(T score, Index query, Index key, int more) const {
+    return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
+  }
+  template <class T>
+  __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
+    if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
+    Dual<1> x(score);
+    x.slope[0] = 1;
+    const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
+    return {T(y.value), T(y.slope[0])};
+  }
+  // Arrays may end where queries and keys do.
+  __device__ __forceinline__ bool shows(int query, int key, int more) const {
+    return mask_text(mods, batch, head + more, index_of<true>(query, 0, queries),
+                     index_of<true>(key, 0, keys), queries, keys);
+  }
+};
+
+// The modified scores of a lane's products, of rows and a tile of keys.
+template <bool at_end, class Scorer, class T, int m, int n, class Rows>
+__device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
+                                            const Rows& rows, int first_key) {
+  const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+    const int row = rows.existing(i / 2, i % 2);
+#pragma unroll
+    for (int j = 0; j < 2 * n; ++j) {
+      T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
+      const Index key = index_of<at_end>(own_key, j / 2 * 8 + j % 2, rows.extent.N);
+      x = scorer.applied(x, rows.extent, row / rows.heads, key, row % rows.heads);
+    }
+  }
+}
+template <class Scorer, class T, int m, int n, class Rows>
+__device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
+                                            const Rows& rows, int first_key) {
+  if (first_key + n * 8 <= rows.extent.N)
+    apply_texts<false>(scorer, products, rows, first_key);
+  else
+    apply_texts<true>(scorer, products, rows, first_key);
+}
