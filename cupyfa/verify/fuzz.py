@@ -2,7 +2,8 @@
 
 A fault often needs a size: a mask's edge at the end of a tile, more keys than a ring of stages has
 room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
-compiled with. All choices take turns, so that few samples have each of them.
+compiled with. All choices take turns, so that few samples have each of them. The first sample is
+plain: without a mask or other options, and with a usual head dimension.
 """
 
 import math
@@ -46,6 +47,7 @@ _HEADS = (
 )  # batch, kv_heads, group
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
+_PLAIN_DIM = 64
 _WIDEST = 640  # of kernels for any head dimension
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
@@ -106,6 +108,10 @@ class Fuzz:
         taken = [x for x in self.dtypes or DTYPES if not self.kernel or self.kernel.takes(x)]
         return taken or list(self.dtypes or DTYPES)
 
+    @property
+    def _most_dims(self) -> int:
+        return (self.kernel and self.kernel.largest_d) or _WIDEST
+
     def _record(self, p: Problem) -> Kernel:
         return self.kernel or select.select("auto", self._operation, p, self._limits)
 
@@ -114,7 +120,7 @@ class Fuzz:
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
         """A sample: what is compiled takes turns from group to group, the rest in each sample."""
-        compiled = self._compiled(turns)
+        compiled = self._compiled(turns, is_plain=i == turns.attempt == 0)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = select.plan(record, compiled, self._limits, **constants)
@@ -136,9 +142,9 @@ class Fuzz:
         p = replace(self._problem(turns), M=i + 1, N=i + 2)
         return Drawn(Case(self._operation, p, i), self._record(p), {})
 
-    def _compiled(self, turns: "_Turns") -> Problem:
+    def _compiled(self, turns: "_Turns", is_plain: bool) -> Problem:
         """The problem of a group with head dimensions for which the kernel has a plan."""
-        problem = self._problem(turns)
+        problem = self._problem(turns, is_plain)
         for _ in range(6):
             try:
                 select.plan(self._record(problem), problem, self._limits)
@@ -147,13 +153,16 @@ class Fuzz:
                 problem = replace(problem, d=-(-problem.d // 2), dv=-(-problem.dv // 2))
         return problem
 
-    def _problem(self, turns: "_Turns") -> Problem:
+    def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
         """A problem of a usual size with the dtype, head dimensions and options of a group."""
         dtype = turns.choose("dtype", self._dtypes)
-        few = turns.choose("tiles", ("many", "many", "few")) == "few"
+        few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
         if self._operation == "softmax":
             return Problem.of_row_sizes(M, N, dtype)
+        if is_plain:
+            d, given = min(_PLAIN_DIM, self._most_dims), dict(self.options or {})
+            return Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given)
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
@@ -163,7 +172,7 @@ class Fuzz:
     def _dim(self, turns: "_Turns", name: str) -> int:
         """A head dimension: mostly small and odd, or one that models use, or a large one."""
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
-        most = (self.kernel and self.kernel.largest_d) or _WIDEST
+        most = self._most_dims
         if isinstance(kind, int):
             return min(kind, most)
         if kind == "odd":

@@ -86,10 +86,21 @@ def test_successive_samples_share_what_is_compiled():
     for first in range(0, 32, TOGETHER):
         programs = {
             (program.entry, str(sorted(program.constants.items())), program.dtype)
-            for drawn in samples("wgmma", first + TOGETHER)[first:]
+            for drawn in samples("wgmma", first + TOGETHER)[first or 1 :]
             for program in planned(drawn).programs
         }
         assert len(programs) == 1
+
+
+@pytest.mark.parametrize("name", ["fa2", "minimal", "mma_two_pass", "auto"])
+def test_the_first_sample_is_plain_and_others_are_not(name):
+    for seed in range(4):
+        plain, *others = (drawn.case.problem for drawn in samples(name, 4, seed=seed))
+        assert (plain.d, plain.dv, plain.is_masked) == (64, 64, False)
+        assert not plain.options.changed.keys() - {"scale"}
+        assert any(p.is_masked or p.d != 64 for p in others)
+    masked = samples(name, 1, options={"causal": "top-left"})[0].case.problem
+    assert masked.causal == "top-left"
 
 
 def test_choices_take_turns():
