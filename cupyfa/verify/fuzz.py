@@ -3,7 +3,8 @@
 A fault often needs a size: a mask's edge at the end of a tile, more keys than a ring of stages has
 room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
 compiled with. All choices take turns, so that few samples have each of them. The first sample is
-plain: without a mask or other options, and with a usual head dimension.
+plain: contiguous arrays of normal values, several tiles, no mask or other options, a usual head
+dimension.
 """
 
 import math
@@ -37,6 +38,7 @@ _ROWS, _KEYS, _STAGES = ("Br", "Qr"), ("Bc", "Qc", "Bk"), ("stages", "Qs")
 _BOX = 64  # columns of a slice of d that is copied by boxes
 # Queries and keys of successive samples. "many" is more of them than the kernel does at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
+_PLAIN_LENGTHS = ("beyond", "beyond")
 _HEADS = (
     (1, 1, 1),
     (2, 2, 2),
@@ -120,16 +122,18 @@ class Fuzz:
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
         """A sample: what is compiled takes turns from group to group, the rest in each sample."""
-        compiled = self._compiled(turns, is_plain=i == turns.attempt == 0)
+        is_plain = i == turns.attempt == 0
+        compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = select.plan(record, compiled, self._limits, **constants)
         each = _Turns(self.seed, i, turns.attempt)
-        values = each.choose("values", _VALUES)
-        problem = self._sized(compiled, plan, each, pick, values)
+        values = "normal" if is_plain else each.choose("values", _VALUES)
+        lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
+        problem = self._sized(compiled, plan, each, pick, values, lengths)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
-        layout = each.choose("layout", _NEAR)
+        layout = _NEAR[0] if is_plain else each.choose("layout", _NEAR)
         case = Case(self._operation, problem, pick.randrange(2**31), values, layout)
         if self.kernel is None:  # other sizes, another choice
             record = self._record(problem)
@@ -212,11 +216,16 @@ class Fuzz:
         return constants
 
     def _sized(
-        self, p: Problem, plan: Plan, each: "_Turns", pick: random.Random, values: str
+        self,
+        p: Problem,
+        plan: Plan,
+        each: "_Turns",
+        pick: random.Random,
+        values: str,
+        lengths: tuple[str, str],
     ) -> Problem:
         """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
-        tile = _Tile(plan)
-        of_rows, of_keys = each.choose("lengths", _LENGTHS)
+        tile, (of_rows, of_keys) = _Tile(plan), lengths
         M = tile.length(of_rows, tile.rows, tile.row_stages, pick)
         N = tile.length(of_keys, tile.keys, tile.stages, pick)
         if p.is_softmax:

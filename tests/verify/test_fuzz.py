@@ -95,7 +95,9 @@ def test_successive_samples_share_what_is_compiled():
 @pytest.mark.parametrize("name", ["fa2", "minimal", "mma_two_pass", "auto"])
 def test_the_first_sample_is_plain_and_others_are_not(name):
     for seed in range(4):
-        plain, *others = (drawn.case.problem for drawn in samples(name, 4, seed=seed))
+        first, *rest = (drawn.case for drawn in samples(name, 4, seed=seed))
+        plain, others = first.problem, [case.problem for case in rest]
+        assert (first.values, first.layout) == ("normal", "bhsd")
         assert (plain.d, plain.dv, plain.is_masked) == (64, 64, False)
         assert not plain.options.changed.keys() - {"scale"}
         assert any(p.is_masked or p.d != 64 for p in others)
