@@ -35,8 +35,8 @@ def header(p: Problem) -> str:
             *(f"#include <{name}>" for name in sorted(headers)),
             "#include <attention/texts.cuh>",
             f"struct Mods {{{''.join(f' {x};' for x in _members(found))} }};",
-            *([_function(p, "score_text", found.score)] if found.score else []),
-            *([_function(p, "mask_text", found.mask)] if found.mask else []),
+            _function(p, "score_text", found.score),  # both, because compilers look names up
+            _function(p, "mask_text", found.mask),  # also in branches that they discard
         ]
     )
 
@@ -116,7 +116,7 @@ def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
         lines.append("  return score;\n}")
     else:
         shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)
-        lines.append(f"  return {shown};\n}}")
+        lines.append(f"  return {shown or 'true'};\n}}")
     return "\n".join(x for x in lines if x is not None)
 
 

@@ -44,6 +44,13 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
     assert tail.strip().startswith("// headers: ")
 
 
+@pytest.mark.parametrize("given", [{"mask_mod": "key > 2"}, {"score_mod": "score + key"}], ids=str)
+def test_texts_of_scores_and_masks_are_declared_together(given):
+    # Compilers look up the names of a branch that they discard.
+    made = text(**given)
+    assert " score_text(" in made and " mask_text(" in made
+
+
 def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
     problems = [Problem.of_sizes(M=10, d=d, dv=24, dtype="float16", causal=d > 8) for d in (8, 40)]
     kernel = LADDER["backward"]["columns"]
