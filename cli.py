@@ -112,14 +112,20 @@ def drop_unwritten_output() -> None:
 
 
 def message_of(error: Exception) -> str:
-    """The message of an error, in one line except for a compiler's output."""
+    """The message of an error, in one line except for a compiler's output and for carets."""
     if isinstance(error, MemoryError):
         return f"{error or 'out of memory'}; give smaller sizes"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ in ("CompileError", "CompileException"):
         return str(error)
-    return " ".join(str(error).splitlines())
+    return in_one_line(str(error))
+
+
+def in_one_line(message: str) -> str:
+    """A message in one line, unless a caret points to a place in a text."""
+    lines = message.splitlines()
+    return message if any(x.strip() == "^" for x in lines) else " ".join(lines)
 
 
 def fail(message: str, code: int) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cupyfa import modifiers
+from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
-from cupyfa.modifiers import Modifiers, Operand
+from cupyfa.modifiers import OWN_ARRAYS, Modifiers, Operand
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -83,13 +83,22 @@ class Problem:
         kv_heads: int | None = None,
         dtype: str = "float32",
         options: AttentionOptions | None = None,
+        alibi_slopes: Any = None,
+        bias: Any = None,
+        mask: Any = None,
+        captured: Mapping[str, Any] | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads."""
+        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
+
+        alibi_slopes, bias, mask, captured: forms of arrays, as ``forms.operands`` has them.
+        """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, keywords)
-        return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen)
+        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "captured": captured}
+        arrays = forms.operands(given, (batch, heads, M, N), known.name)
+        return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
 
     @classmethod
     def of(
@@ -143,10 +152,51 @@ class Problem:
         if self.is_softmax:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
-        return {**sizes, "dtype": self.dtype.name, **options}
+        arrays = {"arrays": " ".join(self._arrays_shown)} if self.operands else {}
+        return {**sizes, "dtype": self.dtype.name, **options, **arrays}
 
     def with_options(self, **changes: Any) -> Problem:
         return replace(self, options=replace(self.options, **changes))
+
+    def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+        """The problem with other options and with arrays of these forms in place of its own."""
+        given = forms.operands(arrays, self._of_scores, self.dtype.name) if arrays else None
+        kept = self.operands if given is None else given
+        return replace(self, options=replace(self.options, **options), operands=kept)
+
+    def without(self, name: str) -> Problem:
+        """The problem without an option or an array, and without what that alone reads."""
+        options = self.options
+        if name in OPTIONS:
+            options = replace(options, **{name: OPTIONS[name].default})
+        texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
+        read = {*OWN_ARRAYS, *(x for text in texts for x in text.captured)} - {name}
+        kept = tuple(x for x in self.operands if x.name in read)
+        return replace(self, options=options, operands=kept)
+
+    def resized(self, **sizes: int) -> Problem:
+        """The problem with other sizes, and with arrays that fit them."""
+        if not self.operands:
+            return replace(self, **sizes)  # type: ignore[arg-type]
+        after = tuple(sizes.get(x, getattr(self, x)) for x in ("batch", "heads", "M", "N"))
+        texts = [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
+        made = forms.resized(self.operands, texts, self._of_scores, after)  # type: ignore[arg-type]
+        return replace(self, operands=made, **sizes)  # type: ignore[arg-type]
+
+    @property
+    def _of_scores(self) -> forms.Sizes:
+        return self.batch, self.heads, self.M, self.N
+
+    @property
+    def _arrays_shown(self) -> list[str]:
+        return [f"{name}={x}" for name, x in forms.shown(self.operands, self._of_scores).items()]
+
+    def command_line(self) -> list[str]:
+        """The options of the command line for its options and arrays."""
+        return [
+            *self.options.command_line(),
+            *forms.command_line(self.operands, self._of_scores),
+        ]
 
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
@@ -179,8 +229,7 @@ class Problem:
     @property
     def modifiers(self) -> Modifiers:
         """The texts that change or hide its scores."""
-        sizes = self.batch, self.heads, self.M, self.N
-        return modifiers.modifiers(self.options, self.operands, sizes)
+        return modifiers.modifiers(self.options, self.operands, self._of_scores)
 
     @property
     def first_position(self) -> int:
@@ -262,9 +311,10 @@ class Problem:
         kv_heads = f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         dv = f" dv={self.dv}" if self.dv != self.d else ""
         shift = f" shift={self.shift}" if self.shift else ""
+        arrays = "".join(f" {x}" for x in self._arrays_shown)
         return (
             f"batch={self.batch} heads={self.heads}{kv_heads} M={self.M} N={self.N} d={self.d}{dv} "
-            f"{self.dtype.name}{shift} {self._explicit}"
+            f"{self.dtype.name}{shift} {self._explicit}{arrays}"
         )
 
 

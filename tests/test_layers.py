@@ -18,7 +18,8 @@ PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports only from layers that stand before it; a module of the first one only from
 # those that stand before it there.
 LAYERS = [
-    ["version", "errors", "store", "dtypes", "expressions", "options", "modifiers", "problem"],
+    ["version", "errors", "store", "dtypes", "expressions", "options"]
+    + ["modifiers", "forms", "problem"],
     {"numerics"},
     {"operations"},
     {"ladder"},

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
@@ -116,17 +117,20 @@ def plans(
     dv: int | None = None,
     options: AttentionOptions | None = None,
     tiles: Mapping[str, int] | None = None,
+    arrays: Mapping[str, Any] | None = None,
 ) -> list[tuple[Plan, str]]:
     """(plan, architecture) of all supported combinations; one of 90 and 90a for a kernel of sm_90a.
 
-    A kernel is a record, or "auto" for the one that "auto" chooses on each architecture. Raises
+    A kernel is a record, or "auto" for the one that "auto" chooses on each architecture. ``arrays``
+    are forms of arrays that the texts of ``options`` read. Raises
     Unsupported with the reason if there is none.
     """
     found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, dtype, arch in product(kernels, dtypes, arches):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem, limits = problem_to_compile(operation, dtype, d, dv, options), limits_of(arch)
+        problem = problem_to_compile(operation, dtype, d, dv, options, arrays=arrays)
+        limits = limits_of(arch)
         try:
             record = select(kernel, operation, problem, limits)
             able = plan(record, problem, limits, **(tiles or {}))
@@ -148,14 +152,17 @@ def problem_to_compile(
     options: AttentionOptions | None = None,
     sizes: tuple[int, int, int] = (64, 2048, 2048),
     group: int = 1,
+    arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles."""
+    """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles.
+
+    arrays: forms, as ``forms.operands`` has them, of arrays that texts read.
+    """
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     kv, M, N = sizes
-    return Problem.of_sizes(
-        heads=kv * group, kv_heads=kv, M=M, N=N, d=d, dv=dv, dtype=dtype, options=options
-    )
+    of: dict[str, Any] = {"heads": kv * group, "kv_heads": kv, "M": M, "N": N, "d": d, "dv": dv}
+    return Problem.of_sizes(**of, dtype=dtype, options=options, **(arrays or {}))
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:

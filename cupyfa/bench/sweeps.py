@@ -5,9 +5,11 @@ from itertools import islice, product
 from math import prod
 from typing import Any
 
+from cupyfa import forms
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
+from cupyfa.modifiers import OWN_ARRAYS
 from cupyfa.options import OPTIONS
 from cupyfa.problem import SIZES, Problem
 
@@ -18,7 +20,7 @@ USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
 _FEW = {"batch": 1, "heads": 2, "M": 128}
 SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
 MOST = 10_000  # problems in one go
-AXES = (*SIZES, "dtype", *OPTIONS)
+AXES = (*SIZES, "dtype", *OPTIONS, *forms.NAMES)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _OF_SOFTMAX = ("M", "N", "dtype")
 
@@ -42,6 +44,8 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in OPTIONS:
         option = OPTIONS[name]
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
+    if name in OWN_ARRAYS:
+        return name, [value.strip() for value in values.split(",")]
     if ":" in values:
         several = list(islice(_range(values), MOST + 1))
         if len(several) > MOST:
@@ -58,8 +62,9 @@ def problems(
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
     heads * d. Several values are a list or a tuple; several windows, which are tuples, are a list.
-    ``options`` is an AttentionOptions. A softmax has M rows of N. Defaults are USUAL, with
-    ``small`` those of the simulator.
+    ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
+    ``bias="1hmn", captured={"slope": "f32[heads]"}``. A softmax has M rows of N. Defaults are
+    USUAL, with ``small`` those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}

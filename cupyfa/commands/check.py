@@ -52,6 +52,7 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     help="Check this dtype instead of the grid's dtypes.",
 )
 @options.attention_options
+@options.array_options
 @options.reruns_option
 @click.option(
     "--schedules",

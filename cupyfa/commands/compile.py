@@ -7,6 +7,7 @@ import click
 from cupyfa.analysis.resources import compilations, compile_launch, compiled_row, plans
 from cupyfa.commands import options
 from cupyfa.dtypes import DTYPES
+from cupyfa.forms import NAMES
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.options import AttentionOptions
@@ -24,6 +25,7 @@ from cupyfa.options import AttentionOptions
 @options.size_option("d", type=options.Integer(1), default=64)
 @options.size_option("dv", type=options.Integer(1))
 @options.attention_options
+@options.array_options
 @options.tile_options
 @options.format_option
 def compile_kernels(
@@ -44,10 +46,12 @@ def compile_kernels(
     """
     chosen = [name if name == "auto" else record_named(name) for name in kernels]
     options.refuse_foreign({operation_of(name) for name in kernels}, "d", "dv", *given)
-    attention = AttentionOptions(**options.given_sizes(given))
+    found = options.given_sizes(given)
+    arrays = {name: found.pop(name) for name in NAMES if name in found}
+    attention = AttentionOptions(**found)
     wanted = dtypes or (("float32",) if attention.precision else tuple(DTYPES))
     architectures = [x.strip() for x in arches.split(",")]
-    planned = plans(chosen, architectures, wanted, d, dv, attention, tiles)
+    planned = plans(chosen, architectures, wanted, d, dv, attention, tiles, arrays)
     rows = []
     with options.progress_bar("compiling") as progress:
         for done, (plan, arch) in enumerate(planned):

@@ -3,10 +3,11 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
+from operator import contains
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cupyfa import forms
 from cupyfa.bench import sweeps
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels
+from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS
 from cupyfa.options import OPTIONS, Option
 from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
@@ -173,12 +176,63 @@ def attention_options(command: Command) -> Command:
     return command
 
 
+_HELP = {
+    ALIBI: "ALiBi slopes of each head, h, or of each batch element too, bh; with a dtype, as "
+    "bf16[h].",
+    BIAS: "An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
+    "dtype, as f32[b1mn].",
+    MASK: "An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
+}
+
+
+def array_options(command: Command) -> Command:
+    """The forms of arrays that change scores, each None unless given."""
+    made = [
+        click.option(
+            _long(name),
+            metavar="AXES",
+            is_flag=False,
+            flag_value=forms.USUAL[name],
+            help=f"{_HELP[name]}  [default if given alone: {forms.USUAL[name]}]",
+        )
+        for name in OWN_ARRAYS
+    ]
+    captured = click.option(
+        "--captured",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=lambda context, option, given: _captured(given),
+        help="A number that the texts of --score-mod and --mask-mod name, cap=30.0, or the dtype "
+        "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
+    )
+    return _with(command, *made, captured)
+
+
+def _captured(given: Sequence[str]) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (x.strip() for x in text.partition("="))
+        if not (name and equals and value):
+            raise ValueError(
+                f"captured {text!r} is not NAME=VALUE, for example cap=30.0 or slope=f32[heads]"
+            )
+        if name in found:
+            raise ValueError(f"captured {name} is given twice; leave one out")
+        found[name] = forms.value_of(value)
+    return found or None
+
+
 def _long(name: str) -> str:
     """The long option of a parameter."""
     return f"--{name.replace('_', '-')}"
 
 
-_FLAGS = {_long(name): x for name, x in OPTIONS.items() if x.flag}  # may stand without a value
+# Options that may stand without a value: that which they mean, and what their values are.
+_FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
+    _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
+    for name, x in OPTIONS.items()
+    if x.flag
+} | {_long(name): (flag, forms.is_form, f"axes, as {flag}") for name, flag in forms.USUAL.items()}
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
@@ -188,9 +242,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
     """
     following = [*arguments[1:], ""]
     return [
-        f"{word}={_FLAGS[word].flag}"
-        if word in _FLAGS and after not in (_FLAGS[word].choices or ())
-        else word
+        f"{word}={_FLAGS[word][0]}" if word in _FLAGS and not _FLAGS[word][1](after) else word
         for word, after in zip(arguments, following)
     ]
 
@@ -199,7 +251,7 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
     """The values of an option, for a message that refuses the word after it; else empty."""
     for word, after in pairwise(arguments):
         if word in _FLAGS and f"extra argument ({after})" in message:
-            return f"; {word} takes {' or '.join(_FLAGS[word].choices or ())}"
+            return f"; {word} takes {_FLAGS[word][2]}"
     return ""
 
 
@@ -254,6 +306,7 @@ def problem_options(
             *(size_option(name, small=small, **multiple[name]) for name in _SIZES),
             click.option("--dtype", type=dtype_choice, **multiple["dtype"], **of_dtype),
             attention_options,
+            array_options,
         )
 
     return decorate

@@ -10,8 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyfa import forms
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
+from cupyfa.modifiers import ALIBI, BIAS, Operand
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.planner import select
@@ -45,6 +48,8 @@ LAYOUTS = {
 }
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
 _FAR = 2**31 + 64  # elements
+_SEEN = 0.8  # the share of a mask that is True
+_GROUPS = 4  # different whole numbers in an array that texts read
 _WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
@@ -80,8 +85,9 @@ class Case:
         arrays = {
             name: _drawn(name, x.shape(p), self.values, x.dtype(p), rng)
             for name, x in inputs.items()
-            if name not in ("O", "lse")
+            if name not in ("O", "lse") and not name.startswith("mods.")
         }
+        arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
         read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
@@ -105,7 +111,7 @@ class Case:
             for name, x in kernel.inputs.items()
             if x.when(p) and name not in inputs
         }
-        known = kernel.computes().inputs  # of a stored failure they may be another kernel's
+        known = kernel.computes().inputs_of(p)  # a stored failure may be another kernel's
         found = {name: x for name, x in inputs.items() if name in known} | own
         if kernel.forward is None or keep or "lse" not in inputs:
             return found
@@ -116,6 +122,28 @@ class Case:
             made = kernel.evaluated("forward", kernel.forward, given, p, c)
             there = {x: np.asarray(made[x]).astype(inputs[x].dtype) for x in ("O", "lse")}
         return found | {name: _arranged(x, layout) for name, x in there.items()}
+
+    def _read(self, x: Operand) -> np.ndarray:
+        """A random array that texts read; it does not depend on the others.
+
+        ALiBi slopes are from 0 to 1, most of a mask is True, whole numbers grow along the last axis
+        from 0 and stay inside the axes that they index.
+        """
+        rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
+        dtype = DTYPES[x.dtype].numpy if x.dtype in DTYPES else np.dtype(x.dtype)
+        if x.captured.kind == "bool":
+            return rng.random(x.shape) < _SEEN
+        if x.captured.kind == "int":
+            texts = (*p.modifiers.score, *p.modifiers.mask)
+            end = forms.largest_index(x, p.operands, texts)
+            most = _GROUPS - 1 if end is None else max(min(end, _GROUPS - 1), 0)
+            return np.sort(rng.integers(0, most + 1, x.shape), axis=-1).astype(dtype)
+        if x.name == ALIBI:
+            return (1 - rng.random(x.shape)).astype(dtype)
+        array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
+        if x.name == BIAS and array.size and self.values in ("nan", "inf"):
+            array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
+        return array
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
         """A random array of a kernel's own; it does not depend on the others."""
@@ -147,7 +175,7 @@ class Case:
         about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
         about |= {"--values": self.values} if self.values != "normal" else {}
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
-        options = [*chain(*sizes.items()), *p.options.command_line(), *chain(*about.items())]
+        options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
 
     def __str__(self) -> str:

@@ -17,11 +17,12 @@ from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
+from cupyfa.forms import NAMES, Keywords
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
-from cupyfa.options import OPTIONS, AttentionOptions, OptionKeywords
+from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.planner import select
-from cupyfa.problem import Problem, whole
+from cupyfa.problem import TEXTS, Problem, whole
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
@@ -126,7 +127,7 @@ def check(
     timeout: float = 60.0,
     failures: str | Path | None = None,
     progress: Progress = no_progress,
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[Keywords],
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
@@ -137,7 +138,7 @@ def check(
     seed: of the drawn cases and of the inputs.
     dtypes: in place of the grid's.
     options: of attention, in place of the grid's own; with a precision, inputs are float32 unless
-        dtypes are given.
+        dtypes are given. Arrays that change scores are forms of ``forms.operands``.
     schedules: in how many orders of threads the simulator runs each case, each compared with the
         reference.
     reruns: how often each kernel runs again and must give the same bits.
@@ -200,7 +201,7 @@ def tasks_of(
     dtypes: str | Sequence[str] | None = None,
     backend: str | Backend = "auto",
     schedules: int = 1,
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[Keywords],
 ) -> list[Task]:
     """What ``check`` runs with these arguments, without running anything."""
     if samples is not None:
@@ -215,17 +216,23 @@ def tasks_of(
         )
     if grid not in grids.GRIDS:
         raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(grids.GRIDS)}")
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
         raise TypeError(f"check() takes no tile sizes; {remedy}")
+    arrays = {name: given.pop(name) for name in NAMES if name in given}
     AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
-    how: Any = {"samples": samples, "seed": seed, "dtypes": dtypes, "options": given}
+    how: Any = {
+        "samples": samples,
+        "seed": seed,
+        "dtypes": dtypes,
+        "options": given,
+        "arrays": arrays,
+    }
     named = _named(kernels)
-    _refuse_foreign(
-        [record for _, record in named.values()], backend, dtypes or tuple(DTYPES), given
-    )
+    records = [record for _, record in named.values()]
+    _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
     draw = _fuzzed if grid == "fuzz" else _of_grid
     found = list(draw(named, backend, grid, **how))
     first = getattr(backend, "schedule", None) or 0
@@ -352,7 +359,7 @@ def _refuse_foreign(
         lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
         if lacking and len(lacking) == len(others):
             dtype = next((x for x in dtypes if lacking[0].takes(x)), dtypes[0])
-            p = Problem.of_sizes(M=16, d=16, dtype=dtype, **{name: value})
+            p = Problem.of_sizes(M=16, d=16, dtype=dtype, **_together(name, given))
             select.plan(lacking[0], p, backend.limits)  # raises the reason
     if softmaxes and given:
         are = "is" if len(softmaxes) == 1 else "are"
@@ -360,10 +367,18 @@ def _refuse_foreign(
         warn(f"{', '.join(softmaxes)} {are} checked without {names}: softmax has no such option")
 
 
+def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """An option, and what its text reads."""
+    together = (*TEXTS, *NAMES) if name in (*TEXTS, *NAMES) else (name,)
+    return {x: given[x] for x in together if x in given}
+
+
 def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool:
     """Whether a kernel of attention takes this value of an option, for one of the dtypes."""
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
+    if name in NAMES:
+        return "places" in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)
 

@@ -72,8 +72,8 @@ class Drawn:
 class Fuzz:
     """Draws cases for a kernel, or for what "auto" chooses if it is None.
 
-    Sample i of a seed does not depend on the other samples. dtypes and options of attention replace
-    the drawn ones.
+    Sample i of a seed does not depend on the other samples. dtypes, options of attention and arrays
+    (their forms) replace the drawn ones.
     """
 
     kernel: Kernel | None
@@ -81,6 +81,7 @@ class Fuzz:
     seed: int = 0
     dtypes: Sequence[str] | None = None
     options: Mapping[str, Any] | None = None
+    arrays: Mapping[str, Any] | None = None
 
     def sample(self, i: int) -> Drawn:
         """One sample; one that the kernel refuses only if no attempt finds another."""
@@ -143,7 +144,7 @@ class Fuzz:
     def _plain(self, i: int) -> Drawn:
         """A sample for a kernel whose tiles are not known; running it gives the reason."""
         turns = _Turns(self.seed, i // TOGETHER)
-        p = replace(self._problem(turns), M=i + 1, N=i + 2)
+        p = self._problem(turns).resized(M=i + 1, N=i + 2)
         return Drawn(Case(self._operation, p, i), self._record(p), {})
 
     def _compiled(self, turns: "_Turns", is_plain: bool) -> Problem:
@@ -171,7 +172,7 @@ class Fuzz:
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
-        return Problem.of_sizes(**sizes, d=d, dv=dv, **self._options(turns))
+        return Problem.of_sizes(**sizes, d=d, dv=dv, **self._options(turns), **(self.arrays or {}))
 
     def _dim(self, turns: "_Turns", name: str) -> int:
         """A head dimension: mostly small and odd, or one that models use, or a large one."""
@@ -236,7 +237,7 @@ class Fuzz:
         group = group if self._has("gqa") else 1
         if of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
-        p = replace(p, batch=batch, heads=kv_heads * group, kv_heads=kv_heads, M=M, N=N)
+        p = p.resized(batch=batch, heads=kv_heads * group, kv_heads=kv_heads, M=M, N=N)
         p = self._smaller(p)
         if of_rows == "many" and _on_few_blocks(plan, self._limits):
             p = self._crowded(p, plan)
@@ -251,13 +252,13 @@ class Fuzz:
         most = _MOST_WORK[self.backend.name]
         while _work(p) > most:
             if p.batch > 1:
-                p = replace(p, batch=1)
+                p = p.resized(batch=1)
             elif p.kv_heads > 1:
-                p = replace(p, heads=p.group, kv_heads=1)
+                p = p.resized(heads=p.group, kv_heads=1)
             elif p.group > 2:
-                p = replace(p, heads=2)
+                p = p.resized(heads=2)
             else:
-                p = replace(p, M=p.M // 2) if p.M > _FEW_ROWS else replace(p, N=p.N // 2)
+                p = p.resized(M=p.M // 2) if p.M > _FEW_ROWS else p.resized(N=p.N // 2)
         return p
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
@@ -266,7 +267,7 @@ class Fuzz:
             now = select.plan(plan.kernel, p, self._limits, **plan.constants)
             if _on_few_blocks(now, self._limits) or 2 * _work(p) > _MOST_WORK[self.backend.name]:
                 break
-            p = replace(p, batch=2 * p.batch)
+            p = p.resized(batch=2 * p.batch)
         return p
 
     def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:

@@ -50,18 +50,20 @@ def cases(
     samples: int | None = None,
     seed: int = 0,
     options: Choice | None = None,
+    arrays: Choice | None = None,
     can: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
     """The cases of one of GRIDS but ``fuzz``, or a sample with many pairs of values.
 
-    dtypes, options (of attention): in place of the grid's own. samples: how many to draw, by
-    default all. seed: of the sample and of the inputs. can: a sample has such cases only, unless
-    there are none.
+    dtypes, options (of attention), arrays (their forms): in place of the grid's own. samples: how
+    many to draw, by default all. seed: of the sample and of the inputs. can: a sample has such
+    cases only, unless there are none.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
-    if options and operation != "softmax":
-        found = [replace(x, problem=x.problem.with_options(**options)) for x in found]
+    if (options or arrays) and operation != "softmax":
+        given = options or {}, arrays or {}
+        found = [replace(x, problem=x.problem.modified(*given)) for x in found]
         found = list(dict.fromkeys(found))
     if samples is None:
         return found

@@ -127,4 +127,4 @@ def smaller(plan: Plan) -> Problem:
         return replace(p, M=min(p.M, 37), N=min(p.N, 1051))
     kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
     heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
-    return replace(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
+    return p.resized(batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)

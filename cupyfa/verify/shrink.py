@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cupyfa.options import OPTIONS
+from cupyfa.modifiers import OWN_ARRAYS
 from cupyfa.problem import Problem
 from cupyfa.verify.case import Case
 
@@ -34,14 +34,14 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _smaller(p: Problem) -> Iterator[Problem]:
-    yield from (replace(p, batch=batch) for batch in _sizes(p.batch))
+    yield from (p.resized(batch=batch) for batch in _sizes(p.batch))
     for kv_heads in _sizes(p.kv_heads):
-        yield replace(p, heads=kv_heads * p.group, kv_heads=kv_heads)
-    yield from (replace(p, heads=p.kv_heads * group) for group in _sizes(p.group))
-    yield from (replace(p, M=M) for M in _sizes(p.M))
-    yield from (replace(p, N=N) for N in _sizes(p.N))
-    for name in p.options.changed:
-        yield p.with_options(**{name: OPTIONS[name].default})
+        yield p.resized(heads=kv_heads * p.group, kv_heads=kv_heads)
+    yield from (p.resized(heads=p.kv_heads * group) for group in _sizes(p.group))
+    yield from (p.resized(M=M) for M in _sizes(p.M))
+    yield from (p.resized(N=N) for N in _sizes(p.N))
+    for name in (*p.options.changed, *(x.name for x in p.operands if x.name in OWN_ARRAYS)):
+        yield p.without(name)
     for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             window = [smaller if at == side else x for at, x in enumerate(p.window)]

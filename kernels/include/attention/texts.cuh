@@ -22,15 +22,22 @@ struct Seat<true, Arrays> {
   // In a tile of several heads `more` is the head's number from the first one.
   template <class T>
   __device__ __forceinline__ T modified(T score, Index query, Index key, int more) const {
-    return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
+    if constexpr (has_score_text) {
+      return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
+    } else {
+      return score;
+    }
   }
   template <class T>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
-    if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
-    Dual<1> x(score);
-    x.slope[0] = 1;
-    const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
-    return {T(y.value), T(y.slope[0])};
+    if constexpr (unit_slope) {
+      return {modified(score, query, key, 0), T(1)};
+    } else {
+      Dual<1> x(score);
+      x.slope[0] = 1;
+      const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
+      return {T(y.value), T(y.slope[0])};
+    }
   }
   // Arrays may end where queries and keys do.
   __device__ __forceinline__ bool shows(int query, int key, int more) const {

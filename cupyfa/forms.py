@@ -1,0 +1,222 @@
+"""The forms of arrays that texts read, as texts: "1hmn", "f16[1hmn]", "i32[M]".
+
+A command line and a plan have no arrays, so they name an array's form: its dtype, and its shape by
+the sizes of the problem. A problem of other sizes has arrays of the same form.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cupyfa.errors import described
+from cupyfa.expressions import Expression
+from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, Operand, of_value, operand
+from cupyfa.options import OptionKeywords
+
+CAPTURED = "captured"
+NAMES = (*OWN_ARRAYS, CAPTURED)  # arguments that give forms
+USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn"}  # shapes if nothing is said about them
+DTYPES = {
+    **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
+    **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+Sizes = tuple[int, int, int, int]  # batch, heads, M and N
+_AXES = ("batch", "heads", "M", "N")
+_LETTERS = "bhmn"
+_SHORT = {long: short for short, long in DTYPES.items()}
+_PLACES = dict(zip(("batch", "head", "query", "key"), _AXES))
+_SHAPES = {ALIBI: "h or bh", BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"}
+
+
+class Keywords(OptionKeywords, total=False):
+    """The options and forms as keyword arguments, for type checkers."""
+
+    alibi_slopes: Any
+    bias: Any
+    mask: Any
+    captured: Mapping[str, Any] | None
+
+
+def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
+    """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
+
+    given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
+        of ``captured`` a mapping of such, or of numbers. A bias has by default the problem's dtype,
+        other floats have float32.
+
+    Raises ValueError and TypeError for what is no form.
+    """
+    if unknown := ", ".join(given.keys() - set(NAMES)):
+        raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
+    named = dict(zip(_AXES, sizes))
+    found = [
+        _own(name, form, named, dtype)
+        for name in OWN_ARRAYS
+        if (form := given.get(name)) is not None and form is not False
+    ]
+    captured = given.get(CAPTURED) or {}
+    if not isinstance(captured, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
+    more = [_captured(name, form, named) for name, form in captured.items()]
+    return (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
+
+
+def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
+    usual = {ALIBI: "float32", BIAS: dtype, MASK: "bool"}[name]
+    if form is True:
+        form = USUAL[name]
+    if not isinstance(form, str):
+        return _of_shape(name, form, usual)
+    short, letters = _parts(form) or ("", form)
+    known = DTYPES.get(short, usual if not short else "")
+    if not known or not letters or set(letters) - set(_LETTERS + "1"):
+        raise ValueError(
+            f"{name} is {form!r}; give its shape by letters, for example {_SHAPES[name]}, also "
+            f"with a dtype, as f32[{USUAL[name]}]"
+        )
+    by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
+    return Operand(name, known, tuple(by_letter[x] for x in letters))
+
+
+def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+    if isinstance(form, str):
+        short, axes = _parts(form) or ("", "")
+        sizes = [_size(x.strip(), named) for x in axes.split(",")]
+        if short not in DTYPES or None in sizes:
+            raise ValueError(
+                f"captured {name} is {form!r}; give a number, or a dtype ({', '.join(DTYPES)}) and "
+                "sizes by name or number, as f32[heads], i32[M] or bool[batch,N]; M|N is the "
+                "larger one"
+            )
+        return replace(operand(name, 0), dtype=DTYPES[short], shape=tuple(sizes), value=None)  # type: ignore[arg-type]
+    if isinstance(form, tuple | list):
+        return replace(_of_shape(name, form, "float32"), name=operand(name, 0).name)
+    return operand(name, form)
+
+
+def _of_shape(name: str, given: Any, dtype: str) -> Operand:
+    """The form of an array, or of one of a shape."""
+    if isinstance(given, tuple | list):
+        if not all(isinstance(n, int) and n >= 0 for n in given):
+            raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
+        return Operand(name, dtype, _with_four(name, given))
+    found = of_value(name, given)
+    return replace(found, shape=_with_four(name, found.shape))
+
+
+def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    return (1,) * (4 - len(sizes)) + sizes if name in (BIAS, MASK) else sizes
+
+
+def _parts(form: str) -> tuple[str, str] | None:
+    """The dtype and what is in brackets."""
+    found = re.fullmatch(r"(\w+)\[(.*)\]", form.replace(" ", ""))
+    return (found[1], found[2]) if found else None
+
+
+def _size(axis: str, named: Mapping[str, int]) -> int | None:
+    sizes = [int(x) if x.isdecimal() else named.get(x) for x in axis.split("|")]
+    return None if None in sizes else max(x for x in sizes if x is not None)
+
+
+def value_of(text: str) -> str | bool | int | float:
+    """A captured value on the command line: a number, or else a form."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def is_form(text: str) -> bool:
+    """Whether a word of the command line is the form of one of OWN_ARRAYS."""
+    _, letters = _parts(text) or ("", text)
+    return bool(letters) and not set(letters) - set(_LETTERS + "1")
+
+
+def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
+    """The texts of operands by name, which give them again in a problem of these sizes."""
+    return {x.name: _shown(x, sizes) for x in found}
+
+
+def _shown(x: Operand, sizes: Sequence[int]) -> str:
+    if not x.is_array:
+        return str(x.value)
+    if x.name not in OWN_ARRAYS:
+        return f"{_SHORT[x.dtype]}[{','.join(map(str, x.shape))}]"
+    axes = tuple(zip(_LETTERS, sizes))
+    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]  # of ALiBi slopes
+    letters = "".join(
+        "1" if n == 1 and len(axes) == 4 else axis for n, (axis, _) in zip(x.shape, axes)
+    )
+    return letters if x.name == MASK else f"{_SHORT[x.dtype]}[{letters}]"
+
+
+def command_line(found: Iterable[Operand], sizes: Sequence[int]) -> list[str]:
+    """The options of the command line for operands."""
+    return [
+        f"--{name.replace('_', '-')}={text}" if name in OWN_ARRAYS else f"--captured={name}={text}"
+        for name, text in shown(found, sizes).items()
+    ]
+
+
+def resized(
+    found: Iterable[Operand], texts: Iterable[Expression], before: Sizes, after: Sizes
+) -> tuple[Operand, ...]:
+    """The operands for a problem of other sizes.
+
+    An axis that a text indexes with places alone, as doc[query], gets the larger one of their
+    sizes; others stay as they are.
+    """
+    new, read = dict(zip(_AXES, after)), tuple(texts)
+    return tuple(
+        replace(x, shape=_own_shape(x, before, after))
+        if x.name in OWN_ARRAYS
+        else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
+        for x in found
+    )
+
+
+def _own_shape(x: Operand, before: Sizes, after: Sizes) -> tuple[int, ...]:
+    axes = tuple(zip(before, after))
+    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]
+    is_bias = len(x.shape) == 4
+    return tuple(1 if is_bias and n == 1 != b else a for n, (b, a) in zip(x.shape, axes))
+
+
+def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[str, int]) -> int:
+    indices = [index for text in texts for index in indices_of(text, x.name, axis)]
+    places = [i.id for i in indices if isinstance(i, ast.Name) and i.id in _PLACES]
+    if not places or len(places) < len(indices):
+        return x.shape[axis]
+    return max(new[_PLACES[name]] for name in places)
+
+
+def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
+    """The indices of an array's axis in a text."""
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            every = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if node.value.id == name and axis < len(every):
+                yield every[axis]
+
+
+def largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
+    """The largest element that an array may have where it is part of an index; else None."""
+    ends = [
+        array.shape[axis] - 1
+        for text in texts
+        for array in found
+        for axis in range(len(array.shape))
+        for index in indices_of(text, array.name, axis)
+        if any(isinstance(node, ast.Name) and node.id == x.name for node in ast.walk(index))
+    ]
+    return min(ends, default=None)

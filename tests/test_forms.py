@@ -1,0 +1,152 @@
+"""Forms of arrays that texts read: on the command line, in cases, and in files of failures."""
+
+import shlex
+
+import numpy as np
+import pytest
+from helpers.cli import SIMULATOR, cli
+
+import cupyfa
+from cupyfa import Problem, Simulator, forms
+from cupyfa.ladder import LADDER
+from cupyfa.verify import failures
+from cupyfa.verify.case import Case
+from cupyfa.verify.failures import RIGHT, Stored
+from cupyfa.verify.shrink import _smaller
+from cupyfa.verify.tasks import Task, perform
+
+SIZES = {"batch": 2, "heads": 4, "M": 10, "N": 7, "d": 8, "dtype": "float16"}
+MODIFIED = {
+    "score_mod": "score + cap * slope[head] + table[doc[query], 1]",
+    "mask_mod": "doc[query] == doc[key]",
+    "alibi_slopes": "bh",
+    "bias": "f64[b1mn]",
+    "mask": "11m1",
+    "captured": {"cap": 0.5, "slope": "bf16[heads]", "table": "f32[3,2]", "doc": "u8[M|N]"},
+}
+
+
+def arrays_of(p):
+    return {x.name: (x.dtype, x.shape) for x in p.operands if x.is_array}
+
+
+def test_forms_give_arrays_of_the_sizes_of_a_problem():
+    p = Problem.of_sizes(**SIZES, **MODIFIED)
+    assert arrays_of(p) == {
+        "alibi_slopes": ("float32", (2, 4)),
+        "bias": ("float64", (2, 1, 10, 7)),
+        "mask": ("bool", (1, 1, 10, 1)),
+        "slope": ("bfloat16", (4,)),
+        "table": ("float32", (3, 2)),
+        "doc": ("uint8", (10,)),
+    }
+    assert p.modifiers.numbers == {"cap": 0.5}
+    assert "bias=f64[b1mn] mask=11m1 slope=bf16[4] table=f32[3,2] doc=u8[10] cap=0.5" in str(p)
+
+
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        (True, ("float16", (1, 4, 10, 7))),
+        ("bhmn", ("float16", (2, 4, 10, 7))),
+        ("f32[11m1]", ("float32", (1, 1, 10, 1))),
+        ((10, 7), ("float16", (1, 1, 10, 7))),
+        (np.zeros((4, 1, 7)), ("float64", (1, 4, 1, 7))),
+    ],
+    ids=str,
+)
+def test_a_bias_is_given_by_letters_a_shape_or_an_array(form, expected):
+    assert arrays_of(Problem.of_sizes(**SIZES, bias=form)) == {"bias": expected}
+
+
+def test_arrays_follow_other_sizes():
+    p = Problem.of_sizes(**SIZES, **MODIFIED).resized(batch=3, heads=6, kv_heads=2, M=5, N=20)
+    assert arrays_of(p) == {
+        "alibi_slopes": ("float32", (3, 6)),
+        "bias": ("float64", (3, 1, 5, 20)),
+        "mask": ("bool", (1, 1, 5, 1)),
+        "slope": ("bfloat16", (6,)),
+        "table": ("float32", (3, 2)),
+        "doc": ("uint8", (20,)),
+    }
+    every = list(_smaller(p))
+    assert {x.M for x in every} >= {1, 2, 4} and len(every) > 10
+
+
+@pytest.mark.parametrize("values", ["normal", "nan", "inf", "tiny"])
+def test_drawn_arrays_can_be_read(values):
+    case = Case("forward", Problem.of_sizes(**SIZES, **MODIFIED), 3, values, "gaps")
+    inputs = case.inputs()
+    slopes, doc = inputs["mods.alibi_slopes"], inputs["mods.doc"]
+    assert slopes.min() > 0 and slopes.max() <= 1
+    assert doc.max() <= 2 and (np.diff(doc.astype(int)) >= 0).all()  # rows of the table
+    assert np.isfinite(inputs["mods.bias"]).all() == (values not in ("nan", "inf"))
+    other = Case("forward", Problem.of_sizes(**SIZES, bias="f64[b1mn]"), 3, values, "gaps")
+    np.testing.assert_array_equal(other.inputs()["mods.bias"], inputs["mods.bias"])
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({"bias": "xyz"}, "bias is 'xyz'; give its shape by letters, for example 1hmn"),
+        ({"bias": "f99[1hmn]"}, "bias is 'f99"),
+        ({"bias": "1mn"}, "broadcastable to"),
+        ({"mask": "f32[11mn]"}, "mask is of float32; it must be of bool"),
+        ({"alibi_slopes": "hb"}, "alibi_slopes has shape"),
+        ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; give a number, or a dtype"),
+        ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
+        ({"captured": {"x": 1.0}}, "no text reads x"),
+        ({"captured": {"score": 1.0}}, "which texts use for something else"),
+        ({"bias": (2.5, 3)}, "the shape of bias is"),
+    ],
+    ids=str,
+)
+def test_wrong_forms_are_refused(arrays, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Problem.of_sizes(**SIZES, **arrays)
+
+
+def test_a_stored_case_and_its_command_have_the_same_arrays(tmp_path):
+    case = Case("forward", Problem.of_sizes(**SIZES, **MODIFIED), seed=5, layout="bshd")
+    *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
+    command = failures.command(case, outcome, {"backend": "simulator"})
+    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
+    again = cupyfa.replay(file, backend="simulator")
+    assert again.stored.case == case and again.now.kind == RIGHT
+    words = shlex.split(command)[1:]
+    row = cli(*words, "--format", "json")
+    assert '"arrays": "alibi_slopes=f32[bh] bias=f64[b1mn]' in row.stdout
+
+
+@pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])
+def test_errors_in_a_text_point_at_the_place(text):
+    given = ("--score-mod", text, "--captured", "slope=f32[heads]")
+    error = cli("run", "fa2", *SIMULATOR, "-M", 8, *given, code=2).stderr
+    assert f"\n    {text}\n            ^\n" in error
+
+
+def test_numbers_of_the_command_line():
+    assert [forms.value_of(x) for x in ("3", "-0.5", "true", "1e3", "i32[M]")] == [
+        *(3, -0.5, True, 1000.0, "i32[M]")
+    ]
+
+
+def test_options_that_stand_alone_have_the_usual_shape():
+    words = ("--mask", "--alibi-slopes", "--bias", "fa2", "-M", 8, "-H", 2)
+    row = cli("run", *words, *SIMULATOR, "--format", "json").stdout
+    assert '"arrays": "alibi_slopes=f32[h] bias=f32[1hmn] mask=11mn"' in row
+    error = cli("run", "fa2", "--bias", "wide", *SIMULATOR, code=2).stderr
+    assert "--bias takes axes, as 1hmn" in error
+
+
+def test_check_takes_arrays():
+    given = ("--alibi-slopes", "--mask-mod", "doc[key] < 2", "--captured", "doc=i8[N]")
+    plain = ("--samples", 4, "--jobs", 0, "--format", "json")
+    assert '"right": 4' in cli("check", "fa2", *SIMULATOR, *plain, *given).stdout
+    refused = cli("check", "v3", *SIMULATOR, "--mask", code=3).stderr
+    assert "does not support places" in refused
+
+
+def test_every_kernel_with_places_has_scores():
+    for kernel in (k for group in LADDER.values() for k in group.values()):
+        assert "places" not in kernel.features or "score" in kernel.features
