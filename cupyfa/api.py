@@ -16,6 +16,7 @@ import numpy as np
 from cupyfa import modifiers
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
+from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand
@@ -446,6 +447,7 @@ _NO_OWN: tuple[tuple[Any, ...], ...] = (), (), ()
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
+_TEXTS = ("score_mod", "mask_mod")
 _ARRAYS = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
@@ -469,6 +471,7 @@ def _call(
             repeated = prepared.again(arrays, prepared.targets(out, grads), shapes=True)
             if repeated is not None:
                 return repeated
+    how = _traced(how)
     operation, kernel, named, options, layout, tiles, flag, own, *asked = how
     backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
@@ -489,6 +492,18 @@ def _call(
     return prepared.run(arrays, targets, check=check, progress=progress)
 
 
+def _traced(how: How) -> How:
+    """A call with expressions in place of Python functions.
+
+    A function is traced in each call: it may have changed, and another one may have its address.
+    """
+    asked = {
+        name: Expression.of(name, x) if name in _TEXTS and callable(x) else x
+        for name, x in zip(OPTIONS, how[_OWN_AT + 1 :])
+    }
+    return (*how[: _OWN_AT + 1], *asked.values())
+
+
 def _adopted(
     backend: BackendName | Backend, names: Sequence[str], arrays: Sequence[Any]
 ) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
@@ -496,7 +511,7 @@ def _adopted(
     theirs = owner(backend, arrays)
     if theirs is not None:
         return theirs, arrays, tuple(map(theirs.form, arrays))
-    theirs, arrays = adopt(backend, **dict(zip(names, arrays)))
+    theirs, arrays = adopt(backend, **dict(zip(map(_name_of, names), arrays)))
     return theirs, arrays, tuple([form(theirs, x) for x in arrays])
 
 
@@ -564,7 +579,7 @@ def _prepared(
         ]
     elif not flag:  # return_lse
         del results[1]
-    require_one_device(backend, inputs)
+    require_one_device(backend, {_name_of(name): x for name, x in inputs.items()})
     deterministic = operation == "backward" and flag
     with backend.working_on(arrays[0]):
         limits = backend.limits
@@ -587,14 +602,17 @@ def _with_operands(
 
     Raises TypeError and ValueError for wrong ones.
     """
-    q = arrays[_ARRAYS[how[0]].index("q")]
+    _, (q,) = adopt(how[2], q=arrays[_ARRAYS[how[0]].index("q")])
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
-    found = {x: given[x] for x in modifiers.OWN_ARRAYS if given.get(x) is not None}
+    found = {
+        x: _seen(how[2], x, given[x]) for x in modifiers.OWN_ARRAYS if given.get(x) is not None
+    }
+    captured = {name: _seen(how[2], str(name), x) for name, x in captured.items()}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
-        raise TypeError(f"{numbers[0]} is {described(found[numbers[0]])}; give an array")
+        raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
     operands += [modifiers.operand(name, x) for name, x in captured.items()]
     for name in ("bias", "mask"):
         if name in found:
@@ -605,6 +623,21 @@ def _with_operands(
     made = (*before, *(x.input for x in named)), asked, tuple(x for x in operands if not x.is_array)
     like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
+
+
+def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
+    """Another library's array as NumPy's or CuPy's; anything else as it is."""
+    is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
+    if isinstance(given, np.ndarray) or hasattr(given, "get") or not is_foreign:
+        return given
+    _, (array,) = adopt(backend, **{name: given})
+    return array
+
+
+def _name_of(name: str) -> str:
+    """The name of an input in messages."""
+    own = name.removeprefix("mods.")
+    return name if own == name else own if own in modifiers.OWN_ARRAYS else f"captured {own}"
 
 
 def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:
@@ -807,7 +840,9 @@ def unknown_argument(
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)
     close = get_close_matches(name, names, 1)
-    if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
+    if name in _MORE and "causal" in names:
+        remedy = "prepared calls and plans take no arrays for texts: call attention"
+    elif tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]

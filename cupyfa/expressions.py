@@ -74,7 +74,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _ARGUMENTS = dict.fromkeys(FUNCTIONS, 1) | {"min": 2, "max": 2, "where": 3}
 
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
-_TAKEN = KNOWN | {"inf", "nan"}
+TAKEN = KNOWN | {"inf", "nan"}
+OF_ARGUMENTS = (
+    "alibi_slopes",
+    "bias",
+    "mask",
+    "softcap",
+)  # names in the texts that the host writes
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {
@@ -242,6 +248,8 @@ class _Rules:
         if name not in self.kinds:
             names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
             what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
+            if name in OF_ARGUMENTS:
+                raise _Wrong(node, f"{what}; give it in captured under another name")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if not near and self.kinds:
                 near = f"; captured are {', '.join(self.kinds)}"
@@ -441,7 +449,7 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
     uses = []
     arrays = {id(x.value): len(_indices(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in _TAKEN:
+        if isinstance(node, ast.Name) and node.id not in TAKEN:
             uses.append((node.col_offset, node, arrays.get(id(node), 0)))
     found: dict[str, int] = {}
     for _, node, count in sorted(uses, key=lambda use: use[0]):
@@ -693,6 +701,12 @@ def _compared(op: type[ast.cmpop]) -> Any:
     return made
 
 
+_NO_ARRAY = (
+    "an array stands in a traced function; make it a parameter, index it, and give it in "
+    "captured={name: array}"
+)
+
+
 class Tracer:
     """A value while a Python function is called to find its expression.
 
@@ -726,10 +740,7 @@ class Tracer:
         if isinstance(value, numbers.Real | np.floating):
             return _constant(float(value))
         if getattr(value, "ndim", 0):
-            raise TypeError(
-                "an array stands in a traced function; make it a parameter, index it, and give "
-                "it in captured={name: array}"
-            )
+            raise TypeError(_NO_ARRAY)
         raise TypeError(f"a traced function cannot compute with {described(value)}")
 
     @staticmethod
@@ -852,6 +863,10 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if result is None:
             raise TypeError("the function returns None; return the expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
+    except IndexError as error:  # of an array with a tracer as an index
+        if "only integers" not in str(error):
+            raise
+        raise TypeError(f"{option}: {_NO_ARRAY}") from error
     except (TypeError, ValueError) as error:
         if not _raised_here(error):
             raise

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.expressions import KNOWN, Captured, Expression
+from cupyfa.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
 from cupyfa.options import AttentionOptions
 
 ALIBI, BIAS, MASK = "alibi_slopes", "bias", "mask"
@@ -120,7 +121,7 @@ def modifiers(
     if unread := [name for name in by_name if name not in read]:
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
-        return NONE
+        return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()))
 
 
@@ -161,12 +162,13 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
         wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
     else:
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
-        wanted = f"broadcastable to [batch, heads, M, N], here {sizes}"
+        wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
     if not fits:
         raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
     if (kind == "bool") != (name == MASK) or kind == "int":
-        wanted = "of bool: True is seen" if name == MASK else "of a floating-point dtype"
-        raise TypeError(f"{name} is of {operand.dtype}; it must be {wanted}. Convert it")
+        wanted = "bool, where True is seen" if name == MASK else "of a floating-point dtype"
+        other = "; numbers to add are a bias" if name == MASK and kind == "float" else ""
+        raise TypeError(f"{name} is {operand.dtype}; it must be {wanted}: convert it{other}")
 
 
 # What callers give
@@ -177,9 +179,13 @@ def operand(name: str, given: Any) -> Operand:
 
     Raises TypeError for what is neither, ValueError for a name that texts use for something else.
     """
-    if not isinstance(name, str) or not name.isidentifier() or not name.isascii():
-        raise ValueError(f"captured has {name!r}; names are words of letters, digits and _")
-    if name in KNOWN or name in (*OWN_ARRAYS, "softcap"):
+    is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
+    if not is_name or iskeyword(name) or name.startswith("__"):
+        raise ValueError(
+            f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
+            "do not begin with __"
+        )
+    if name in TAKEN or name in OF_ARGUMENTS:
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
 
@@ -188,14 +194,20 @@ def of_value(name: str, given: Any) -> Operand:
     if isinstance(given, bool | np.bool_):
         return Operand(name, "bool", (), bool(given))
     if isinstance(given, int | np.integer):
+        if not -(2**63) <= given < 2**63:
+            raise ValueError(f"{name} is {described(given)}; whole numbers have at most 63 bits")
         return Operand(name, "int64", (), int(given))
     if isinstance(given, float | np.floating):
         return Operand(name, "float64", (), float(given))
-    dtype = str(getattr(given, "dtype", ""))
-    if dtype not in (*_DTYPES, *_FLOATS) or not hasattr(given, "shape"):
+    what = "" if name in OWN_ARRAYS else "a number, or "
+    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
+        remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
+        raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")
+    dtype = str(given.dtype)
+    if dtype not in (*_DTYPES, *_FLOATS):
         raise TypeError(
-            f"{name} is {described(given)}; give a number, or an array of bool, whole numbers or "
-            f"{', '.join(_FLOATS)}"
+            f"{name} is {dtype}; it must be of bool, whole numbers or {', '.join(_FLOATS)}, in "
+            "native byte order: convert it"
         )
     if not given.shape:
         return of_value(name, given.item())

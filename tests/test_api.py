@@ -405,3 +405,40 @@ def test_several_threads_at_once(backend):
 def test_kernels_lists_every_record():
     assert {k.name for k in cupyfa.kernels("forward")} == set(FORWARD)
     assert len(cupyfa.kernels()) > len(FORWARD)
+
+
+def test_a_function_is_traced_in_each_call(backend):
+    # Python gives the address of a function that is gone to the next one.
+    q, k, v = arrays(1, 2, 4, 16)
+    for factor in (1.0, 2.0, 3.0):
+        out = cupyfa.attention(q, k, v, score_mod=lambda score: score * factor, backend=backend)  # noqa: B023
+        close(out, expected(q, k, v, scale=factor / 4)[0])
+
+
+@pytest.mark.parametrize("M, N", [(0, 3), (3, 0)])
+def test_arrays_of_texts_may_have_no_elements(backend, M, N):
+    q, k, v = arrays(2, M, 16, N=N)
+    out = cupyfa.attention(q, k, v, bias=np.zeros((2, M, N), np.float32), backend=backend)
+    assert out.shape == (2, M, 16) and not out.any()
+
+
+def test_arrays_of_texts_may_be_of_any_library(backend):
+    class Foreign:
+        """An array with DLPack, and nothing else of NumPy's."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **how):
+            return self.array.__dlpack__(**how)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    q, k, v = arrays(1, 2, 4, 16)
+    bias = np.random.default_rng(1).standard_normal((4, 4))
+    plain = cupyfa.attention(q, k, v, bias=bias, backend=backend)
+    for inputs in ((q, k, v), map(Foreign, (q, k, v))):
+        np.testing.assert_array_equal(
+            cupyfa.attention(*inputs, bias=Foreign(bias), backend=backend), plain
+        )
