@@ -88,6 +88,7 @@ class Modifiers:
         return {
             "has_score_text": bool(self.score),
             "has_mask_text": bool(self.mask),
+            "reads_places": self.names_place,
             "unit_slope": all(x.is_additive for x in self.score),
         }
 

@@ -69,18 +69,14 @@ __device__ __forceinline__ void multiply_slices(Ring<Source, Stage, stages>& rin
 
 // The keys of the tile that a row sees.
 struct RowMask {
-  const TilePair<Br, Bc>& pair;
-  int row, first, end;  // from the tile's first key on
+  int first, end;  // from the tile's first key on
 
-  __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) : pair(pair), row(row) {
+  __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) {
     const int key = opaque(pair.first_key);  // the mask takes no registers before
     first = pair.extent.kv_begin(pair.first_row + row) - key;
     end = pair.extent.kv_end(pair.first_row + row) - key;
   }
-  __device__ __forceinline__ bool sees(int col) const {
-    return col >= first && col < end &&
-           pair.extent.shown(pair.first_row + row, pair.first_key + col);
-  }
+  __device__ __forceinline__ bool reaches(int col) const { return col >= first && col < end; }
 };
 
 // S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked.
@@ -99,7 +95,8 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
       const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
-      if (masked && !mask.sees(key + more)) x = 0;
+      if (masked && !mask.reaches(key + more)) x = 0;
+      if (pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
     }
@@ -122,8 +119,10 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
       float& y = dP[i / 2][n][i % 2 * 2 + 1];
       x = PS.x * (x - delta), y = PS.y * (y - delta);
       const int col = own.col + n * 8 + 2 * (lane % 4);
-      if (masked && !mask.sees(col)) x = 0;
-      if (masked && !mask.sees(col + 1)) y = 0;
+      if (masked && !mask.reaches(col)) x = 0;
+      if (masked && !mask.reaches(col + 1)) y = 0;
+      if (pair.hides<masked>(row, col)) x = 0;
+      if (pair.hides<masked>(row, col + 1)) y = 0;
     }
   }
 }
@@ -169,7 +168,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   loads.store(shared.stats);
   __syncthreads();  // lse2 and delta are there
   const TilePair<Br, Bc> pair = {extent, first_row, key};
-  const bool whole = key + Bc <= N && pair.sees_all();
+  const bool whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
   Sums S = {}, dP = {};

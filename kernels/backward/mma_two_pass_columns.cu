@@ -128,7 +128,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
-    if (first_key + Bc <= extent.N && pair.sees_all())
+    if (first_key + Bc <= extent.N && pair.reaches_all())
       step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);

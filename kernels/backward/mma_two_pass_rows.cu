@@ -127,7 +127,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   int buffer = 0;
   for (int first_key = rows.kv_begin; first_key < rows.kv_end; first_key += Bc) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
-    if (first_key + Bc <= extent.N && pair.sees_all())
+    if (first_key + Bc <= extent.N && pair.reaches_all())
       step_along<false>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);
     else
       step_along<true>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);

@@ -74,16 +74,13 @@ struct Consumer {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
     const auto& sums = shared.sums[rows.stage];
-    Sums<Br> S, PS, dP;
+    Sums<Br> S, dP;
     Operands<Br> P, dS;
     shared.Q_pipeline.wait(rows);
     begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows);
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows);
-    wgmma_wait_group<1>(S);
-    own.compute_P(S, PS, sums, scorer, pair);
-    wgmma_wait_group<0>(dP);
-    own.compute_dS(PS, dP, sums);
+    own.compute_P_and_dS(S, dP, sums, scorer, pair);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     begin_output(dO, P, dV);

@@ -68,8 +68,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const int more = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
-    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down) &&
-                      extent.shown(key - distance + down, key + more);
+    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down);
     if (!seen) P[i] = 0;
   }
 }
@@ -86,6 +85,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
     const Index key = index_of<true>(own_key, i / 4 * 8 + i % 2, extent.N);
     const auto [exponent, slope] = scorer.exponent_with_slope(S[i], extent, row, key);
     S[i] = exp2f(exponent - rows.lse2[i / 2 % 2]);
+    if (extent.hides(row, key)) S[i] = 0;
     slopes[i] = slope;
   }
   if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);

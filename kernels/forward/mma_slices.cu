@@ -171,7 +171,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
     for (int n = 0; n < Wc / 4; ++n) {
       float& score = S[i][n / 2][2 * half + n % 2];
       const int column = first_key + own_key + n / 2 * 8 + 2 * (own.lane % 4) + n % 2;
-      if (masked && !rows.sees(i, half, column)) score = -infinity;
+      if (masked && !rows.in_reach(i, half, column)) score = -infinity;
       largest = fmax(largest, score);
     }
     largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));

@@ -13,9 +13,10 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
     "place.cuh": {"has_score_text", "has_mask_text"},
-    "texts.cuh": {"unit_slope"},
+    "texts.cuh": {"has_score_text", "has_mask_text", "reads_places", "unit_slope"},
+    "own_keys.cuh": {"reads_places", "unit_slope"},
     "extent.cuh": {"causal", "windowed", "has_mask_text"},
-    "score.cuh": {"has_score_text", "positive_scale"},
+    "score.cuh": {"has_score_text", "unit_slope", "positive_scale"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

@@ -22,7 +22,8 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
       const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
-      if (masked && !pair.sees(row, key + more)) x = 0;
+      if (masked && !pair.in_reach(row, key + more)) x = 0;
+      if (pair.template hides<masked>(row, key, more)) x = 0;
       PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, 1.0f, slope);
     }
   }

@@ -49,26 +49,68 @@ struct Own {
   __device__ __forceinline__ int key() const { return first_key() + opaque(lane) / 4; }
   __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
 
+  // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
+  // that differ are multiplied into dP, so that they take no registers of their own.
+  template <int Br, int Bc>
+  __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
+                                                   const RowSums<Br>& sums,
+                                                   const Scorer<float>& scorer,
+                                                   const TilePair<Br, Bc>& pair) const {
+    wgmma_wait_group<1>(S);
+    if constexpr (unit_slope) {
+      Sums<Br> PS;
+      compute_P(S, PS, sums, scorer, pair);
+      wgmma_wait_group<0>(dP);
+      compute_dS(PS, dP, sums);
+    } else {
+      wgmma_wait_group<0>(dP);
+      Sums<Br> ones;
+      for (float& x : ones) x = 1;
+      compute_dS(ones, dP, sums);
+      weigh(S, dP, sums, scorer, pair);
+    }
+  }
+
   // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
   template <int Br, int Bc>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
                                             const Scorer<float>& scorer,
                                             const TilePair<Br, Bc>& pair) const {
-    const int own_row = has_texts ? row() : 0, own_key = has_texts ? key() : 0;
+    for (float& x : PS) x = 1;
+    weigh(S, PS, sums, scorer, pair);
+  }
+  // The same with what is to be multiplied by P and the slope.
+  template <int Br, int Bc>
+  __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const RowSums<Br>& sums,
+                                        const Scorer<float>& scorer,
+                                        const TilePair<Br, Bc>& pair) const {
+    if (reads_places && !pair.is_whole())
+      exponentiate<true>(S, factors, sums, scorer, pair);
+    else
+      exponentiate<false>(S, factors, sums, scorer, pair);
+    mask(S, pair);
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
+  }
+  template <bool at_end, int Br, int Bc>
+  __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
+                                               const RowSums<Br>& sums, const Scorer<float>& scorer,
+                                               const TilePair<Br, Bc>& pair) const {
+    const int own_row = reads_places ? row() : 0, own_key = reads_places ? key() : 0;
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const auto [exponent, slope] = scorer.exponent_with_slope<true>(
-            S[n * 4 + e], pair, own_row + n * 8 + e % 2, own_key, e / 2 * 8);
+        const Index query = pair.template row<at_end>(own_row, n * 8 + e % 2);
+        const Index key = pair.template key<at_end>(own_key, e / 2 * 8);
+        const auto [exponent, slope] =
+            scorer.exponent_with_slope(S[n * 4 + e], pair.extent, query, key);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
-        PS[n * 4 + e] = slope;
+        if (pair.extent.hides(query, key)) S[n * 4 + e] = 0;
+        factors[n * 4 + e] *= slope;
       }
     }
-    mask(S, pair);
-#pragma unroll
-    for (int i = 0; i < Br / 2; ++i) PS[i] = score_gradient(S[i], 1.0f, PS[i]);
   }
 
   // Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row,
@@ -76,13 +118,13 @@ struct Own {
   template <int Br, int Bc>
   __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
     const Extent& extent = pair.extent;
-    if (pair.first_key + Bc <= extent.N && pair.sees_all()) return;
+    if (pair.first_key + Bc <= extent.N && pair.reaches_all()) return;
     const int first = pair.first_key + key(), distance = first - pair.first_row - row();
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) {
       const int more = i / 2 % 2 * 8, down = i / 4 * 8 + i % 2;
       const bool seen = first + more < extent.N && extent.sees_distance(distance + more - down);
-      if (!seen || !extent.shown(first - distance + down, first + more)) P[i] = 0;
+      if (!seen) P[i] = 0;
     }
   }
 

@@ -66,8 +66,12 @@ struct Extent : Seat<has_texts> {
 
   // What the text of a mask says, of a pair in reach or not.
   __device__ __forceinline__ bool shown(int row, int key, int more = 0) const {
-    if constexpr (has_mask_text) return shows(row, key, more);
-    return true;
+    return !has_mask_text || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
+  }
+
+  // Whether the text of a mask hides a pair that exists.
+  __device__ __forceinline__ bool hides(Index row, Index key, int more = 0) const {
+    return has_mask_text && !shows(row, key, more);
   }
 
   // in_reach() for a key that exists, by its distance from the row's number.
@@ -75,11 +79,10 @@ struct Extent : Seat<has_texts> {
     return (!causal || distance <= causal_offset) && (!windowed || distance >= window_offset);
   }
 
-  // Whether the mask hides a pair of these rows and keys, or a tile of keys reaches past the end.
+  // Whether a pair of these rows and keys is out of reach, or a tile of keys reaches past the end.
   // (The last row decides at the left end of a window, the first one at the right end.)
   __device__ __forceinline__ bool is_masked(int first_row, int rows, int first_key,
                                             int keys) const {
-    if constexpr (has_mask_text) return true;
     if constexpr (!windowed) return first_key + keys > kv_end(first_row);
     return first_key + keys > kv_end(first_row) ||
            first_key < kv_begin(min(first_row + rows, M) - 1);
@@ -158,18 +161,33 @@ struct TilePair {
   }
 
   // The numbers of a row and a key, for texts.
+  template <bool at_end = true>
   __device__ __forceinline__ Index row(int row, int more = 0) const {
-    return index_of<true>(first_row + row, more, extent.M);
+    return index_of<at_end>(first_row + row, more, extent.M);
   }
   template <bool at_end>
   __device__ __forceinline__ Index key(int key, int more) const {
     return index_of<at_end>(first_key + key, more, extent.N);
   }
 
-  // Whether every row sees every key, of those that exist.
-  __device__ __forceinline__ bool sees_all() const {
-    if constexpr (!has_mask) return true;
-    if constexpr (has_mask_text) return false;
+  __device__ __forceinline__ bool in_reach(int row, int key) const {
+    return extent.in_reach(first_row + row, first_key + key);
+  }
+  // Whether the text of a mask hides a pair.
+  template <bool at_end>
+  __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
+    return extent.hides(this->row(row), this->key<at_end>(key, more));
+  }
+
+  // Whether all rows and keys of the tiles exist.
+  __device__ __forceinline__ bool is_whole() const {
+    return first_row + rows <= extent.M && first_key + keys <= extent.N;
+  }
+
+  // Whether every row sees every key, of those that exist; or may, if no text hides it.
+  __device__ __forceinline__ bool sees_all() const { return !has_mask_text && reaches_all(); }
+  __device__ __forceinline__ bool reaches_all() const {
+    if constexpr (!causal && !windowed) return true;
     const int last_row = min(first_row + rows, extent.M) - 1;
     return extent.kv_end(first_row) >= min(first_key + keys, extent.N) &&
            extent.kv_begin(last_row) <= first_key;

@@ -1,7 +1,9 @@
 #pragma once
 // Where a pair of query and key is: what the texts that modify scores or hide pairs read besides
-// the score. The host writes has_score_text, has_mask_text and struct Mods, which has the arrays
-// and numbers of texts, above every kernel; and texts.cuh, if there are any.
+// the score. The host writes above every kernel has_score_text, has_mask_text, reads_places
+// (whether texts ask where a pair is), unit_slope (whether the derivative of the modified score is
+// 1 wherever it is finite) and struct Mods, which has the arrays and numbers of texts; if there are
+// any, it includes texts.cuh.
 
 #include <tile/math.cuh>
 
@@ -44,5 +46,5 @@ struct Seat {
   __device__ __forceinline__ Scored<T> with_slope(T score, Index, Index) const {
     return {score, T(1)};
   }
-  __device__ __forceinline__ bool shows(int, int, int) const { return true; }
+  __device__ __forceinline__ bool shows(Index, Index, int) const { return true; }
 };

@@ -20,7 +20,7 @@ __device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
     for (int i = 0; i < m * 4; ++i) {
       const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
       float &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
-      if (masked && !rows.sees(i / 4, half, key)) score = -infinity;
+      if (masked && !rows.in_reach(i / 4, half, key)) score = -infinity;
       x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first key of a part begins it
     }
   }

@@ -33,9 +33,8 @@ struct Rows {
   __device__ __forceinline__ int existing(int i, int half) const {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
-  __device__ __forceinline__ bool sees(int i, int half, int key) const {
-    const int own = row(i, half);
-    return extent.sees(own / pack_gqa, key, own % pack_gqa);
+  __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
+    return extent.in_reach(row(i, half) / pack_gqa, key);
   }
   __device__ __forceinline__ void scale(const float (&factor)[Wr / step][2]) {
 #pragma unroll

@@ -72,7 +72,7 @@ struct Scorer {
   template <int m, int n, class Rows>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows,
                                         int first_key) const {
-    if constexpr (has_score_text) {
+    if constexpr (has_texts) {
       apply_texts(*this, products, rows, first_key);
     } else if constexpr (!positive_scale) {
 #pragma unroll
@@ -94,6 +94,6 @@ __device__ __forceinline__ T masked(T score, const Extent& extent, int row, int 
 // slope may be infinite there.
 template <class T>
 __device__ __forceinline__ T score_gradient(T p, T dP_minus_delta, [[maybe_unused]] T slope) {
-  if constexpr (!has_score_text) return p * dP_minus_delta;
+  if constexpr (unit_slope) return p * dP_minus_delta;
   return p == 0 ? T(0) : p * dP_minus_delta * slope;
 }

@@ -39,14 +39,15 @@ struct Seat<true, Arrays> {
       return {T(y.value), T(y.slope[0])};
     }
   }
-  // Arrays may end where queries and keys do.
-  __device__ __forceinline__ bool shows(int query, int key, int more) const {
-    return mask_text(mods, batch, head + more, index_of<true>(query, 0, queries),
-                     index_of<true>(key, 0, keys), queries, keys);
+  __device__ __forceinline__ bool shows(Index query, Index key, int more) const {
+    if constexpr (has_mask_text)
+      return mask_text(mods, batch, head + more, query, key, queries, keys);
+    return true;
   }
 };
 
-// The modified scores of a lane's products, of rows and a tile of keys.
+// The modified scores of a lane's products, of rows and a tile of keys; -infinity where a text
+// hides the pair.
 template <bool at_end, class Scorer, class T, int m, int n, class Rows>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
@@ -58,15 +59,17 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
     for (int j = 0; j < 2 * n; ++j) {
       T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
       const Index key = index_of<at_end>(own_key, j / 2 * 8 + j % 2, rows.extent.N);
-      x = scorer.applied(x, rows.extent, row / rows.heads, key, row % rows.heads);
+      const int query = row / rows.heads, more = row % rows.heads;
+      x = scorer.applied(x, rows.extent, query, key, more);
+      if (rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
 }
 template <class Scorer, class T, int m, int n, class Rows>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
-  if (first_key + n * 8 <= rows.extent.N)
-    apply_texts<false>(scorer, products, rows, first_key);
-  else
+  if (reads_places && first_key + n * 8 > rows.extent.N)
     apply_texts<true>(scorer, products, rows, first_key);
+  else
+    apply_texts<false>(scorer, products, rows, first_key);
 }
