@@ -13,7 +13,7 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
     "place.cuh": {"has_score_text", "has_mask_text"},
-    "texts.cuh": {"has_score_text", "has_mask_text", "reads_places", "unit_slope"},
+    "texts.cuh": {"reads_places", "unit_slope"},
     "own_keys.cuh": {"reads_places", "unit_slope"},
     "extent.cuh": {"causal", "windowed", "has_mask_text"},
     "score.cuh": {"has_score_text", "unit_slope", "positive_scale"},

@@ -22,11 +22,7 @@ struct Seat<true, Arrays> {
   // In a tile of several heads `more` is the head's number from the first one.
   template <class T>
   __device__ __forceinline__ T modified(T score, Index query, Index key, int more) const {
-    if constexpr (has_score_text) {
-      return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
-    } else {
-      return score;
-    }
+    return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
   }
   template <class T>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
@@ -40,9 +36,7 @@ struct Seat<true, Arrays> {
     }
   }
   __device__ __forceinline__ bool shows(Index query, Index key, int more) const {
-    if constexpr (has_mask_text)
-      return mask_text(mods, batch, head + more, query, key, queries, keys);
-    return true;
+    return mask_text(mods, batch, head + more, query, key, queries, keys);
   }
 };
 
