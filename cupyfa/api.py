@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cupyfa import modifiers
+from cupyfa import forms, modifiers
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
@@ -31,7 +31,7 @@ from cupyfa.options import (
 )
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, sizes_of
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
@@ -213,20 +213,24 @@ def compile(
     own: Own | None = None,
     return_lse: bool = False,
     return_own: Sequence[str] = (),
-    **keywords: Unpack[OptionKeywords],
+    **keywords: Unpack[_Modified],
 ) -> Prepared:
     """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
     q, k and v are arrays with the forms of later calls, or the shapes of contiguous arrays of
     ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
-    ``attention``; with shapes, ``own`` has no arrays, whose shapes follow.
+    ``attention``; with shapes, ``own`` has no arrays, whose shapes follow. Arrays that change
+    scores are such arrays too, or with shapes the forms that ``plan`` takes.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
-    refuses arrays of other shapes, strides, dtypes or devices.
+    refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
+    in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
+    in the order alibi_slopes, bias, mask, captured. Numbers are those that it was made with.
     """
     how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
-    how += _values(compile, keywords)
-    return _compiled(how, (q, k, v), dtype, own, return_own)
+    given, asked = _without_arrays(keywords)
+    how += _values(compile, asked)
+    return _compiled(how, (q, k, v), dtype, given, own, return_own)
 
 
 def compile_backward(
@@ -246,7 +250,7 @@ def compile_backward(
     tiles: Tiles | None = None,
     own: Own | None = None,
     return_own: Sequence[str] = (),
-    **keywords: Unpack[OptionKeywords],
+    **keywords: Unpack[_Modified],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
 
@@ -255,8 +259,9 @@ def compile_backward(
     grads=None)``.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
-    how += _values(compile_backward, keywords)
-    return _compiled(how, (dout, q, k, v, out, lse), dtype, own, return_own)
+    given, asked = _without_arrays(keywords)
+    how += _values(compile_backward, asked)
+    return _compiled(how, (dout, q, k, v, out, lse), dtype, given, own, return_own)
 
 
 def attention_backward(
@@ -297,8 +302,7 @@ def attention_backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
-    asked: dict[str, Any] = dict(keywords)
-    given = {x: asked.pop(x) for x in _MORE if x in asked}
+    given, asked = _without_arrays(keywords)
     how += _values(attention_backward, asked)
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
     if any(x is not None for x in given.values()):
@@ -397,17 +401,25 @@ def plan(
     kv_heads: int | None = None,
     dtype: str = "float32",
     options: AttentionOptions | None = None,
-    **keywords: Unpack[OptionKeywords],
+    **keywords: Unpack[_Modified],
 ) -> Plan:
     """The plan of an attention call of these sizes, without arrays and without a launch.
 
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
-    by default the backend's. ``own`` has floats of the kernel's own. Raises what ``attention``
-    raises.
+    by default the backend's. ``own`` has floats of the kernel's own.
+
+    alibi_slopes, bias, mask and the arrays of ``captured`` are forms: a shape, (1, 8, 64, 64), or
+    the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
+    "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, of which only the form
+    counts.
+
+    Raises what ``attention`` raises.
     """
-    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values(plan, keywords))))
+    arrays, asked = _without_arrays(keywords)
+    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values(plan, asked))))
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
-    problem = Problem.of_sizes(**sizes, kv_heads=kv_heads, dtype=dtype, options=chosen)
+    sizes |= {"kv_heads": kv_heads, "dtype": dtype}
+    problem = Problem.of_sizes(**sizes, options=chosen, **arrays)
     limits = limits or backend_named(backend).limits
     if own is not None:
         kernel = _with_floats(_record_with_own(kernel, own), own)
@@ -519,10 +531,14 @@ def _compiled(
     how: How,
     given: Sequence[Any],
     dtype: str | None,
+    modified: Mapping[str, Any],
     own: Own | None,
     return_own: Sequence[str],
 ) -> Prepared:
-    """The prepared form of calls on arrays like these, or of these shapes if there is a dtype."""
+    """The prepared form of calls on arrays like these, or of these shapes if there is a dtype.
+
+    modified: the arrays that change scores, or their forms, and the numbers that texts read.
+    """
     operation, backend = how[0], how[2]
     *names, last = _ARRAYS[operation]
     if {isinstance(x, tuple | list) for x in given} != {dtype is not None}:
@@ -530,9 +546,11 @@ def _compiled(
             f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
         )
     inputs = dict(zip(_ARRAYS[operation], given))
+    if modified and dtype is None:
+        how, given = _with_operands(how, given, modified)
     if own is not None or return_own:
-        how, every = _with_own(how, given, own, return_own, shapes=dtype is not None)
-        inputs |= dict(zip(how[_OWN_AT][0], every[len(given) :]))
+        how, given = _with_own(how, given, own, return_own, shapes=dtype is not None)
+    inputs |= dict(zip(how[_OWN_AT][0], given[len(inputs) :]))
     if dtype is None:
         return _prepared(how, *adopt(backend, **inputs), keep=True)
     backend, of = backend_named(backend), dtype_named(dtype)
@@ -542,6 +560,9 @@ def _compiled(
             backend.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
             for name, x in sizes.items()
         ]
+        if modified:
+            how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
+            arrays += [backend.empty(*x) for x in more]
     return _prepared(how, backend, arrays, keep=True, of_shapes=True)
 
 
@@ -614,15 +635,31 @@ def _with_operands(
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
     operands += [modifiers.operand(name, x) for name, x in captured.items()]
-    for name in ("bias", "mask"):
-        if name in found:
-            found[name] = modifiers.with_four_axes(name, found[name], tuple(q.shape[:-3]))
     every = {**found, **captured}
     named = [x for x in operands if x.is_array]
     before, asked, _ = how[_OWN_AT]
     made = (*before, *(x.input for x in named)), asked, tuple(x for x in operands if not x.is_array)
     like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
+
+
+def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments that are arrays or numbers of texts, and the others."""
+    given = {name: x for name, x in keywords.items() if name in _MORE and x is not None}
+    return given, {name: x for name, x in keywords.items() if name not in _MORE}
+
+
+def _with_forms(
+    how: How, inputs: Mapping[str, Any], given: Mapping[str, Any], dtype: str
+) -> tuple[How, list[tuple[tuple[int, ...], np.dtype]]]:
+    """A call with arrays of these forms, and their shapes and dtypes; see ``_with_operands``."""
+    layout = how[4]
+    batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
+    found = forms.operands(given, (batch, heads, M, sizes_of("k", inputs["k"], layout)[2]), dtype)
+    named = [x for x in found if x.is_array]
+    before, asked, _ = how[_OWN_AT]
+    made = (*before, *(x.input for x in named)), asked, tuple(x for x in found if not x.is_array)
+    return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), [(x.shape, x.numpy) for x in named]
 
 
 def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
@@ -641,8 +678,13 @@ def _name_of(name: str) -> str:
 
 
 def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:
-    arrays = {name: x for name, x in inputs.items() if name.startswith("mods.")}
-    given = (modifiers.of_value(name.removeprefix("mods."), x) for name, x in arrays.items())
+    lead, given = tuple(inputs["q"].shape[:-3]), []
+    for name, array in inputs.items():
+        own = name.removeprefix("mods.")
+        if own in ("bias", "mask") and own != name:
+            array = modifiers.with_four_axes(own, array, lead)
+        if own != name:
+            given.append(modifiers.of_value(own, array))
     return (*given, *numbers)
 
 
@@ -807,7 +849,7 @@ def _values(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[
     if not keywords:
         return _NOT_GIVEN
     if not keywords.keys() <= OPTIONS.keys():
-        raise unknown_argument(function, keywords, OPTIONS)
+        raise unknown_argument(function, keywords, (*OPTIONS, *_MORE))
     return tuple(map(keywords.get, OPTIONS))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import described
 from cupyfa.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
 from cupyfa.options import AttentionOptions
@@ -43,6 +44,11 @@ class Operand:
     def captured(self) -> Captured:
         kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
         return Captured(self.name, kind, len(self.shape))  # type: ignore[arg-type]
+
+    @property
+    def numpy(self) -> np.dtype:
+        known = DTYPES.get(self.dtype)
+        return known.numpy if known else np.dtype(self.dtype)
 
     @property
     def is_array(self) -> bool:

@@ -116,9 +116,9 @@ class Problem:
 
         Raises ValueError for shapes and options that do not fit together, TypeError for dtypes.
         """
-        batch, heads, M, d = _sizes("q", q, layout)
-        _, kv_heads, N, k_d = _sizes("k", k, layout)
-        _, v_heads, v_N, dv = _sizes("v", v, layout)
+        batch, heads, M, d = sizes_of("q", q, layout)
+        _, kv_heads, N, k_d = sizes_of("k", k, layout)
+        _, v_heads, v_N, dv = sizes_of("v", v, layout)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         _same("the leading axes", shapes, *(tuple(x.shape[:-3]) for x in (q, k, v)))
         _same("d, the last axis of q and k,", shapes, d, k_d)
@@ -332,7 +332,7 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _sizes(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
+def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
     """Batch, heads, rows and columns of an array in a layout; missing axes are 1."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")

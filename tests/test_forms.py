@@ -91,7 +91,7 @@ def test_drawn_arrays_can_be_read(values):
         ({"bias": "xyz"}, "bias is 'xyz'; give its shape by letters, for example 1hmn"),
         ({"bias": "f99[1hmn]"}, "bias is 'f99"),
         ({"bias": "1mn"}, "broadcastable to"),
-        ({"mask": "f32[11mn]"}, "mask is of float32; it must be of bool"),
+        ({"mask": "f32[11mn]"}, "mask is float32; it must be bool"),
         ({"alibi_slopes": "hb"}, "alibi_slopes has shape"),
         ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; give a number, or a dtype"),
         ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
@@ -150,3 +150,69 @@ def test_check_takes_arrays():
 def test_every_kernel_with_places_has_scores():
     for kernel in (k for group in LADDER.values() for k in group.values()):
         assert "places" not in kernel.features or "score" in kernel.features
+
+
+def test_plans_of_forms_are_those_of_arrays():
+    text = {"score_mod": "score + slope[head]", "kernel": "fa2", "backend": "simulator"}
+    for given in (
+        {"bias": "1hmn", "captured": {"slope": "f32[heads]"}},
+        {"bias": (1, 4, 10, 7), "captured": {"slope": (4,)}},
+        {"bias": np.ones((1, 4, 10, 7), np.float16), "captured": {"slope": np.ones(4, "f4")}},
+    ):
+        p = cupyfa.plan(**SIZES, **text, **given).problem
+        assert arrays_of(p) == {"bias": ("float16", (1, 4, 10, 7)), "slope": ("float32", (4,))}
+    with pytest.raises(TypeError, match="plan\\(\\) has no argument 'biases'; did you mean bias"):
+        cupyfa.plan(**SIZES, biases=1)
+
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((1, 2, n, 8)).astype(np.float32) for n in (6, 5, 5))
+READ = {
+    "bias": RNG.standard_normal((6, 5)).astype(np.float32),
+    "mask": RNG.random((2, 1, 5)) < 0.8,
+    "captured": {"slope": RNG.random(2), "cap": 0.5},
+}
+TEXT = {"score_mod": "score + cap * slope[head] * key"}
+ON = {"kernel": "fa2", "backend": "simulator"}
+FORMS = {"bias": "11mn", "mask": "1h1n", "captured": {"slope": "f64[heads]", "cap": 0.5}}
+
+
+def test_prepared_calls_take_arrays_by_name_or_after_v():
+    expected = cupyfa.attention(Q, K, V, **TEXT, **READ, **ON)
+    prepared = cupyfa.compile(Q, K, V, **TEXT, **READ, **ON)
+    slope = READ["captured"]["slope"]
+    by_name = {"bias": READ["bias"], "mask": READ["mask"], "captured": {"slope": slope}}
+    for out in (
+        prepared(Q, K, V, **by_name),
+        prepared(Q, K, V, READ["bias"], READ["mask"], slope),
+        prepared(Q, K, V, slope=slope, mask=READ["mask"], bias=READ["bias"]),
+        prepared(Q, K, V, **by_name, out=np.empty_like(expected)),
+    ):
+        np.testing.assert_array_equal(out, expected)
+    twice = prepared(Q, K, V, 2 * READ["bias"], READ["mask"], slope)
+    assert np.abs(twice - expected).max() > 0.01
+    with pytest.raises(TypeError, match="the arrays are q, k, v, bias, mask, slope; given are 3"):
+        prepared(Q, K, V)
+    with pytest.raises(ValueError, match=r"bias is float64 \(6, 5\).* compiled for float32"):
+        prepared(Q, K, V, **{**by_name, "bias": READ["bias"].astype(float)})
+
+
+def test_shapes_and_forms_are_compiled_too():
+    expected, lse = cupyfa.attention(Q, K, V, **TEXT, **READ, **ON, return_lse=True)
+    given = (
+        READ["bias"].reshape(1, 1, 6, 5),
+        READ["mask"].reshape(1, 2, 1, 5),
+        READ["captured"]["slope"],
+    )
+    shapes = Q.shape, K.shape, V.shape
+    prepared = cupyfa.compile(*shapes, dtype="float32", **TEXT, **FORMS, **ON)
+    np.testing.assert_array_equal(prepared(Q, K, V, *given), expected)
+    on = {**ON, "kernel": "two_pass"}
+    grads = cupyfa.attention_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
+    every = expected.shape, *shapes, expected.shape, lse.shape
+    backward = cupyfa.compile_backward(*every, dtype="float32", **TEXT, **FORMS, **on)
+    for made, wanted in zip(backward(expected, Q, K, V, expected, lse, *given), grads):
+        np.testing.assert_array_equal(made, wanted)
+    arrays = cupyfa.compile_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
+    made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[2])
+    np.testing.assert_array_equal(made[0], grads[0])

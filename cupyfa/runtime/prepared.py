@@ -1,6 +1,6 @@
 """Prepared calls: the plan is made and the kernels are compiled; only the arrays are missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from math import prod
@@ -267,13 +267,18 @@ class Prepared:
     ) -> tuple[tuple[Any, ...], Any]:
         """All inputs in order, some of which were given by name; and ``out``, if it is none."""
         named |= named.pop("own", {})
+        named |= {f"mods.{name}": x for name, x in named.pop("captured", {}).items()}
+        read = {name.removeprefix("mods."): name for name in self._names if "." in name}
+        named = {
+            name if name in self._names else read.get(name, name): x for name, x in named.items()
+        }
         if "out" in self._names and out is not None:
             named, out = {**named, "out": out}, None
         left = self._names[len(arrays) :]
         if len(arrays) > len(self._names) or set(left) != set(named):
             raise TypeError(
-                f"the arrays are {', '.join(self._names)}; given are {len(arrays)} without a name"
-                + (f" and {', '.join(named)}" if named else "")
+                f"the arrays are {_listed(self._names)}; given are {len(arrays)} without a name"
+                + (f" and {_listed(named)}" if named else "")
             )
         return (*arrays, *(named[name] for name in left)), out
 
@@ -284,7 +289,7 @@ class Prepared:
             given = form(self._backend, array)
             if given != wanted:
                 raise ValueError(
-                    f"{name} is {_described(given)}, and this was compiled for "
+                    f"{_listed([name])} is {_described(given)}, and this was compiled for "
                     f"{_described(wanted)}; compile it again, or call the function"
                 )
         return adopted
@@ -463,6 +468,10 @@ def pieces_of(backend: Backend, plan: Plan) -> transfer.Pieces:
 
 def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:
     return planning.plan(plan.kernel, problem, limits, **plan.constants)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix("mods.") for name in names)
 
 
 def _described(form: Form) -> str:

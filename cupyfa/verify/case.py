@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa import forms
-from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import ALIBI, BIAS, Operand
@@ -130,7 +129,7 @@ class Case:
         from 0 and stay inside the axes that they index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
-        dtype = DTYPES[x.dtype].numpy if x.dtype in DTYPES else np.dtype(x.dtype)
+        dtype = x.numpy
         if x.captured.kind == "bool":
             return rng.random(x.shape) < _SEEN
         if x.captured.kind == "int":

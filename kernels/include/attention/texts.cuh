@@ -26,14 +26,11 @@ struct Seat<true, Arrays> {
   }
   template <class T>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
-    if constexpr (unit_slope) {
-      return {modified(score, query, key, 0), T(1)};
-    } else {
-      Dual<1> x(score);
-      x.slope[0] = 1;
-      const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
-      return {T(y.value), T(y.slope[0])};
-    }
+    if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
+    Dual<1> x(score);
+    x.slope[0] = 1;
+    const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
+    return {T(y.value), T(y.slope[0])};
   }
   __device__ __forceinline__ bool shows(Index query, Index key, int more) const {
     return mask_text(mods, batch, head + more, query, key, queries, keys);
