@@ -164,7 +164,7 @@ def attention(
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
-    options: all of these as one AttentionOptions.
+    options: those of these that are no arrays, as one AttentionOptions.
     kernel: a name of ``kernels()``, a Kernel, or "auto".
     backend: "cuda", "simulator", "auto", or a Simulator with settings of its own.
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
