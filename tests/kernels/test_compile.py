@@ -20,6 +20,8 @@ from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import record_named
+from cupyfa.modifiers import Operand
+from cupyfa.options import AttentionOptions
 from cupyfa.planner import select as planning, source as sources
 
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
@@ -142,6 +144,35 @@ def planned(name, arch, d, mask, Br=None, multiprocessors=None, **sizes):
     plan = planning.plan(kernel, problem, limits)
     assert Br is None or plan.constants["Br"] == Br
     return plan.launches
+
+
+H, M = 4, 64
+SLOPES = Operand("alibi_slopes", "float32", (H,))
+TEXTS = {
+    "additive": ({}, (SLOPES, Operand("bias", "bfloat16", (1, H, M, M)))),
+    "curved": ({"softcap": 30.0}, ()),
+    "mask": ({"mask_mod": "doc[query] == doc[key]"}, (Operand("doc", "int64", (M,)),)),
+    "all": (
+        {"score_mod": "tanh(score) * slope[head]", "mask_mod": "key <= position"},
+        (Operand("slope", "float64", (H,)), Operand("mask", "bool", (1, 1, M, M)), SLOPES),
+    ),
+}
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "kernel",
+    [k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features],
+    ids=lambda kernel: f"{kernel.operation}-{kernel.name}",
+)
+def test_texts_compile_in_every_kernel(kernel, text):
+    (options, operands), arch = TEXTS[text], kernel.target or "80"
+    plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
+    problem = replace(plain, options=AttentionOptions(**options), operands=operands)
+    for launch in planning.plan(kernel, problem, limits_of(arch)).launches:
+        made = compile_launch(launch, arch)
+        assert made.warnings == ()
 
 
 def test_every_launch_of_every_record_is_compiled():
