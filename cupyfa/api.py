@@ -882,9 +882,7 @@ def unknown_argument(
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)
     close = get_close_matches(name, names, 1)
-    if name in _MORE and "causal" in names:
-        remedy = "prepared calls and plans take no arrays for texts: call attention"
-    elif tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
+    if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]
