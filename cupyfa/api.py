@@ -301,12 +301,15 @@ def attention_backward(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
-    how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
-    given, asked = _without_arrays(keywords)
-    how += _values(attention_backward, asked)
+    how: How = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
-    if any(x is not None for x in given.values()):
-        how, arrays = _with_operands(how, arrays, given)
+    if keywords:
+        given, asked = _without_arrays(keywords)
+        how += _values(attention_backward, asked)
+        if given:
+            how, arrays = _with_operands(how, arrays, given)
+    else:
+        how += _NOT_GIVEN
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, None, grads, check)
@@ -509,6 +512,8 @@ def _traced(how: How) -> How:
 
     A function is traced in each call: it may have changed, and another one may have its address.
     """
+    if not any(map(callable, how[_OWN_AT + 1 :])):
+        return how
     asked = {
         name: Expression.of(name, x) if name in _TEXTS and callable(x) else x
         for name, x in zip(OPTIONS, how[_OWN_AT + 1 :])
