@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         alibi_slopes: Any
         bias: Any
         mask: Any
+        sink: Any
         captured: Mapping[str, Any] | None
 
     class _Common(_Modified, total=False):
@@ -123,6 +124,7 @@ def attention(
     mask: Any = None,
     mask_mod: Text = None,
     captured: Mapping[str, Any] | None = None,
+    sink: Any = None,
     precision: Precision | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
@@ -161,6 +163,8 @@ def attention(
         if all masks say so.
     captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
         bool, whole numbers or floats; an index has to be inside its axis.
+    sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
+        value. It takes a share of the softmax and counts in lse; -infinity is none.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -176,7 +180,8 @@ def attention(
 
     Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
     with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
-    in float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity.
+    in float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity, or its
+    sink.
 
     Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
     do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
@@ -191,8 +196,9 @@ def attention(
     # In the order of OPTIONS.
     how += (precision, causal, window, scale, softcap, score_mod, mask_mod)
     arrays: Sequence[Any] = (q, k, v)
-    if alibi_slopes is not None or bias is not None or mask is not None or captured is not None:
-        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "captured": captured}
+    given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+    given["captured"] = captured
+    if any(x is not None for x in given.values()):
         how, arrays = _with_operands(how, arrays, given)
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
@@ -225,7 +231,7 @@ def compile(
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
-    in the order alibi_slopes, bias, mask, captured. Numbers are those that it was made with.
+    in the order alibi_slopes, bias, mask, sink, captured. Numbers are those that it was made with.
     """
     how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
     given, asked = _without_arrays(keywords)
@@ -280,6 +286,7 @@ def attention_backward(
     tiles: Tiles | None = None,
     own: Own | None = None,
     return_own: Sequence[str] = (),
+    dlse: Any = None,
     grads: Any = None,
     check: bool = False,
     **keywords: Unpack[_Modified],
@@ -288,9 +295,9 @@ def attention_backward(
 
     q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
-    the shape of out. With ``deterministic`` every run gives the same bits. ``grads`` are three
-    arrays for the results, each None for a new one. ``own`` and ``return_own`` are as for
-    ``attention``.
+    the shape of out. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
+    of lse, of its shape and dtype; by default it is 0. ``grads`` are three arrays for the results,
+    each None for a new one. ``own`` and ``return_own`` are as for ``attention``.
 
     Returns dq, dk and dv with the shapes of q, k and v, then the arrays of ``return_own``; dk and
     dv are sums over the query heads that share a key head. The gradient of a row that sees no key
@@ -303,9 +310,11 @@ def attention_backward(
     """
     how: How = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
-    if keywords:
+    if keywords or dlse is not None:
         given, asked = _without_arrays(keywords)
         how += _values(attention_backward, asked)
+        if dlse is not None:
+            given["dlse"] = _of_rows(dlse, lse)
         if given:
             how, arrays = _with_operands(how, arrays, given)
     else:
@@ -324,17 +333,19 @@ def attention_vjp(
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
     own: Own | None = None,
+    return_lse: bool = False,
     **options: Unpack[_Common],
-) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """The attention of q, k and v, and the function that computes its gradients.
 
-    Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. ``kernel`` is the argument
-    of ``attention``, ``backward_kernel`` and ``deterministic`` are those of ``attention_backward``;
-    the other arguments go to both, and of ``own`` each kernel takes what its record has. The
-    pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
-    their contents at that time.
+    Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. With ``return_lse`` it
+    returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse
+    too. ``kernel`` is the argument of ``attention``, ``backward_kernel`` and ``deterministic`` are
+    those of ``attention_backward``; the other arguments go to both, and of ``own`` each kernel
+    takes what its record has. The pullback keeps references to q, k, v, out and lse, and may be
+    called several times; it uses their contents at that time.
     """
-    if given := options.keys() & {"return_lse", "return_own", "out", "grads"}:
+    if given := options.keys() & {"return_own", "out", "grads"}:
         raise ValueError(
             f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
             "lse; call attention and attention_backward to have them"
@@ -345,17 +356,18 @@ def attention_vjp(
     forward, backward = _shared_own(own, kernel, backward_kernel)
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
 
-    def pullback(dout: Any) -> tuple[Any, ...]:
+    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
         return attention_backward(
             dout,
             *(q, k, v, out, lse),
             deterministic=deterministic,
             kernel=backward_kernel,
             own=backward,
+            dlse=dlse,
             **options,
         )
 
-    return out, pullback
+    return ((out, lse) if return_lse else out), pullback
 
 
 def softmax(
@@ -411,7 +423,7 @@ def plan(
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
     by default the backend's. ``own`` has floats of the kernel's own.
 
-    alibi_slopes, bias, mask and the arrays of ``captured`` are forms: a shape, (1, 8, 64, 64), or
+    alibi_slopes, bias, mask, sink and the arrays of ``captured`` are forms: a shape, (1, 8, 64, 64), or
     the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, of which only the form
     counts.
@@ -462,6 +474,7 @@ _NO_OWN: tuple[tuple[Any, ...], ...] = (), (), ()
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
+_ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE)
 _TEXTS = ("score_mod", "mask_mod")
 _ARRAYS = {
     "forward": ("q", "k", "v"),
@@ -632,9 +645,7 @@ def _with_operands(
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
-    found = {
-        x: _seen(how[2], x, given[x]) for x in modifiers.OWN_ARRAYS if given.get(x) is not None
-    }
+    found = {x: _seen(how[2], x, given[x]) for x in _ARRAYS_OF_CALLS if given.get(x) is not None}
     captured = {name: _seen(how[2], str(name), x) for name, x in captured.items()}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
@@ -679,7 +690,20 @@ def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
 def _name_of(name: str) -> str:
     """The name of an input in messages."""
     own = name.removeprefix("mods.")
-    return name if own == name else own if own in modifiers.OWN_ARRAYS else f"captured {own}"
+    return name if own == name else own if own in _ARRAYS_OF_CALLS else f"captured {own}"
+
+
+def _of_rows(dlse: Any, lse: Any) -> Any:
+    """The gradient of lse as [batch, heads, M]."""
+    if not hasattr(dlse, "shape"):
+        raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
+    if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
+        raise ValueError(
+            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)}, "
+            "as lse is"
+        )
+    *lead, heads, rows = (1,) * (2 - len(lse.shape)) + tuple(lse.shape)
+    return dlse.reshape(prod(lead), heads, rows)
 
 
 def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:

@@ -75,12 +75,8 @@ _ARGUMENTS = dict.fromkeys(FUNCTIONS, 1) | {"min": 2, "max": 2, "where": 3}
 
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
 TAKEN = KNOWN | {"inf", "nan"}
-OF_ARGUMENTS = (
-    "alibi_slopes",
-    "bias",
-    "mask",
-    "softcap",
-)  # names in the texts that the host writes
+# Names in the texts that the host writes, and of what else calls take.
+OF_ARGUMENTS = ("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap")
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {

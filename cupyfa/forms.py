@@ -14,12 +14,12 @@ from typing import Any
 
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
-from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, Operand, of_value, operand
+from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK, Operand, of_value, operand
 from cupyfa.options import OptionKeywords
 
 CAPTURED = "captured"
 NAMES = (*OWN_ARRAYS, CAPTURED)  # arguments that give forms
-USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn"}  # shapes if nothing is said about them
+USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -29,7 +29,10 @@ _AXES = ("batch", "heads", "M", "N")
 _LETTERS = "bhmn"
 _SHORT = {long: short for short, long in DTYPES.items()}
 _PLACES = dict(zip(("batch", "head", "query", "key"), _AXES))
-_SHAPES = {ALIBI: "h or bh", BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"}
+_SHAPES = {
+    **{ALIBI: "h or bh", SINK: "h or bh"},
+    **{BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"},
+}
 
 
 class Keywords(OptionKeywords, total=False):
@@ -38,6 +41,7 @@ class Keywords(OptionKeywords, total=False):
     alibi_slopes: Any
     bias: Any
     mask: Any
+    sink: Any
     captured: Mapping[str, Any] | None
 
 

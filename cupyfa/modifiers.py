@@ -19,8 +19,9 @@ from cupyfa.errors import described
 from cupyfa.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
 from cupyfa.options import AttentionOptions
 
-ALIBI, BIAS, MASK = "alibi_slopes", "bias", "mask"
-OWN_ARRAYS = (ALIBI, BIAS, MASK)  # arguments of calls that are arrays
+ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
+OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
+_WITHOUT_TEXT = (SINK, DLSE)
 _AXES = ("batch", "head", "query", "key")
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -65,7 +66,8 @@ class Modifiers:
     """The texts of a problem, in the order in which they are applied.
 
     score: give the score, each from the one before; the first from the scaled product. mask: all
-    have to be True for a pair to be seen. operands: what they read, the host's numbers included.
+    have to be True for a pair to be seen. operands: what they read, the host's numbers included,
+    and the sinks and the gradient of lse.
     """
 
     score: tuple[Expression, ...] = ()
@@ -83,18 +85,29 @@ class Modifiers:
     @property
     def names_place(self) -> bool:
         """Whether a pair's place decides, so that no part of a problem can stand for it."""
-        return bool(self.mask or self.arrays or any(x.positions for x in self.score))
+        return bool(self._reads_places or self.arrays)
 
     @property
     def features(self) -> list[str]:
-        return ["score"] * bool(self.score) + ["places"] * self.names_place
+        alone = [x for x in _WITHOUT_TEXT if self._has(x)]
+        return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone
+
+    @property
+    def _reads_places(self) -> bool:
+        read = [x for x in self.arrays if x.name not in _WITHOUT_TEXT]
+        return bool(self.mask or read or any(x.positions for x in self.score))
+
+    def _has(self, name: str) -> bool:
+        return any(x.name == name for x in self.operands)
 
     @property
     def constants(self) -> dict[str, bool]:
         return {
             "has_score_text": bool(self.score),
             "has_mask_text": bool(self.mask),
-            "reads_places": self.names_place,
+            "reads_places": self._reads_places,
+            "has_sink": self._has(SINK),
+            "has_dlse": self._has(DLSE),
             "unit_slope": all(x.is_additive for x in self.score),
         }
 
@@ -117,15 +130,15 @@ def modifiers(
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
         by_name["softcap"] = Operand("softcap", "float64", (), options.softcap)
-    for name in OWN_ARRAYS:
+    for name in (*OWN_ARRAYS, DLSE):
         if name in by_name:
             _check_own(by_name[name], sizes)
     score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
     read = {name for text in (*score, *mask) for name in text.captured}
     for text in (*score, *mask):
-        own = OWN_ARRAYS + ("softcap",) if text.option in ("score_mod", "mask_mod") else ()
+        own = (*OWN_ARRAYS, DLSE, "softcap") if text.option in ("score_mod", "mask_mod") else ()
         text.check({name: x.captured for name, x in by_name.items() if name not in own})
-    if unread := [name for name in by_name if name not in read]:
+    if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT)]:
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
@@ -164,9 +177,12 @@ def _index(operand: Operand) -> str:
 def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
     name, shape, kind = operand.name, operand.shape, operand.captured.kind
     batch, heads, *_ = sizes
-    if name == ALIBI:
+    if name in (ALIBI, SINK):
         fits = shape in ((heads,), (batch, heads))
         wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
+    elif name == DLSE:
+        fits = shape == sizes[:3]
+        wanted = f"that of lse, here {sizes[:3]}"
     else:
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"

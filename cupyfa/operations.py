@@ -170,7 +170,7 @@ def modifications(
 
 def _sink(inputs: Arrays, batch: slice = slice(None), heads: slice = slice(None)) -> Any:
     """The sinks of these heads, [heads] or [batch, heads]; None without sinks."""
-    sink = inputs.get("sink")
+    sink = inputs.get("mods.sink")
     return sink if sink is None else sink[heads] if sink.ndim == 1 else sink[batch, heads]
 
 
@@ -221,7 +221,7 @@ def _expected_gradients(
         sink: np.ndarray | None = None,
     ) -> Any:
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
-        dlse = cut("dlse", inputs["dlse"]) if "dlse" in inputs else None
+        dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
         how = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
         return tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink)
 

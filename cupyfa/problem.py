@@ -86,17 +86,19 @@ class Problem:
         alibi_slopes: Any = None,
         bias: Any = None,
         mask: Any = None,
+        sink: Any = None,
         captured: Mapping[str, Any] | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
-        alibi_slopes, bias, mask, captured: forms of arrays, as ``forms.operands`` has them.
+        alibi_slopes, bias, mask, sink, captured: forms of arrays, as ``forms.operands`` has them.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, keywords)
-        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "captured": captured}
+        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+        given["captured"] = captured
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
         return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
 

@@ -22,7 +22,7 @@ from cupyfa.bench import sweeps
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels
-from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS
+from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
 from cupyfa.options import OPTIONS, Option
 from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
@@ -182,6 +182,7 @@ _HELP = {
     BIAS: "An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
     "dtype, as f32[b1mn].",
     MASK: "An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
+    SINK: "Sinks of each head, h, or of each batch element too, bh: one more score of every row.",
 }
 
 

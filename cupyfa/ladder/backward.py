@@ -9,7 +9,7 @@ from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.problem import Problem, round_up
 
-ALL_BUT_PLACES = ("causal", "window", "score", "gqa", "strides", "dv")
+ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
 FEATURES = (*ALL_BUT_PLACES, "places")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"
@@ -17,7 +17,7 @@ DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
 
 DELTA = Launch(
     "delta",
-    args="O dO delta M heads",
+    args="O dO delta M heads mods",
     grid=lambda p, c: cdiv(p.M, THREADS // WARP) * p.heads * p.batch,
     threads=lambda p, c: THREADS,
 )
@@ -211,7 +211,7 @@ def mma_delta(floats: Formula) -> Launch:
     """Computes delta, and clears `floats` sums for each row tile."""
     return Launch(
         "mma_delta",
-        args="O dO delta dQ_sum.data M heads",
+        args="O dO delta dQ_sum.data M heads mods",
         grid=row_tiles,
         threads=lambda p, c: THREADS,
         constants={"floats": floats},
@@ -435,7 +435,7 @@ WGMMA_COLUMNS = Kernel(
     (
         Launch(
             "begin_rows",
-            args="O dO lse row_sums.data dQ_sum.data counts.data M heads group",
+            args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
         ),
@@ -491,7 +491,7 @@ WGMMA_TWO_PASS = rung(
     launches=(
         Launch(
             "sum_rows",
-            args="O dO lse row_sums.data M heads",
+            args="O dO lse row_sums.data M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
         ),

@@ -7,7 +7,7 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
+//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/query_parts.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/sum_tile.cuh>
@@ -19,7 +19,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
-    Part* dQ_sum, int* counts, int M, int heads, int group) {
+    Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Parts::count);
   for (int i = threadIdx.x; i < int(Parts::count * sizeof(Part) / sizeof(float4)); i += threads)
@@ -27,5 +27,5 @@ extern "C" __global__ __launch_bounds__(threads) void begin_rows(
   if (threadIdx.x == 0 && tile == 0 && head % group == 0)
     counts[(batch * heads + head) / group] = 0;
 
-  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
+  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
 }

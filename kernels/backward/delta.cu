@@ -2,11 +2,13 @@
 //
 // dS = P * (dO V^T - D) has the mean of the row's slopes in it, D = rowsum(P * (dO V^T)). Because
 // O = P V that is rowsum(dO * O): known before any score is, so the tiles of a row are independent
-// of each other. (Dao et al., 2022, arXiv:2205.14135, appendix B.2)
+// of each other. A gradient of lse is subtracted from it. (Dao et al., 2022, arXiv:2205.14135,
+// appendix B.2)
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
-//   the host sets: scalar, real, dv, threads, shared_bytes
+//   the host sets: scalar, real, dv, threads, shared_bytes, has_dlse
+#include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -16,7 +18,7 @@ static_assert(threads % warp_size == 0, "a warp sums a row");
 
 extern "C" __global__ __launch_bounds__(threads) void delta(Tensor<const scalar> O,
                                                             Tensor<const scalar> dO, Tensor<real> D,
-                                                            int M, int heads) {
+                                                            int M, int heads, Mods mods) {
   constexpr int rows = threads / warp_size;
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, rows), heads);
   const int row = tile * rows + threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
@@ -27,5 +29,6 @@ extern "C" __global__ __launch_bounds__(threads) void delta(Tensor<const scalar>
     for (int col = lane; col < dv; col += warp_size) sum += real(output[col]) * real(gradient[col]);
   }
   sum = warp_sum(sum);
-  if (row < M && lane == 0) *D.row(batch, head, row) = sum;
+  if (row < M && lane == 0)
+    *D.row(batch, head, row) = sum - gradient_of_lse(mods, batch, head, row);
 }

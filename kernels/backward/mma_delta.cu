@@ -2,7 +2,8 @@
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes
+//   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes, has_dlse
+#include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/row_product.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
@@ -16,7 +17,7 @@ constexpr int together = 4;  // rows that a thread's loads are under way for
 extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const scalar> O,
                                                                 Tensor<const scalar> dO,
                                                                 Tensor<real> D, float* dQ_sum,
-                                                                int M, int heads) {
+                                                                int M, int heads, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
   const int first_row = tile * Br;
   if constexpr (floats > 0) {
@@ -29,6 +30,7 @@ extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const sca
     const int row = first_row + i;
     const bool inside = i < Br && row < M;
     const float sum = row_product<dv, lanes>(O, dO, batch, head, row, inside);
-    if (inside && threadIdx.x % lanes == 0) *D.row(batch, head, row) = sum;
+    if (inside && threadIdx.x % lanes == 0)
+      *D.row(batch, head, row) = sum - gradient_of_lse(mods, batch, head, row);
   }
 }

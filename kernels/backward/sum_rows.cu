@@ -3,7 +3,7 @@
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes
+//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/sum_tile.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
@@ -12,7 +12,7 @@ extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const scal
                                                                Tensor<const scalar> dO,
                                                                Tensor<const real> lse,
                                                                RowSums<Br>* row_sums, int M,
-                                                               int heads) {
+                                                               int heads, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M);
+  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
 }

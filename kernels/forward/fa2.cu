@@ -114,6 +114,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads it
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     OnlineSoftmax softmax;
+    softmax.begin_with(extent.sink());
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads

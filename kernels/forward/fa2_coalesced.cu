@@ -109,6 +109,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     load_tile<threads, d>(shared.Q, Q, batch, head, tile * Br, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     OnlineSoftmax softmax;
+    softmax.begin_with(extent.sink());
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
       __syncthreads();  // before K overwrites values that a slower thread still reads

@@ -74,8 +74,9 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   for (int i = 0; i < warps; ++i) sum += shared.sum[i];
   const float inverse = sum == 0 ? 0.0f : 1 / sum;
   const Extent extent = extent_of(sizes, mods, batch, head);
-  const bool sees_key = extent.kv_begin(row) < extent.kv_end(row) && !(has_texts && sum == 0);
-  bool wrong = !(sum < infinity) || (sees_key && is_huge(maximum));
+  const bool has_score =
+      (has_sink || extent.kv_begin(row) < extent.kv_end(row)) && !(has_seat && sum == 0);
+  bool wrong = !(sum < infinity) || (has_score && is_huge(maximum));
   scalar* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {
     float total = 0;

@@ -312,6 +312,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
   OwnRows rows(first_row + own.row + lane / 4, extent, scorer.scale2());
+  if (has_sink && own.col_warp > 0) {  // the sums of these warps are added up
+    for (auto& sums : rows.sum) sums[0] = sums[1] = 0;
+  }
   bool wrong = false;
 
 #pragma unroll 1

@@ -143,7 +143,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_keys(task, split.first_key + i * Bc, i);
   Fragments<Wr, width> sums = {};
-  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2(), index / tiles == 0);
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
     if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))

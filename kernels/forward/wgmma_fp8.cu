@@ -120,7 +120,7 @@ struct Consumer {
   int warpgroup;
   Scales scales;
   Units units = {};
-  Rows<step> rows = {0, {}, 0};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
@@ -213,6 +213,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run(const RowTile& task) {
     rows = rows_of(task);
+    for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // of a sink, as P
     shared.Q_pipeline[warpgroup].wait(queries);
     if (task.kv_begin >= task.kv_end) return;
     begin(task);

@@ -70,7 +70,7 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;

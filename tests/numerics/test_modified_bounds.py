@@ -232,11 +232,11 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
         name: rng.normal(size=OPERATIONS["backward"].inputs[name].shape(p)).astype(F)
         for name in ("Q", "K", "V", "dO")
     }
-    inputs["dlse"] = rng.normal(size=(2, 4, 20)).astype(F)
+    inputs["mods.dlse"] = rng.normal(size=(2, 4, 20)).astype(F)
     for sink in (rng.normal(size=4), rng.normal(size=(2, 4))):
-        inputs["sink"] = sink.astype(F)
+        inputs["mods.sink"] = sink.astype(F)
         inputs["O"], inputs["lse"] = exact_attention(inputs, p)
-        assert (inputs["lse"] > inputs["sink"][..., None]).all()
+        assert (inputs["lse"] > inputs["mods.sink"][..., None]).all()
         excerpt = Excerpt(1, 3, slice(5, 11))
         for operation in (OPERATIONS["forward"], OPERATIONS["backward"]):
             whole, part = (operation.reference(inputs, p, [None], x)[None] for x in (None, excerpt))

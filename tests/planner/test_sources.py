@@ -36,6 +36,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool positive_scale = true;",
         "constexpr bool has_score_text = false;",
         "constexpr bool has_mask_text = false;",
+        "constexpr bool has_sink = false;",
         "constexpr bool unit_slope = true;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",

@@ -1,13 +1,14 @@
 #pragma once
-// lse * log2(e) and D = rowsum(dO * O) of the rows of a tile.
+// lse * log2(e) and D = rowsum(dO * O) - dlse of the rows of a tile.
 
+#include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/row_product.cuh>
 #include <backward/parts/row_sums.cuh>
 
 template <int dv, int threads, int Br>
 __device__ __forceinline__ void sum_tile(Tensor<const scalar> O, Tensor<const scalar> dO,
                                          Tensor<const real> lse, RowSums<Br>& sums, int tile,
-                                         int head, int batch, int M) {
+                                         int head, int batch, int M, const Mods& mods) {
   constexpr int lanes = 8, together = threads / lanes;  // lanes of a row, rows at a time
   static_assert(threads % warp_size == 0 && Br % together == 0, "each time a whole number of rows");
 #pragma unroll
@@ -15,7 +16,9 @@ __device__ __forceinline__ void sum_tile(Tensor<const scalar> O, Tensor<const sc
     const int own = i + threadIdx.x / lanes, row = tile * Br + own;
     const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);
     if (threadIdx.x % lanes == 0) {
-      const RowStats stats = row_stats(row < M ? *lse.row(batch, head, row) : -infinity, delta);
+      const float dlse = row < M ? gradient_of_lse(mods, batch, head, row) : real(0);
+      const RowStats stats =
+          row_stats(row < M ? *lse.row(batch, head, row) : -infinity, delta - dlse);
       sums.lse2[own] = stats.lse2;
       sums.delta[own] = stats.delta;
     }

@@ -23,11 +23,11 @@ struct Sizes {
                       // the left
 };
 
-struct Extent : Seat<has_texts> {
+struct Extent : Seat<has_seat> {
   int M, N, causal_offset, window_offset;
 
-  // The same for a head of the batch element. Without texts no copy is made.
-  template <bool used = has_texts>
+  // The same for a head of the batch element. Without texts and sinks no copy is made.
+  template <bool used = has_seat>
   __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
     if constexpr (used) {
       Extent extent = *this;
@@ -106,7 +106,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   return {{}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
 }
 
-// The same of one head, whose texts may be read.
+// The same of one head, whose texts and sink may be read.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
                                             int head) {
   Extent extent = extent_of(sizes, batch);

@@ -15,8 +15,8 @@ __device__ __forceinline__ bool is_huge(float maximum) {
   return !(fabs(maximum) < float(1 << 26));
 }
 
-// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right,
-// and where texts may hide all keys, those whose sum is 0.
+// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right;
+// where texts may hide all keys, those whose sum is 0; and with a sink all others.
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
@@ -26,8 +26,8 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
     const float maximum = rows.maximum[i / 2][i % 2];
-    if (has_texts && maximum == -largest_float && rows.sum[i / 2][i % 2] == 0) continue;
-    wrong |= sees_key && is_huge(maximum);
+    if (has_seat && maximum == -largest_float && rows.sum[i / 2][i % 2] == 0) continue;
+    wrong |= (has_sink || sees_key) && is_huge(maximum);
   }
   return wrong;
 }
@@ -75,13 +75,15 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
         if (first_col + j * warp_size < dv) o[j] = o[j] * factor + p * float(v[j * warp_size]);
       }
     }
+    float log_maximum = maximum * (scale2 * ln2);
+    if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
     const float inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN of V stays NaN
     scalar* out = O.row(batch, head, query) + first_col;
 #pragma unroll
     for (int j = 0; j < count; ++j) {
       if (first_col + j * warp_size < dv) out[j * warp_size] = scalar(o[j] * inverse);
     }
-    if (first_col == 0) *lse.row(batch, head, query) = maximum * (scale2 * ln2) + log(sum);
+    if (first_col == 0) *lse.row(batch, head, query) = log_maximum + log(sum);
   }
 }
 

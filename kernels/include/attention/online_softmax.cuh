@@ -8,6 +8,13 @@ struct OnlineSoftmax {
   real maximum = -infinity;  // of the scores so far
   real sum = 0;              // of p(score)
 
+  // Begins with a score besides those that come in tiles; -infinity is none, infinity makes NaN.
+  __device__ __forceinline__ void begin_with(real score) {
+    if (score == -infinity) return;
+    maximum = score;
+    sum = score - score + 1;
+  }
+
   // The maximum that exponents are relative to. Before any finite score it is 0, because
   // -infinity - -infinity is NaN.
   __device__ __forceinline__ real origin() const { return maximum == -infinity ? 0 : maximum; }

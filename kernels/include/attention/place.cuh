@@ -1,14 +1,16 @@
 #pragma once
 // Where a pair of query and key is: what the texts that modify scores or hide pairs read besides
-// the score. The host writes above every kernel has_score_text, has_mask_text, reads_places
-// (whether texts ask where a pair is), unit_slope (whether the derivative of the modified score is
-// 1 wherever it is finite) and struct Mods, which has the arrays and numbers of texts; if there are
-// any, it includes texts.cuh.
+// the score; and the sink of a head, a score that every row of it has besides those of its keys.
+// The host writes above every kernel has_score_text, has_mask_text, has_sink, reads_places (whether
+// texts ask where a pair is), unit_slope (whether the derivative of the modified score is 1
+// wherever it is finite) and struct Mods, which has the sinks and the arrays and numbers of texts;
+// if there are any, it includes texts.cuh.
 
 #include <tile/math.cuh>
 
 struct Mods;
 constexpr bool has_texts = has_score_text || has_mask_text;
+constexpr bool has_seat = has_texts || has_sink;
 
 // The number of a query or key. `more` is what differs from element to element of a thread, a
 // constant of an unrolled loop. So `base` is the same in a tile, and its conversion to a number,
@@ -33,7 +35,7 @@ struct Scored {
   T score, slope;
 };
 
-// A head. Without texts nothing is kept.
+// A head. Without texts and sinks nothing is kept.
 template <bool used, class Arrays = Mods>
 struct Seat {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
@@ -47,4 +49,5 @@ struct Seat {
     return {score, T(1)};
   }
   __device__ __forceinline__ bool shows(Index, Index, int) const { return true; }
+  __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
 };

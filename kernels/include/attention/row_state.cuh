@@ -22,9 +22,12 @@ struct Rows {
   float scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
   // Maxima begin with the lowest finite number: -infinity would make NaN of a row that is masked.
-  __device__ __forceinline__ Rows(int first, const Extent& extent, float scale2)
+  // Where the keys of a row are split, one part of them takes the sink.
+  __device__ __forceinline__ Rows(int first, const Extent& extent, float scale2,
+                                  [[maybe_unused]] bool takes_sink = true)
       : first(first), extent(extent), scale2(scale2), sum() {
     for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
+    if constexpr (has_sink) begin_with_sinks(*this, takes_sink);
   }
   __device__ __forceinline__ int row(int i, int half) const {
     return opaque(first) + i * step + half * 8;

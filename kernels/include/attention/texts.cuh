@@ -1,12 +1,22 @@
 #pragma once
-// How kernels apply texts. The host includes this above a kernel, before it writes struct Mods and
-// the functions
+// How kernels apply texts and find sinks. The host includes this above a kernel, before it writes
+// struct Mods and the functions
 //
 //   score_text(score, mods, batch, head, query, key, queries, keys)   the modified score
 //   mask_text(mods, batch, head, query, key, queries, keys)           whether the pair is seen
 
 #include <attention/expression.cuh>
 #include <tile/warp.cuh>
+
+// Sinks are [heads] or [batch, heads].
+template <class Element>
+__device__ __forceinline__ real sink_of(const Array<Element, 1>& sinks, int, int head) {
+  return sinks.read(head).value;
+}
+template <class Element>
+__device__ __forceinline__ real sink_of(const Array<Element, 2>& sinks, int batch, int head) {
+  return sinks.read(batch, head).value;
+}
 
 template <class Arrays>
 struct Seat<true, Arrays> {
@@ -34,6 +44,11 @@ struct Seat<true, Arrays> {
   }
   __device__ __forceinline__ bool shows(Index query, Index key, int more) const {
     return mask_text(mods, batch, head + more, query, key, queries, keys);
+  }
+  // -infinity where a head has none.
+  __device__ __forceinline__ real sink(int more = 0) const {
+    if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
+    return -infinity;
   }
 };
 
@@ -63,4 +78,32 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
     apply_texts<true>(scorer, products, rows, first_key);
   else
     apply_texts<false>(scorer, products, rows, first_key);
+}
+
+// Rows, whose sums are 0, begin with their sinks. Of the lanes that share a row one has the sink's
+// term, 1; or NaN, which has the row computed again, where the sink is NaN or infinity.
+template <class Rows>
+__device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
+  constexpr int pairs = sizeof(rows.sum) / sizeof(rows.sum[0]);
+#pragma unroll
+  for (int i = 0; i < 2 * pairs; ++i) {
+    const float sink = rows.extent.sink((rows.first + i * 8) % rows.heads);
+    if (!takes_sink || sink == -infinity) continue;
+    float& lowest = rows.maximum[i / 2][i % 2];
+    lowest = fmax(sink * log2e, lowest);
+    if (threadIdx.x % 4 == 0) rows.sum[i / 2][i % 2] = sink - sink + 1;
+  }
+}
+
+// A row that has been computed without its sink gets it. The maximum is that of scores, not of
+// powers of two.
+template <int count>
+__device__ __forceinline__ void join_sink(float sink, float& maximum, float& sum,
+                                          float (&output)[count]) {
+  if (sink == -infinity) return;
+  const float largest = fmax(maximum, sink), factor = exp2f((maximum - largest) * log2e);
+  sum = sum * factor + exp2f((sink - largest) * log2e);
+#pragma unroll
+  for (int j = 0; j < count; ++j) output[j] *= factor;
+  maximum = largest;
 }
