@@ -423,8 +423,8 @@ def plan(
     N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
     by default the backend's. ``own`` has floats of the kernel's own.
 
-    alibi_slopes, bias, mask, sink and the arrays of ``captured`` are forms: a shape, (1, 8, 64, 64), or
-    the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
+    alibi_slopes, bias, mask, sink and arrays of ``captured`` are forms: a shape, (1, 8, 64, 64),
+    or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, of which only the form
     counts.
 

@@ -84,11 +84,12 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
 // term, 1; or NaN, which has the row computed again, where the sink is NaN or infinity.
 template <class Rows>
 __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
+  if (!takes_sink) return;
   constexpr int pairs = sizeof(rows.sum) / sizeof(rows.sum[0]);
 #pragma unroll
   for (int i = 0; i < 2 * pairs; ++i) {
     const float sink = rows.extent.sink((rows.first + i * 8) % rows.heads);
-    if (!takes_sink || sink == -infinity) continue;
+    if (sink == -infinity) continue;
     float& lowest = rows.maximum[i / 2][i % 2];
     lowest = fmax(sink * log2e, lowest);
     if (threadIdx.x % 4 == 0) rows.sum[i / 2][i % 2] = sink - sink + 1;
