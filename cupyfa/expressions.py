@@ -591,7 +591,9 @@ class _Printer:
     def _subscript(self, node: ast.Subscript) -> str:
         array = node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
         indices = (
-            f"bounded({text})" if self.bounded(index, array, axis) else text
+            f'bounded({text}, "{array} in {self.rules.option}")'
+            if self.bounded(index, array, axis)
+            else text
             for axis, index in enumerate(_indices(node))
             for text in [self.print(index)]
         )

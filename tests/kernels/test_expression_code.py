@@ -164,7 +164,7 @@ def test_an_index_outside_its_axis_is_a_fault_of_the_simulator(index, outside):
     found = fault(
         body_of([0]), *arrays, np.ones(7, np.uint8), np.ones(11, "f4"), head=head, threads=1
     )
-    assert found.what == f"reads index {outside} of an axis of size 7 of a captured array"
+    assert found.what == f"reads index {outside} of an axis of size 7 of doc in score_mod"
 
 
 @pytest.mark.parametrize("arch, real", [("75", "float"), ("90a", "float"), ("90a", "double")])

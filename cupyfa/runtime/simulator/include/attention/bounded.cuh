@@ -8,20 +8,23 @@ extern "C" int snprintf(char* text, size_t bytes, const char* format, ...);
 template <class T>
 struct Bounded {
   T index;
+  const char* array;  // and its text
   simulator::Here here;
 
   T within(int size) const {
     if (index >= 0 && index < size) return index;
-    char text[100];
-    snprintf(text, sizeof text, "reads index %lld of an axis of size %d of a captured array",
-             (long long)index, size);
+    char text[200];
+    snprintf(text, sizeof text, "reads index %lld of an axis of size %d of %s", (long long)index,
+             size, array);
     simulator::fault(text, here);
   }
 };
 
-inline Bounded<int> bounded(int index, simulator::Here here = simulator::Here()) {
-  return {index, here};
+inline Bounded<int> bounded(int index, const char* array,
+                            simulator::Here here = simulator::Here()) {
+  return {index, array, here};
 }
-inline Bounded<long long> bounded(long long index, simulator::Here here = simulator::Here()) {
-  return {index, here};
+inline Bounded<long long> bounded(long long index, const char* array,
+                                  simulator::Here here = simulator::Here()) {
+  return {index, array, here};
 }

@@ -1,0 +1,225 @@
+"""Texts on scores in every kernel that knows places: score_mod, ALiBi, biases, masks, mask_mod."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from helpers.problems import name
+
+import cupyfa
+from cupyfa import Case, Problem, SimulatorFault
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.verify.case import LAYOUTS
+
+KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+EVERYTHING = {
+    "softcap": 3.0,
+    "score_mod": "score + slope[head] * (key - query)",
+    "alibi_slopes": "h",
+    "bias": "1hmn",
+    "mask": "b1mn",
+    "mask_mod": "doc[query] == doc[key] or key < 2",
+    "captured": {"slope": "f32[heads]", "doc": "i32[M|N]"},
+}
+
+
+def check(backend, kernel, case, **tiles):
+    """Runs a case between guard zones; raises if a result is wrong or something else is written."""
+    plan = planning.plan(kernel, case.problem, backend.limits, **tiles)
+    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_all_at_once(backend, kernel):
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
+    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
+    check(backend, kernel, Case(kernel.operation, p))
+
+
+# Pairs of values of options, over all kernels of an operation
+
+_MASKS = [
+    *({}, {"causal": "bottom-right"}, {"causal": "top-left"}, {"window": (9, 3)}),
+    *({"mask": "11mn"}, {"mask": "bh1n"}),
+    {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "u8[M|N]"}},
+    {"mask_mod": "seen[batch, key] and position >= 0", "captured": {"seen": "bool[batch,N]"}},
+    {"mask_mod": "(key + query) % 3 < 2 or 3 <= position - key", "window": (20, None)},
+]
+_SCORES = [
+    *({}, {"softcap": 2.0}, {"alibi_slopes": "h"}, {"alibi_slopes": "f16[bh]"}),
+    *({"bias": x} for x in ("1hmn", "f16[b1mn]", "bf16[11m1]", "f64[bh1n]")),
+    {"score_mod": "score + x[head, key]", "captured": {"x": "f16[heads,N]"}},
+    {"score_mod": "score + x[abs(key - query) // 4]", "captured": {"x": "f64[40]"}},
+    {"score_mod": "a * tanh(score / a) * exp(-abs(position - key) / 50)", "captured": {"a": 4.0}},
+    {"score_mod": "score - 100 if x[query] > 1 else max(score, -2)", "captured": {"x": "i64[M]"}},
+]
+_AXES = {
+    "masks": _MASKS,
+    "scores": _SCORES,
+    "heads": [{"heads": 2, "kv_heads": 2}, {"batch": 2, "heads": 4, "kv_heads": 2}],
+    "lengths": [{"M": 40, "N": 70}, {"M": 67, "N": 33}, {"M": 3, "N": 50}],
+    "scale": [{}, {"scale": -0.4}, {"scale": 0.0}],
+    "d": [{"d": 9}, {"d": 64}, {"d": 33, "dv": 17}],
+    "layout": [layout for layout in LAYOUTS if layout != "far"],
+    "dtype": range(4),
+}
+_EACH = 7
+
+
+def paired(kernels, seed=0):
+    """Choices for each kernel; all kernels together have nearly all pairs of values."""
+    pick, met, chosen = random.Random(seed), set(), []
+    for kernel in [kernel for kernel in kernels for _ in range(_EACH)]:
+        drawn = [{x: pick.randrange(len(_AXES[x])) for x in _AXES} for _ in range(50)]
+        best = max(drawn, key=lambda x: len(set(itertools.combinations(x.items(), 2)) - met))
+        met |= set(itertools.combinations(best.items(), 2))
+        chosen.append((kernel, best))
+    return chosen
+
+
+PAIRED = [
+    *paired([k for k in KERNELS if k.operation == "forward"]),
+    *paired([k for k in KERNELS if k.operation == "backward"]),
+]
+
+
+def case_of(kernel, at):
+    value = {x: values[at[x]] for x, values in _AXES.items()}
+    parts = [value[x] for x in ("masks", "scores", "heads", "lengths", "scale", "d")]
+    given = {key: x for part in parts for key, x in part.items() if key != "captured"}
+    captured = {key: x for part in parts for key, x in part.get("captured", {}).items()}
+    if "dv" not in kernel.features:
+        given.pop("dv", None)
+    dtypes = [x for x in ("float32", "float16", "bfloat16", "float64") if kernel.takes(x)]
+    given |= {"dtype": dtypes[value["dtype"] % len(dtypes)], "captured": captured}
+    return Case(kernel.operation, Problem.of_sizes(**given), 5, layout=value["layout"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, at", PAIRED, ids=lambda x: getattr(x, "name", ""))
+def test_pairs_of_options(backend, kernel, at):
+    check(backend, kernel, case_of(kernel, at))
+
+
+def test_pairs_are_nearly_all_met():
+    for operation in ("forward", "backward"):
+        chosen = [at for kernel, at in PAIRED if kernel.operation == operation]
+        met = {pair for at in chosen for pair in itertools.combinations(at.items(), 2)}
+        sizes = [len(values) for values in _AXES.values()]
+        assert len(met) > 0.85 * sum(a * b for a, b in itertools.combinations(sizes, 2))
+
+
+# Named cases
+
+RNG = np.random.default_rng(0)
+Q = RNG.standard_normal((2, 4, 20, 16)).astype(np.float32)
+K = RNG.standard_normal((2, 2, 30, 16)).astype(np.float32)
+BIAS = RNG.standard_normal((4, 20, 30)).astype(np.float32)
+SLOPE = np.linspace(0.1, 1, 4)
+
+
+def attend(backend, q=Q, k=K, **given):
+    return cupyfa.attention(q, k, k, **{"kernel": "fa2", "check": True, **given}, backend=backend)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv", "two_pass"])
+def test_a_first_tile_of_minus_infinity(backend, kernel):
+    kernel = next(k for k in KERNELS if k.name == kernel)
+    text = {"score_mod": "hidden if query < 3 or key < 40 else score"}
+    sizes = {"M": 40, "N": 70, "d": 16, "heads": 2, "kv_heads": 1, "dtype": usual_dtype(kernel)}
+    p = Problem.of_sizes(**sizes, **text, captured={"hidden": -np.inf})
+    check(backend, kernel, Case(kernel.operation, p))
+
+
+def test_nan_in_a_hidden_bias_has_no_effect(backend):
+    bias, mask = BIAS.copy(), np.ones((20, 30), bool)
+    bias[:, 3, 5], mask[3, 5] = np.nan, False
+    out = attend(backend, bias=bias, mask=mask)
+    np.testing.assert_array_equal(out, attend(backend, bias=BIAS, mask=mask))
+    assert np.isnan(attend(backend, bias=bias)[:, :, 3]).all()
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        BIAS.astype(np.float16),
+        BIAS.astype(np.float64),
+        np.broadcast_to(BIAS, (2, 4, 20, 30)),
+        np.ascontiguousarray(np.repeat(np.repeat(BIAS, 2, 1), 2, 2)[:, ::-1])[:, ::-2, ::2],
+        np.broadcast_to(BIAS[:, :, :1], (4, 20, 30)),
+    ],
+    ids=["float16", "float64", "broadcast", "strided", "broadcast keys"],
+)
+def test_a_bias_of_another_dtype_or_with_strides(backend, bias):
+    expected = attend(backend, bias=np.ascontiguousarray(bias, np.float32))
+    np.testing.assert_allclose(attend(backend, bias=bias), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bias_has_axes_of_its_own_in_every_layout(backend):
+    expected = attend(backend, bias=BIAS)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (Q, K)]
+    out = attend(backend, *turned, bias=BIAS, layout="bshd")
+    np.testing.assert_array_equal(out.swapaxes(1, 2), expected)
+    unchecked = attend(backend, bias=BIAS, check=False)  # by the transfer of NumPy's arrays
+    np.testing.assert_array_equal(unchecked, expected)
+
+
+@pytest.mark.parametrize(
+    "text, array",
+    [
+        ("score + x[head]", SLOPE),
+        ("score + (1 if x[key] else -1)", np.arange(30) % 3 == 0),
+        ("score + 0.5 * x[query, key]", np.arange(600).reshape(20, 30) % 7),
+        ("score + x[key]", np.linspace(0, 1, 30).astype(np.float16)),
+    ],
+    ids=["float64", "bool", "int64", "ends with the keys"],
+)
+def test_captured_arrays_of_any_dtype(backend, text, array):
+    out = attend(backend, score_mod=text, captured={"x": array})
+    added = {2: array, 1: array[None, :], 0: array[:, None, None]}
+    value = added[0 if "head" in text else array.ndim].astype(float)
+    value = np.where(value, 1, -1) if array.dtype == bool else value
+    value = 0.5 * value if array.ndim == 2 else value
+    bias = np.broadcast_to(value, (4, 20, 30)).astype(np.float32)
+    np.testing.assert_allclose(out, attend(backend, bias=bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("M, N", [(0, 30), (20, 0)])
+def test_problems_without_scores(backend, M, N):
+    captured = {"s": SLOPE, "seen": np.ones(N, bool)}
+    out = attend(
+        backend,
+        *(Q[:, :, :M], K[:, :, :N]),
+        bias=BIAS[:, :M, :N],
+        mask=np.ones((M, N), bool),
+        alibi_slopes=SLOPE,
+        score_mod="score + s[head]",
+        mask_mod="seen[key]",
+        captured=captured,
+    )
+    assert out.shape == (2, 4, M, 16) and not out.any()
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "columns"])
+def test_float64_keeps_its_precision(backend, kernel):
+    kernel = next(k for k in KERNELS if k.name == kernel)
+    given = {"softcap": 3.0, "score_mod": "score * sin(key / 3) + s[head]", "bias": "1hmn"}
+    p = Problem.of_sizes(
+        M=20, N=30, d=8, heads=2, dtype="float64", captured={"s": "f64[heads]"}, **given
+    )
+    check(backend, kernel, Case(kernel.operation, p))
+
+
+@pytest.mark.parametrize("outside", [4, -1, 99])
+def test_an_index_outside_of_its_array_is_an_error(outside):
+    doc = np.arange(30) // 10
+    doc[5] = outside
+    captured = {"doc": doc, "table": np.ones(4, np.float32)}
+    message = f"reads index {outside} of an axis of size 4 of table in score_mod"
+    with pytest.raises(SimulatorFault, match=message):
+        attend("simulator", score_mod="score + table[doc[key]]", captured=captured, check=False)
