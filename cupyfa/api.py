@@ -156,7 +156,7 @@ def attention(
         ``score batch head query key position queries keys`` and from ``captured``, as in
         "score - slope[head] * abs(position - key)". position is query + N - M, or query under a
         "top-left" mask.
-    alibi_slopes: [heads] or [batch, heads]; slope · |position - key| is subtracted from the score.
+    alibi_slopes: [heads] or [batch, heads]; slope · abs(position - key) is subtracted.
     bias: added to the score; of any float, broadcastable to [batch, heads, M, N].
     mask: of bool, broadcastable likewise; True is seen.
     mask_mod: an expression like score_mod that is True for the pairs that are seen. A pair is seen
@@ -541,7 +541,7 @@ def _adopted(
     theirs = owner(backend, arrays)
     if theirs is not None:
         return theirs, arrays, tuple(map(theirs.form, arrays))
-    theirs, arrays = adopt(backend, **dict(zip(map(_name_of, names), arrays)))
+    theirs, arrays = adopt(backend, **dict(zip(map(modifiers.name_of, names), arrays)))
     return theirs, arrays, tuple([form(theirs, x) for x in arrays])
 
 
@@ -618,7 +618,7 @@ def _prepared(
         ]
     elif not flag:  # return_lse
         del results[1]
-    require_one_device(backend, {_name_of(name): x for name, x in inputs.items()})
+    require_one_device(backend, {modifiers.name_of(name): x for name, x in inputs.items()})
     deterministic = operation == "backward" and flag
     with backend.working_on(arrays[0]):
         limits = backend.limits
@@ -685,12 +685,6 @@ def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
         return given
     _, (array,) = adopt(backend, **{name: given})
     return array
-
-
-def _name_of(name: str) -> str:
-    """The name of an input in messages."""
-    own = name.removeprefix("mods.")
-    return name if own == name else own if own in _ARRAYS_OF_CALLS else f"captured {own}"
 
 
 def _of_rows(dlse: Any, lse: Any) -> Any:

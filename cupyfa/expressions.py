@@ -860,6 +860,8 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         result = function(*ordered, **named)
         if result is None:
             raise TypeError("the function returns None; return the expression")
+        if isinstance(result, tuple | list):
+            raise TypeError("the function returns several values; return one expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
     except IndexError as error:  # of an array with a tracer as an index
         if "only integers" not in str(error):

@@ -61,6 +61,12 @@ class Operand:
         return f"mods.{self.name}"
 
 
+def name_of(name: str) -> str:
+    """The name of an input in messages."""
+    own = name.removeprefix("mods.")
+    return name if own == name else own if own in (*OWN_ARRAYS, DLSE) else f"captured {own}"
+
+
 @dataclass(frozen=True)
 class Modifiers:
     """The texts of a problem, in the order in which they are applied.

@@ -305,6 +305,9 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
     return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
 
 
+_MEANING = {"places": "places (masks, and scores that depend on arrays or positions)"}
+
+
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     """Why the kernel cannot do a problem on a device with any constants; None if it may."""
     problem = _with_columns(kernel, problem)
@@ -323,7 +326,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
     if lacking:
-        return f"it does not support {', '.join(lacking)}"
+        return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
     if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
         return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
     if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
+from cupyfa.modifiers import name_of
 from cupyfa.planner.plan import Plan, aligned_width
 from cupyfa.runtime.arguments import can_be_boxed
 from cupyfa.runtime.backend import Backend
@@ -92,7 +93,7 @@ def target(
     for other, array in inputs.items():
         if overlap(given, array):
             raise ValueError(
-                f"{name} overlaps the input {other}, which must not be written; "
+                f"{name} overlaps the input {name_of(other)}, which must not be written; "
                 "give it memory of its own, or leave it out"
             )
     in_place = not backend.owns(first) or (backend.writes_in_place and _columns_contiguous(given))

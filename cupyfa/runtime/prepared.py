@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
+from cupyfa.modifiers import name_of
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
@@ -284,7 +285,7 @@ class Prepared:
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""
-        _, adopted = adopt(self._backend, **dict(zip(self._names, arrays)))
+        _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         for name, array, wanted in zip(self._names, adopted, self._forms):
             given = form(self._backend, array)
             if given != wanted:
