@@ -161,10 +161,12 @@ class Problem:
         return replace(self, options=replace(self.options, **changes))
 
     def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-        """The problem with other options and with arrays of these forms in place of its own."""
-        given = forms.operands(arrays, self._of_scores, self.dtype.name) if arrays else None
-        kept = self.operands if given is None else given
-        return replace(self, options=replace(self.options, **options), operands=kept)
+        """The problem with other options; with texts or forms of arrays in place of all its own."""
+        if not arrays and not any(name in options for name in TEXTS):
+            return self.with_options(**options)
+        given = forms.operands(arrays, self._of_scores, self.dtype.name)
+        changed = {**dict.fromkeys(TEXTS), **options}
+        return replace(self, options=replace(self.options, **changed), operands=given)
 
     def without(self, name: str) -> Problem:
         """The problem without an option or an array, and without what that alone reads."""

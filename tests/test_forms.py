@@ -73,6 +73,13 @@ def test_arrays_follow_other_sizes():
     assert {x.M for x in every} >= {1, 2, 4} and len(every) > 10
 
 
+def test_given_texts_and_arrays_replace_all_others():
+    p = Problem.of_sizes(**SIZES, **MODIFIED)
+    assert p.modified({"causal": True}, {}).operands == p.operands
+    assert p.modified({"score_mod": "2 * score"}, {}).modifiers.operands == ()
+    assert arrays_of(p.modified({}, {"mask": True})) == {"mask": ("bool", (1, 1, 10, 7))}
+
+
 @pytest.mark.parametrize("values", ["normal", "nan", "inf", "tiny"])
 def test_drawn_arrays_can_be_read(values):
     case = Case("forward", Problem.of_sizes(**SIZES, **MODIFIED), 3, values, "gaps")

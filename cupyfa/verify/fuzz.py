@@ -15,19 +15,45 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from cupyfa import forms
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
+from cupyfa.modifiers import ALIBI, BIAS, MASK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem
+from cupyfa.problem import TEXTS, Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.tasks import refuse_long
 
 Value = TypeVar("Value")
+
+# Texts and arrays that change scores, in one group of three.
+MODIFIED: tuple[Mapping[str, Any], ...] = (
+    {"alibi_slopes": "h"},
+    {"alibi_slopes": "bh", "mask": "b11n"},
+    {"bias": "1hmn"},
+    {"bias": "f16[11mn]", "mask": "1h1n"},
+    {"bias": "f32[bhm1]", "alibi_slopes": "bf16[h]"},
+    {"bias": "b1mn", "mask_mod": "key <= position + 3"},
+    {"mask": "bhmn"},
+    {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
+    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # T5's buckets
+    | {"captured": {"table": "f32[heads,16]"}},
+    {"score_mod": "cap * tanh(score / cap) + 0.1 * sin(key)", "captured": {"cap": 4.0}},
+    {"score_mod": "max(score, -1.5) * x[head]", "captured": {"x": "f16[heads]"}},
+    {"score_mod": "score if seen[batch, key] else score - 2"}
+    | {"captured": {"seen": "bool[batch,N]"}},
+    {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "i32[M|N]"}},
+    {"mask_mod": "key <= position or key < prefix[batch]", "captured": {"prefix": "i64[batch]"}},
+    {"mask_mod": "(position - key) % 2 == 0 or abs(position - key) < 8"},
+    {"bias": "bf16[1hmn]", "mask": "b1mn", "alibi_slopes": "h"}
+    | {"score_mod": "score + table[doc[key], head]", "mask_mod": "doc[query] <= doc[key]"}
+    | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
+)
 
 SAMPLES = {"simulator": 32, "cuda": 200}  # by default
 TOGETHER = 4  # successive samples that share what is compiled
@@ -167,12 +193,26 @@ class Fuzz:
             return Problem.of_row_sizes(M, N, dtype)
         if is_plain:
             d, given = min(_PLAIN_DIM, self._most_dims), dict(self.options or {})
-            return Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given)
+            arrays = dict(self.arrays or {})
+            return Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given, **arrays)
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
-        return Problem.of_sizes(**sizes, d=d, dv=dv, **self._options(turns), **(self.arrays or {}))
+        given = self._modified(turns) | self._options(turns)
+        sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
+        return Problem.of_sizes(**sizes, d=d, dv=dv, **given)
+
+    def _modified(self, turns: "_Turns") -> dict[str, Any]:
+        """Texts and arrays that change scores: those given, or of every third group drawn ones."""
+        given = self.options or {}
+        if self.arrays or any(name in given for name in TEXTS):
+            return dict(self.arrays or {})
+        is_modified = turns.choose("modified", (False, True, False)) and turns.i > 0
+        if not is_modified or not self._has("places"):
+            return {}
+        of = self.kernel.name if self.kernel else ""  # other kernels have other texts
+        return dict(turns.choose(f"text {of}", MODIFIED))
 
     def _dim(self, turns: "_Turns", name: str) -> int:
         """A head dimension: mostly small and odd, or one that models use, or a large one."""
@@ -284,6 +324,7 @@ class Fuzz:
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
     """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
     p, tile = plan.problem, _Tile(plan)
+    arrays = {x.name for x in p.operands}
     lengths = [(p.M, tile.rows)] if tile.rows > 1 else []
     lengths += [(p.N, tile.keys)] if tile.keys > 1 else []
     return {
@@ -303,7 +344,10 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "window": p.left is not None,
         "GQA": p.group > 1,
         "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
-        **{name: name in p.options.changed for name in other_options()},
+        **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
+        "ALiBi": ALIBI in arrays,
+        "bias": BIAS in arrays,
+        "mask array": MASK in arrays,
     }
 
 

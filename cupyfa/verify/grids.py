@@ -19,7 +19,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.verify.fuzz import other_options
+from cupyfa.verify.fuzz import MODIFIED, other_options
 
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
@@ -262,6 +262,8 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired(odd, _OF_ODD // 4)
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
+    for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):
+        yield {**chosen, **text}
 
 
 # Softmax over rows

@@ -7,9 +7,12 @@ import pytest
 
 import cupyfa
 from cupyfa import Problem, Simulator
+from cupyfa.ladder.lookup import record_named
+from cupyfa.modifiers import OWN_ARRAYS
 from cupyfa.planner import select
-from cupyfa.verify.case import LAYOUTS, VALUES
-from cupyfa.verify.fuzz import TOGETHER, Fuzz, covers
+from cupyfa.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.verify.fuzz import MODIFIED, TOGETHER, Fuzz, covers
+from cupyfa.verify.shrink import shrunk
 
 SIMULATOR = Simulator()
 # What the default number of samples covers of kernels of different families.
@@ -133,3 +136,33 @@ def test_dtypes_and_options_replace_the_drawn_ones():
         p = drawn.case.problem
         assert p.dtype.name == "float64" and p.options.scale == 2.0
         assert (p.causal, p.window, p.options.softcap) == ("top-left", (5, None), None)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
+def test_every_third_group_has_texts_or_arrays(kernel):
+    record = None if kernel == "auto" else record_named(kernel)
+    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(48)]
+    modified = [p for p in drawn if p.modifiers.names_place or p.options.score_mod]
+    assert not drawn[0].operands
+    if kernel == "v3":
+        assert not modified
+    else:
+        assert len({(p.options, tuple(x.name for x in p.operands)) for p in modified}) >= 3
+        assert 8 <= len(modified) <= 16  # of 48
+    given = {"options": {"mask_mod": "x[key] > 0"}, "arrays": {"captured": {"x": "i8[N]"}}}
+    if kernel != "v3":
+        for i in range(4):
+            p = Fuzz(record, SIMULATOR, **given).sample(i).case.problem
+            assert [(x.name, x.shape) for x in p.operands] == [("x", (p.N,))]
+
+
+@pytest.mark.parametrize("given", MODIFIED, ids=str)
+def test_drawn_texts_shrink_to_nothing(given):
+    sizes = {"batch": 2, "heads": 4, "M": 40, "N": 50, "d": 8}
+    case = Case("forward", Problem.of_sizes(**sizes, **given, softcap=3.0))
+    least = shrunk(case, lambda case: case.problem.N > 2).problem
+    assert least.modifiers.features == [] and least.N == 3
+    arrays = {x.name for x in case.problem.operands if x.name in OWN_ARRAYS}
+    for name in arrays:
+        kept = shrunk(case, lambda x, name=name: name in [o.name for o in x.problem.operands])
+        assert [x.name for x in kept.problem.operands] == [name] and kept.problem.M == 1
