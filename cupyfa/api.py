@@ -196,10 +196,9 @@ def attention(
     # In the order of OPTIONS.
     how += (precision, causal, window, scale, softcap, score_mod, mask_mod)
     arrays: Sequence[Any] = (q, k, v)
-    given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-    given["captured"] = captured
-    if any(x is not None for x in given.values()):
-        how, arrays = _with_operands(how, arrays, given)
+    if not (alibi_slopes is bias is mask is sink is captured is None):
+        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+        how, arrays = _with_operands(how, arrays, {**given, "captured": captured})
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, out, None, check, progress)
