@@ -70,7 +70,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
 
 def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
-    usual = {ALIBI: "float32", BIAS: dtype, MASK: "bool"}[name]
+    usual = {BIAS: dtype, MASK: "bool"}.get(name, "float32")
     if form is True:
         form = USUAL[name]
     if not isinstance(form, str):

@@ -139,9 +139,9 @@ def test_numbers_of_the_command_line():
 
 
 def test_options_that_stand_alone_have_the_usual_shape():
-    words = ("--mask", "--alibi-slopes", "--bias", "fa2", "-M", 8, "-H", 2)
+    words = ("--mask", "--alibi-slopes", "--bias", "--sink", "fa2", "-M", 8, "-H", 2)
     row = cli("run", *words, *SIMULATOR, "--format", "json").stdout
-    assert '"arrays": "alibi_slopes=f32[h] bias=f32[1hmn] mask=11mn"' in row
+    assert '"arrays": "alibi_slopes=f32[h] bias=f32[1hmn] mask=11mn sink=f32[h]"' in row
     error = cli("run", "fa2", "--bias", "wide", *SIMULATOR, code=2).stderr
     assert "--bias takes axes, as 1hmn" in error
 

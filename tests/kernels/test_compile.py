@@ -156,7 +156,9 @@ TEXTS = {
         {"score_mod": "tanh(score) * slope[head]", "mask_mod": "key <= position"},
         (Operand("slope", "float64", (H,)), Operand("mask", "bool", (1, 1, M, M)), SLOPES),
     ),
+    "sink": ({}, (Operand("sink", "bfloat16", (1, H)),)),
 }
+DLSE = Operand("dlse", "float32", (1, H, M))
 
 
 @pytest.mark.each_choice
@@ -168,6 +170,8 @@ TEXTS = {
 )
 def test_texts_compile_in_every_kernel(kernel, text):
     (options, operands), arch = TEXTS[text], kernel.target or "80"
+    if text == "sink" and kernel.operation == "backward":
+        operands += (DLSE,)
     plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
     problem = replace(plain, options=AttentionOptions(**options), operands=operands)
     for launch in planning.plan(kernel, problem, limits_of(arch)).launches:

@@ -146,3 +146,8 @@ def test_a_wrong_gradient_of_lse_is_refused(backend):
     _, pullback = cupyfa.attention_vjp(q, k, v, backend=backend)
     with pytest.raises(ValueError, match=r"dlse is float32 \(4,\); it must be float32 \(2, 4, 4\)"):
         pullback(q, np.ones(4, F))
+
+
+def test_plans_take_forms_of_sinks():
+    plan = cupyfa.plan(M=64, d=16, heads=4, sink="bh", kernel="fa2", backend="simulator")
+    assert plan.launches[0].constants["has_sink"]
