@@ -20,7 +20,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
-from cupyfa.modifiers import ALIBI, BIAS, MASK
+from cupyfa.modifiers import ALIBI, BIAS, MASK, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
@@ -35,11 +35,11 @@ Value = TypeVar("Value")
 MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"alibi_slopes": "h"},
     {"alibi_slopes": "bh", "mask": "b11n"},
-    {"bias": "1hmn"},
+    {"bias": "1hmn", "sink": "f16[h]"},
     {"bias": "f16[11mn]", "mask": "1h1n"},
     {"bias": "f32[bhm1]", "alibi_slopes": "bf16[h]"},
     {"bias": "b1mn", "mask_mod": "key <= position + 3"},
-    {"mask": "bhmn"},
+    {"mask": "bhmn", "sink": "bh"},
     {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
     {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # T5's buckets
     | {"captured": {"table": "f32[heads,16]"}},
@@ -348,6 +348,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "ALiBi": ALIBI in arrays,
         "bias": BIAS in arrays,
         "mask array": MASK in arrays,
+        "sink": SINK in arrays,
     }
 
 
