@@ -139,7 +139,7 @@ def test_dtypes_and_options_replace_the_drawn_ones():
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
-def test_every_third_group_has_texts_or_arrays(kernel):
+def test_every_fourth_group_has_texts_or_arrays(kernel):
     record = None if kernel == "auto" else record_named(kernel)
     drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(48)]
     modified = [p for p in drawn if p.modifiers.names_place or p.options.score_mod]
