@@ -31,8 +31,8 @@ from cupyfa.verify.tasks import refuse_long
 
 Value = TypeVar("Value")
 
-# Texts and arrays that change scores, in one group of four: the last, as plain ones find most.
-_MODIFIED_OF = 4
+# Texts and arrays that change scores, in the last of eight groups: plain ones find most faults.
+_PLAIN_OF_8 = 6
 MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"alibi_slopes": "h"},
     {"alibi_slopes": "bh", "mask": "b11n"},
@@ -205,11 +205,11 @@ class Fuzz:
         return Problem.of_sizes(**sizes, d=d, dv=dv, **given)
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
-        """Texts and arrays that change scores: those given, or of every fourth group drawn ones."""
+        """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
         given = self.options or {}
         if self.arrays or any(name in given for name in TEXTS):
             return dict(self.arrays or {})
-        if turns.i % _MODIFIED_OF != _MODIFIED_OF - 1 or not self._has("places"):
+        if turns.i % 8 < _PLAIN_OF_8 or not self._has("places"):
             return {}
         of = self.kernel.name if self.kernel else ""  # other kernels have other texts
         return dict(turns.choose(f"text {of}", MODIFIED))
