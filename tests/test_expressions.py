@@ -103,7 +103,8 @@ def test_the_planner_says_which_indices_may_leave_their_axes():
         asked.append((ast.unparse(index), array, axis))
         return not isinstance(index, ast.Name)
 
-    want = "(score + table_.read(head, bounded(doc_.read(bounded((key + 1))))))"
+    of_doc = 'doc_.read(bounded((key + 1), "doc in score_mod"))'
+    want = f'(score + table_.read(head, bounded({of_doc}, "table in score_mod")))'
     assert cpp("score + table[head, doc[key + 1]]", bounded=bounded) == want
     assert asked == [("head", "table", 0), ("key + 1", "doc", 0), ("doc[key + 1]", "table", 1)]
 

@@ -34,6 +34,8 @@ any evaluation, where x is beyond its dtype's largest number, and NaN of inputs 
 infinity.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +189,7 @@ class _Noisy(np.ndarray):
     factors: Callable[[tuple[int, ...]], Array]
 
     @classmethod
-    def of(cls, x: Array, factors: Callable[[tuple[int, ...]], Array]) -> "_Noisy":
+    def of(cls, x: Array, factors: Callable[[tuple[int, ...]], Array]) -> _Noisy:
         seen = x.view(cls)
         seen.factors = factors
         return seen
