@@ -20,7 +20,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Folders and files of the tests that take the longest on a GPU.
-_LONG = {"pages", "tools", "test_smoke.py", "test_checking.py", "test_reruns.py", "test_tuning.py"}
+_LONG = {
+    *("pages", "tools"),
+    *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
+}
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 

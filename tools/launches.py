@@ -22,12 +22,11 @@ from cupyfa.runtime.workspace import allocated
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-# Long enough for every ring of tiles to go round, and of head dimensions that differ in how.
-LONG = tuple(
-    {"heads": 2, "kv_heads": 1, "M": 530, "N": 550, "d": d, "causal": True}
-    for d in (64, 128, 192, 256, 320)
-)
-CAPPED = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "d": 64, "causal": True, "softcap": 5.0}
+# A few tiles, of head dimensions that differ in how; LONG enough for every ring of tiles to go round.
+SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
+LONG = SEVERAL | {"M": 530, "N": 550}
+WIDTHS = (64, 128, 192, 256, 320)
+CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 
 
 def main(names):
@@ -38,10 +37,17 @@ def main(names):
     for kernel, dtype in claimed(chosen, DTYPES):
         for sizes in RAGGED:
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
-        others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *LONG, CAPPED)]
+        several = LONG if has_ring(kernel) else SEVERAL
+        wide = [several | {"d": d} for d in WIDTHS]
+        others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
         for problem in dict.fromkeys(others):  # those of a softmax know no d
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
+
+
+def has_ring(kernel):
+    """Whether tiles of a kernel go through stages."""
+    return "stages" in kernel.choice.names
 
 
 def problem_of(kernel, sizes, dtype):

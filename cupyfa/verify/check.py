@@ -541,10 +541,15 @@ def _examined(
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
-    """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn."""
+    """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn.
+
+    One that loses the device is enough: every case of it that is tried starts a process.
+    """
     by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (_, outcome) in enumerate(failed):
-        by_kind[outcome.kernel][outcome.kind].append(i)
+        of_kind = by_kind[outcome.kernel][outcome.kind]
+        if not (of_kind and outcome.kind == kinds.DEVICE_LOST):
+            of_kind.append(i)
     turns = (chain(*zip_longest(*of_kernel.values())) for of_kernel in by_kind.values())
     return [i for turn in turns for i in islice((i for i in turn if i is not None), EXAMINED)]
 
