@@ -22,7 +22,7 @@ from cupyfa.runtime.workspace import allocated
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-# A few tiles, of head dimensions that differ in how; LONG enough for every ring of tiles to go round.
+# A few tiles, of head dimensions that differ in how; LONG enough for a ring of tiles to go round.
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
 LONG = SEVERAL | {"M": 530, "N": 550}
 WIDTHS = (64, 128, 192, 256, 320)
