@@ -640,7 +640,7 @@ def _with_operands(
 
     Raises TypeError and ValueError for wrong ones.
     """
-    _, (q,) = adopt(how[2], q=arrays[_ARRAYS[how[0]].index("q")])
+    _, (q,) = adopt(how[2], q=_leading(how[0], arrays))
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
@@ -710,6 +710,12 @@ def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[
     return (*given, *numbers)
 
 
+def _leading(operation: str, arrays: Sequence[Any]) -> Any:
+    """Of the arrays of a call the one that says in which memory it computes: q, or x."""
+    names = _ARRAYS[operation]
+    return arrays[names.index("q") if "q" in names else 0]
+
+
 def _where_q_is(backend: BackendName | Backend, q: Any, array: Any) -> Any:
     """An array in the memory where q is."""
     if isinstance(q, np.ndarray):
@@ -733,7 +739,7 @@ def _with_own(
 ) -> tuple[How, Sequence[Any]]:
     """A call with the arrays, floats and results of its kernel's own.
 
-    With ``shapes`` the arrays are not given.
+    The arrays may lie in host or in GPU memory. With ``shapes`` they are not given.
     """
     given = {} if own is None else own
     if isinstance(return_own, str) or not all(isinstance(x, str) for x in return_own):
@@ -748,7 +754,13 @@ def _with_own(
     operation, _, *others = how
     others[_OWN_AT - 2] = (*before, *names), tuple(return_own), numbers
     made = (operation, _with_floats(record, given), *others)
-    return made, (*arrays, *(given[name] for name in names))
+    if not names:
+        return made, arrays
+    theirs = [_seen(how[2], name, given[name]) for name in names]
+    if not all(hasattr(x, "dtype") for x in theirs):
+        return made, (*arrays, *theirs)  # refused later, by name
+    _, (first,) = adopt(how[2], q=_leading(operation, arrays))
+    return made, (*arrays, *(_where_q_is(how[2], first, x) for x in theirs))
 
 
 def _record_with_own(kernel: str | Kernel, own: Own) -> Kernel:

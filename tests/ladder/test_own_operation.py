@@ -56,6 +56,20 @@ def test_a_call_takes_arrays_and_floats_and_gives_outputs(backend):
     np.testing.assert_allclose(plain, right(q, k, v, own)["O"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_own_arrays_lie_in_any_memory(cuda):
+    import cupy
+
+    q, k, v, own = arrays()
+    expected = cupyfa.attention(q, k, v, kernel=SLOPED, own=own)
+    theirs = {name: cupy.asarray(x) for name, x in own.items()}
+    on_device = [cupy.asarray(x) for x in (q, k, v)]
+    for given, mine in ((on_device, own), (on_device, theirs), ((q, k, v), theirs)):
+        out = cupyfa.attention(*given, kernel=SLOPED, own=mine)
+        assert type(out) is type(given[0])
+        np.testing.assert_array_equal(cupy.asnumpy(out), expected)
+
+
 def test_a_prepared_call_takes_own_arrays_in_order_and_by_name():
     q, k, v, own = arrays()
     how = {"kernel": SLOPED, "backend": "simulator", "return_own": ["top"]}
