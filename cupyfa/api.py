@@ -192,9 +192,12 @@ def attention(
     """
     if unknown:
         raise unknown_argument(attention, unknown)
-    how: How = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
-    # In the order of OPTIONS.
-    how += (precision, causal, window, scale, softcap, score_mod, mask_mod)
+    # fmt: off
+    how: How = (
+        "forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN,
+        precision, causal, window, scale, softcap, score_mod, mask_mod,  # in the order of OPTIONS
+    )
+    # fmt: on
     arrays: Sequence[Any] = (q, k, v)
     if not (alibi_slopes is bias is mask is sink is captured is None):
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
@@ -344,14 +347,13 @@ def attention_vjp(
     takes what its record has. The pullback keeps references to q, k, v, out and lse, and may be
     called several times; it uses their contents at that time.
     """
-    if given := options.keys() & {"return_own", "out", "grads"}:
-        raise ValueError(
-            f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out and "
-            "lse; call attention and attention_backward to have them"
-        )
-    both = (*OPTIONS, *_MORE, *("options", "backend", "layout", "tiles", "check"))
-    if not options.keys() <= set(both):
-        raise unknown_argument(attention_vjp, options, both)
+    if not options.keys() <= _OF_BOTH.keys():
+        if given := options.keys() & {"return_own", "out", "grads"}:
+            raise ValueError(
+                f"attention_vjp has no option {', '.join(sorted(given))}: its pullback keeps out "
+                "and lse; call attention and attention_backward to have them"
+            )
+        raise unknown_argument(attention_vjp, options, tuple(_OF_BOTH))
     forward, backward = _shared_own(own, kernel, backward_kernel)
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
 
@@ -475,6 +477,8 @@ _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
 _ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE)
 _TEXTS = ("score_mod", "mask_mod")
+# What attention_vjp hands to both passes.
+_OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
 _ARRAYS = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
