@@ -555,6 +555,20 @@ def _is_additive(node: ast.expr) -> bool:
     return isinstance(node.op, ast.Add | ast.Sub) and not right and _is_additive(node.left)
 
 
+def _capped(node: ast.BinOp) -> ast.expr | None:
+    """x of cap * tanh(x / cap), which takes half of the instructions in one function."""
+    match node:
+        case ast.BinOp(
+            left=cap,
+            op=ast.Mult(),
+            right=ast.Call(
+                func=ast.Name(id="tanh"), args=[ast.BinOp(left=x, op=ast.Div(), right=divisor)]
+            ),
+        ) if ast.dump(cap) == ast.dump(divisor) and SCORE not in _names(cap):
+            return x
+    return None
+
+
 # ---------------------------------------------------------------------------------------------
 # C++
 
@@ -603,6 +617,8 @@ class _Printer:
         op = node.op
         if isinstance(op, ast.Div):
             return f"({self._number(node.left)} / {self._number(node.right)})"
+        if (capped := _capped(node)) is not None:
+            return f"capped({self._number(capped)}, {self._number(node.left)})"
         left, right = self.print(node.left), self.print(node.right)
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"

@@ -56,6 +56,11 @@ class Operand:
         return self.value is None
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether kernels read two keys of a row at a time, from rows that are aligned."""
+        return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2
+
+    @property
     def input(self) -> str:
         """What the inputs of operations call it."""
         return f"mods.{self.name}"

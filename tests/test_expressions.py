@@ -68,7 +68,9 @@ def test_of_a_long_text_the_part_around_the_place_is_shown():
     "text, printed",
     [
         ("score + slope[head] * (key - query)", "(score + (slope_.read(head) * (key - query)))"),
-        ("cap * tanh(score / cap)", "(cap_ * tanh((score / cap_)))"),
+        ("cap * tanh(score / cap)", "capped(score, cap_)"),
+        ("3 * tanh((score + key) / 3)", "capped((score + key), number(3))"),
+        ("3 * tanh(score / cap)", "(3 * tanh((score / cap_)))"),
         ("key / 2 - 2.5", "((number(key) / number(2)) - Real(2.5))"),
         ("exp(key) + abs(key) + min(key, n)", "((exp(number(key)) + abs(key)) + smaller(key, n_))"),
         ("n", "number(n_)"),

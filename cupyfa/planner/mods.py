@@ -21,7 +21,7 @@ _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of 
 _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
 # What a text finds besides its own names.
-_PLACE = "int batch, int head, Index query, Index key, int queries, int keys"
+_PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 def header(p: Problem) -> str:
@@ -79,7 +79,7 @@ def _members(found: Modifiers) -> list[str]:
 
 def _member(x: Operand) -> str:
     if x.is_array:
-        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}>"
+        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}{', true' * x.in_pairs}>"
     return _NUMBERS.get(x.captured.kind, ("real", ""))[0]
 
 
@@ -100,7 +100,7 @@ def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
     read = {x for text in texts for x in text.captured}
     by_name = {x.name: x for x in found.operands if x.name in read}
     lines = [
-        "template <class Score>" if is_score else None,
+        f"template <{'class Score, ' * is_score}class Key>",
         f"__device__ __forceinline__ {result} {name}(",
         f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
@@ -117,7 +117,7 @@ def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
     else:
         shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)
         lines.append(f"  return {shown or 'true'};\n}}")
-    return "\n".join(x for x in lines if x is not None)
+    return "\n".join(lines)
 
 
 def _maybe() -> str:

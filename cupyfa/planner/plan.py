@@ -132,6 +132,11 @@ class Plan:
         return {name for launch in self.launches for name in launch.boxes}
 
     @cached_property
+    def paired(self) -> set[str]:
+        """The arrays of which kernels read two elements at a time, so pairs must be aligned."""
+        return {x.input for x in self.problem.modifiers.arrays if x.in_pairs}
+
+    @cached_property
     def pointed(self) -> set[str]:
         """The arrays that are passed as bare pointers, and so must be contiguous."""
         return {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}

@@ -130,17 +130,16 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """The inputs as a kernel can read them; an input that it cannot read is copied.
 
     Kernels count strides in elements and need contiguous columns; TMA needs rows that begin at
-    multiples of 16 bytes. An input without columns becomes the one column of zeros that was planned
-    for it, which adds nothing to any score.
+    multiples of 16 bytes, and elements that are read in pairs need aligned pairs. An input without
+    columns becomes the one column of zeros that was planned for it, which adds nothing to any
+    score.
     """
     seen = {
         name: array if _is_plain(plan, name, array) else array.copy()
         for name, array in with_planned_shapes(plan, inputs).items()
     }
     return {
-        name: _with_aligned_rows(array)
-        if name in plan.boxed and not can_be_boxed(array, address_of(array))
-        else array
+        name: array if _has_aligned_rows(plan, name, array) else _with_aligned_rows(array)
         for name, array in seen.items()
     }
 
@@ -148,8 +147,8 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
     """Whether a kernel can read an input as it is."""
     shape = plan.operation.inputs_of(plan.problem)[name].shape(plan.problem)
-    boxed = name not in plan.boxed or can_be_boxed(array, address_of(array))
-    return tuple(array.shape) == shape and _is_plain(plan, name, array) and boxed
+    aligned = _has_aligned_rows(plan, name, array)
+    return tuple(array.shape) == shape and _is_plain(plan, name, array) and aligned
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
@@ -179,13 +178,26 @@ def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
     return zeros
 
 
+def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:
+    if name in plan.boxed:
+        return can_be_boxed(array, address_of(array))
+    if name not in plan.paired or array.size == 0:
+        return True
+    pair = 2 * array.dtype.itemsize
+    starts = [address_of(array), *(s for n, s in zip(array.shape[:-1], array.strides) if n > 1)]
+    return all(x % pair == 0 for x in starts)
+
+
 def _with_aligned_rows(array: Any) -> Any:
+    """A copy; an axis along which all elements are the same one stays so."""
+    repeated = [n > 1 and stride == 0 for n, stride in zip(array.shape, array.strides)]
+    once = array[tuple(slice(1) if x else slice(None) for x in repeated)]
     width = aligned_width(array.shape[-1], array.dtype.itemsize)
     # An array of the same library, whose memory begins at a multiple of 16 bytes.
-    memory = np.empty_like(array, order="C", shape=(*array.shape[:-1], width))
+    memory = np.empty_like(once, order="C", shape=(*once.shape[:-1], width))
     copy = memory[..., : array.shape[-1]]
-    copy[...] = array
-    return copy
+    copy[...] = once
+    return np.broadcast_to(copy, array.shape) if any(repeated) else copy
 
 
 def _columns_contiguous(array: Any) -> bool:

@@ -14,6 +14,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.select import backend_named
 from cupyfa.verify.case import LAYOUTS
 
 KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
@@ -21,7 +22,7 @@ EVERYTHING = {
     "softcap": 3.0,
     "score_mod": "score + slope[head] * (key - query)",
     "alibi_slopes": "h",
-    "bias": "1hmn",
+    "bias": "bf16[1hmn]",
     "mask": "b1mn",
     "mask_mod": "doc[query] == doc[key] or key < 2",
     "captured": {"slope": "f32[heads]", "doc": "i32[M|N]"},
@@ -39,6 +40,38 @@ def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
     p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
     check(backend, kernel, Case(kernel.operation, p))
+
+
+OF_TILES = [k for k in LADDER["forward"].values() if k in KERNELS and "fa2" not in k.name]
+FAST = ("mma_pipelined", "wgmma_persistent")
+
+
+@pytest.mark.parametrize("N", [150, 151])  # of an even number rows are read as they are
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in FAST)) for k in OF_TILES],
+)
+def test_keys_in_pairs(backend, kernel, N):
+    sizes = {"heads": 2, "kv_heads": 1, "M": 20, "N": N, "d": 16}
+    arrays = {"bias": "bf16[1hmn]", "mask": "11mn"}
+    check(
+        *(backend, kernel),
+        Case("forward", Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)),
+    )
+
+
+def test_a_repeated_bias_stays_repeated_in_its_copy():
+    p = Problem.of_sizes(heads=2, M=5, N=7, d=8, dtype="float16", bias="f16[1hmn]")
+    plan = planning.plan(LADDER["forward"]["wgmma"], p, backend_named("simulator").limits)
+    given = np.arange(7, dtype=np.float16)
+    bias = np.broadcast_to(given, (1, 2, 5, 7))  # whose rows would begin at odd elements
+    aligned = np.broadcast_to(np.zeros((5, 8), np.float16)[:, :7], bias.shape)
+    for array, is_copied in ((bias, False), (aligned, False), (bias[..., ::-1], True)):
+        read = readable_inputs(plan, {"mods.bias": array})["mods.bias"]
+        assert np.array_equal(read, array) and np.shares_memory(read, array) != is_copied
+    odd = np.broadcast_to(np.zeros((2, 1, 7), np.float16), (2, 5, 7))[None]
+    copy = readable_inputs(plan, {"mods.bias": odd})["mods.bias"]
+    assert copy.strides[1:] == (16, 0, 2) and not np.shares_memory(copy, odd)
 
 
 # Pairs of values of options, over all kernels of an operation

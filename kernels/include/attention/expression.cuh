@@ -79,6 +79,14 @@ __device__ __forceinline__ float tanh(float x) {
 __device__ __forceinline__ double tanh(double x) {
   return ::tanh(x);
 }
+// cap * tanh(x / cap), with all that follows from cap outside of loops.
+__device__ __forceinline__ float capped(float x, float cap) {
+  const float by = 2 * log2e * reciprocal(cap);
+  return fmaf(-2 * cap, reciprocal(1 + exp2f(x * by)), cap);
+}
+__device__ __forceinline__ double capped(double x, double cap) {
+  return cap * ::tanh(x / cap);
+}
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {
   return reciprocal(1 + exp(-x));
@@ -154,13 +162,15 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 template <class T>
-constexpr bool is_own = is_dual<T> || is_same<T, Index> || is_same<T, Whole>;
+constexpr bool is_index = is_same<T, Index> || is_same<T, EvenIndex>;
+template <class T>
+constexpr bool is_own = is_dual<T> || is_index<T> || is_same<T, Whole>;
 template <class A, class B>
 constexpr bool any_is_dual = is_dual<A> || is_dual<B>;
 template <class A, class B>
 constexpr bool any_is_long = is_same<A, long long> || is_same<B, long long>;
 template <class T>
-constexpr bool is_linear = is_same<T, Index> || is_same<T, int>;
+constexpr bool is_linear = is_index<T> || is_same<T, int>;
 
 template <bool condition>
 struct When {};
@@ -398,6 +408,11 @@ __device__ __forceinline__ Dual<n> tanh(const Dual<n>& x) {
   return chain(y, x, 1 - y * y);
 }
 template <int n>
+__device__ __forceinline__ Dual<n> capped(const Dual<n>& x, Real cap) {
+  const real y = elementary::capped(x.value, cap.value), share = elementary::divide(y, cap.value);
+  return chain(y, x, 1 - share * share);
+}
+template <int n>
 __device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
   const real y = elementary::sigmoid(x.value);
   return chain(y, x, y * (1 - y));
@@ -510,8 +525,34 @@ __device__ __forceinline__ Real element(Float x) {
   return real(float(x));
 }
 
+template <int bytes>
+struct Unsigned;
+template <>
+struct Unsigned<1> {
+  using type = unsigned char;
+};
+template <>
+struct Unsigned<2> {
+  using type = unsigned short;
+};
+template <>
+struct Unsigned<4> {
+  using type = unsigned;
+};
+
+// An element of the pair that begins at `pair`. The compiler makes one load of those of both.
+template <class Element>
+__device__ __forceinline__ Element of_pair(const Element* pair, bool second) {
+  using Both = typename Unsigned<2 * sizeof(Element)>::type;
+  using One = typename Unsigned<sizeof(Element)>::type;
+  const Both both = *reinterpret_cast<const Both*>(pair);
+  const One one = second ? both >> 8 * sizeof(Element) : both;
+  return reinterpret_cast<const Element&>(one);
+}
+
 // The host passes data, strides in elements and sizes. The last axis is dense: its stride is 1.
-template <class Element, int rank>
+// In pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time.
+template <class Element, int rank, bool in_pairs = false>
 struct Array {
   const Element* data;
   long long stride[rank];
@@ -535,7 +576,9 @@ struct Array {
   __device__ __forceinline__ auto read_from(const Element* there, long long more, const I& index,
                                             const Rest&... rest) const {
     const long long step = axis + 1 == rank ? 1 : stride[axis];
-    if constexpr (is_same<I, Index>)
+    if constexpr (in_pairs && axis + 1 == rank && is_same<I, EvenIndex>)
+      return element(of_pair(there + index.base + (more + (index.more & ~1)), index.more & 1));
+    else if constexpr (is_index<I>)
       return read_from<axis + 1>(there + index.base * step, more + index.more * step, rest...);
     else
       return read_from<axis + 1>(there + inside(index, axis) * step, more, rest...);

@@ -70,7 +70,8 @@ struct Extent : Seat<has_seat> {
   }
 
   // Whether the text of a mask hides a pair that exists.
-  __device__ __forceinline__ bool hides(Index row, Index key, int more = 0) const {
+  template <class Key>
+  __device__ __forceinline__ bool hides(Index row, Key key, int more = 0) const {
     return has_mask_text && !shows(row, key, more);
   }
 

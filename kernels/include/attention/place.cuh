@@ -23,6 +23,11 @@ struct Index {
   __device__ __forceinline__ operator int() const { return base + more; }
 };
 
+// The number of a key with an even base, so that keys 2 i and 2 i + 1 are known to be a pair.
+struct EvenIndex : Index {
+  using Index::Index;
+};
+
 // The same of base + more, for texts, whose arrays may end at `count`.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
@@ -40,14 +45,17 @@ template <bool used, class Arrays = Mods>
 struct Seat {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
   __device__ __forceinline__ void move_to(int) {}
-  template <class T>
-  __device__ __forceinline__ T modified(T score, Index, Index, int) const {
+  template <class T, class Key>
+  __device__ __forceinline__ T modified(T score, Index, Key, int) const {
     return score;
   }
   template <class T>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index, Index) const {
     return {score, T(1)};
   }
-  __device__ __forceinline__ bool shows(Index, Index, int) const { return true; }
+  template <class Key>
+  __device__ __forceinline__ bool shows(Index, Key, int) const {
+    return true;
+  }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
 };

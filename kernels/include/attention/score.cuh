@@ -63,7 +63,8 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Index key,
+  template <class Key>
+  __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
     if constexpr (has_score_text) return extent.modified(product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));

@@ -30,8 +30,8 @@ struct Seat<true, Arrays> {
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
   // In a tile of several heads `more` is the head's number from the first one.
-  template <class T>
-  __device__ __forceinline__ T modified(T score, Index query, Index key, int more) const {
+  template <class T, class Key>
+  __device__ __forceinline__ T modified(T score, Index query, Key key, int more) const {
     return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
   }
   template <class T>
@@ -42,7 +42,8 @@ struct Seat<true, Arrays> {
     const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
     return {T(y.value), T(y.slope[0])};
   }
-  __device__ __forceinline__ bool shows(Index query, Index key, int more) const {
+  template <class Key>
+  __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_text(mods, batch, head + more, query, key, queries, keys);
   }
   // -infinity where a head has none.
@@ -52,8 +53,16 @@ struct Seat<true, Arrays> {
   }
 };
 
+template <bool at_end>
+__device__ __forceinline__ auto key_of(int even, int more, int count) {
+  if constexpr (at_end)
+    return index_of<true>(even, more, count);
+  else
+    return EvenIndex(even, more);
+}
+
 // The modified scores of a lane's products, of rows and a tile of keys; -infinity where a text
-// hides the pair.
+// hides the pair. A lane has pairs of keys.
 template <bool at_end, class Scorer, class T, int m, int n, class Rows>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
@@ -64,7 +73,8 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const Index key = index_of<at_end>(own_key, j / 2 * 8 + j % 2, rows.extent.N);
+      const int more_key = j / 2 * 8 + j % 2;
+      const auto key = key_of<at_end>(own_key, more_key, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
       x = scorer.applied(x, rows.extent, query, key, more);
       if (rows.extent.hides(query, key, more)) x = -infinity;
