@@ -233,7 +233,8 @@ def compile(
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
-    in the order alibi_slopes, bias, mask, sink, captured. Numbers are those that it was made with.
+    in the order alibi_slopes, bias, mask, sink, captured, these sorted by name. Numbers are those
+    that it was made with.
     """
     how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
     given, asked = _without_arrays(keywords)
@@ -258,16 +259,19 @@ def compile_backward(
     tiles: Tiles | None = None,
     own: Own | None = None,
     return_own: Sequence[str] = (),
+    dlse: Any = None,
     **keywords: Unpack[_Modified],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
 
-    As shapes, lse is of float32, or float64 for float64. The other arguments are those of
-    ``attention_backward``. The Prepared is called as ``prepared(dout, q, k, v, out, lse,
-    grads=None)``.
+    As shapes, lse is of float32, or float64 for float64, and dlse, if there is one, like lse. The
+    other arguments are those of ``attention_backward``. The Prepared is called as
+    ``prepared(dout, q, k, v, out, lse, grads=None)``, with ``dlse=`` if it was made with one.
     """
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
     given, asked = _without_arrays(keywords)
+    if dlse is not None:
+        given["dlse"] = _like_lse(dlse, lse) if dtype is None else dlse
     how += _values(compile_backward, asked)
     return _compiled(how, (dout, q, k, v, out, lse), dtype, given, own, return_own)
 
@@ -316,7 +320,7 @@ def attention_backward(
         given, asked = _without_arrays(keywords)
         how += _values(attention_backward, asked)
         if dlse is not None:
-            given["dlse"] = _of_rows(dlse, lse)
+            given["dlse"] = _like_lse(dlse, lse)
         if given:
             how, arrays = _with_operands(how, arrays, given)
     else:
@@ -649,7 +653,8 @@ def _with_operands(
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     found = {x: _seen(how[2], x, given[x]) for x in _ARRAYS_OF_CALLS if given.get(x) is not None}
-    captured = {name: _seen(how[2], str(name), x) for name, x in captured.items()}
+    by_name = sorted(captured.items(), key=lambda item: str(item[0]))
+    captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
@@ -674,7 +679,15 @@ def _with_forms(
     """A call with arrays of these forms, and their shapes and dtypes; see ``_with_operands``."""
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
-    found = forms.operands(given, (batch, heads, M, sizes_of("k", inputs["k"], layout)[2]), dtype)
+    sizes = batch, heads, M, sizes_of("k", inputs["k"], layout)[2]
+    others = {name: x for name, x in given.items() if name != modifiers.DLSE}
+    found = list(forms.operands(others, sizes, dtype))
+    if (dlse := given.get(modifiers.DLSE)) is not None:
+        lse = inputs["lse"]
+        if _shape("the shape of dlse", dlse) != lse.shape:
+            raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
+        own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
+        found.insert(own, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
     named = [x for x in found if x.is_array]
     before, asked, _ = how[_OWN_AT]
     made = (*before, *(x.input for x in named)), asked, tuple(x for x in found if not x.is_array)
@@ -690,8 +703,8 @@ def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
     return array
 
 
-def _of_rows(dlse: Any, lse: Any) -> Any:
-    """The gradient of lse as [batch, heads, M]."""
+def _like_lse(dlse: Any, lse: Any) -> Any:
+    """The gradient of lse. Raises TypeError and ValueError for what cannot be one."""
     if not hasattr(dlse, "shape"):
         raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
     if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
@@ -699,8 +712,7 @@ def _of_rows(dlse: Any, lse: Any) -> Any:
             f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)}, "
             "as lse is"
         )
-    *lead, heads, rows = (1,) * (2 - len(lse.shape)) + tuple(lse.shape)
-    return dlse.reshape(prod(lead), heads, rows)
+    return dlse
 
 
 def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:
@@ -709,6 +721,8 @@ def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[
         own = name.removeprefix("mods.")
         if own in ("bias", "mask") and own != name:
             array = modifiers.with_four_axes(own, array, lead)
+        if name == f"mods.{modifiers.DLSE}":
+            array = array.reshape(prod(lead), *array.shape[-2:])
         if own != name:
             given.append(modifiers.of_value(own, array))
     return (*given, *numbers)

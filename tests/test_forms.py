@@ -220,6 +220,16 @@ def test_shapes_and_forms_are_compiled_too():
     backward = cupyfa.compile_backward(*every, dtype="float32", **TEXT, **FORMS, **on)
     for made, wanted in zip(backward(expected, Q, K, V, expected, lse, *given), grads):
         np.testing.assert_array_equal(made, wanted)
+    forms = {**TEXT, **FORMS, **on, "dlse": lse.shape}
+    of_lse = cupyfa.compile_backward(*every, dtype="float32", **forms)
+    given = *(expected, Q, K, V, expected, lse, *given[:2]), lse, given[2]
+    wanted = cupyfa.attention_backward(*given[:6], dlse=lse, **TEXT, **READ, **on)
+    np.testing.assert_array_equal(of_lse(*given)[0], wanted[0])
+    one = cupyfa.compile_backward(*given[:6], dlse=lse, **TEXT, **READ, **on)
+    arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
+    np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
+    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be .*, that of lse"):
+        cupyfa.compile_backward(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
-    made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[2])
+    made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
     np.testing.assert_array_equal(made[0], grads[0])

@@ -74,6 +74,19 @@ def test_a_repeated_bias_stays_repeated_in_its_copy():
     assert copy.strides[1:] == (16, 0, 2) and not np.shares_memory(copy, odd)
 
 
+def test_a_prepared_call_takes_a_bias_at_an_odd_element(backend):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 16)).astype(np.float16) for n in (20, 150, 150))
+    memory = np.zeros((1, 2, 20, 152), np.float16)
+    even, odd = memory[..., :150], memory[..., 1:151]
+    how = {"kernel": "mma_pipelined", "backend": backend}
+    prepared = cupyfa.compile(q, k, v, bias=even, **how)
+    memory[...] = rng.standard_normal(memory.shape)
+    for bias in (even, odd):
+        expected = cupyfa.attention(q, k, v, bias=bias.copy(), **how)
+        np.testing.assert_array_equal(prepared(q, k, v, bias=bias), expected)
+
+
 # Pairs of values of options, over all kernels of an operation
 
 _MASKS = [
