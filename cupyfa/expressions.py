@@ -363,7 +363,7 @@ class _Rules:
         return _joined(kinds) if name in ("abs", "min", "max") else "number"
 
 
-_NO_INFINITY = "hide pairs with mask_mod, or write a large number such as 1e30"
+_NO_INFINITY = "hide pairs with mask_mod, or write a number such as 1e4, after which exp is 0"
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
     ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or", ast.Not: "not",

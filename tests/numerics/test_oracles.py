@@ -1,0 +1,98 @@
+"""Modified scores and their gradients against other libraries: onnx's reference evaluator, jax."""
+
+import numpy as np
+import pytest
+
+import cupyfa
+
+pytestmark = pytest.mark.slow
+rng = np.random.default_rng(0)
+HEADS, KV_HEADS, M, N, D = 4, 2, 9, 13, 16  # onnx has the root of the scale in float32: 1/2
+Q, K, V = (rng.standard_normal((2, h, n, D)) for h, n in ((HEADS, M), (KV_HEADS, N), (KV_HEADS, N)))
+BIAS, MASK = rng.standard_normal((HEADS, M, N)), rng.random((2, 1, M, N)) < 0.8
+MASK[..., 0] = True
+SLOPES, SINK = 0.5 ** np.arange(HEADS), rng.standard_normal(HEADS)
+ON = {"backend": "simulator", "kernel": "fa2"}
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({"bias": BIAS}, {"attn_mask": BIAS[None]}),
+        ({"mask": MASK}, {"attn_mask": MASK}),
+        ({"causal": "top-left"}, {"is_causal": 1}),
+        ({"softcap": 0.75, "bias": BIAS}, {"softcap": 0.75, "attn_mask": BIAS[None]}),
+    ],
+    ids=["bias", "mask", "causal", "softcap and bias"],
+)
+def test_onnx(ours, theirs):
+    pytest.importorskip("onnx")
+    from onnx import TensorProto, helper
+    from onnx.reference import ReferenceEvaluator
+
+    mask = theirs.pop("attn_mask", None)
+    arrays = {"Q": Q, "K": K, "V": V} | ({} if mask is None else {"mask": mask})
+    node = helper.make_node("Attention", list(arrays), ["Y"], scale=D**-0.5, **theirs)
+    kinds = {"f": TensorProto.DOUBLE, "b": TensorProto.BOOL}
+    inputs = [
+        helper.make_tensor_value_info(name, kinds[x.dtype.kind], x.shape)
+        for name, x in arrays.items()
+    ]
+    output = helper.make_tensor_value_info("Y", TensorProto.DOUBLE, None)
+    model = helper.make_model(
+        helper.make_graph([node], "attention", inputs, [output]),
+        opset_imports=[helper.make_opsetid("", 24)],
+    )
+    (expected,) = ReferenceEvaluator(model).run(None, arrays)
+    np.testing.assert_allclose(cupyfa.attention(Q, K, V, **ours, **ON), expected, atol=1e-12)
+
+
+@pytest.fixture
+def jax():
+    jax = pytest.importorskip("jax")
+    with jax.enable_x64(True):
+        yield jax
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({"bias": BIAS, "mask": MASK}, {"bias": BIAS[None], "mask": MASK}),
+        ({"causal": "top-left", "window": (3, None)}, {"is_causal": True, "local_window_size": 3}),
+    ],
+    ids=["bias and mask", "window"],
+)
+def test_attention_of_jax(jax, ours, theirs):
+    q, k, v = (x.swapaxes(1, 2) for x in (Q, K, V))
+    expected = jax.nn.dot_product_attention(q, k, v, **theirs)
+    out = cupyfa.attention(q, k, v, layout="bshd", **ours, **ON)
+    np.testing.assert_allclose(out, expected, atol=2e-6)  # its softmax is of float32
+
+
+def test_gradients_of_jax(jax):
+    """Everything at once, differentiated by jax; a gradient of lse too."""
+    jnp = jax.numpy
+    head = np.arange(HEADS)[:, None, None]
+    position, key = np.arange(M)[:, None] + N - M, np.arange(N)
+    document = rng.integers(0, 3, N)
+    text = "score * (1 + 0.1 * sin(score)) if key % 2 == 0 else log1p(exp(score))"
+
+    def attention(q, k, v):
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+        S = 2 * jnp.tanh(q @ k.swapaxes(2, 3) * D**-0.5 / 2)
+        S = jnp.where(key % 2 == 0, S * (1 + 0.1 * jnp.sin(S)), jnp.log1p(jnp.exp(S)))
+        S = S - SLOPES[head] * abs(position - key) + BIAS
+        S = jnp.where(MASK & (document[position] == document[key]), S, -jnp.inf)
+        S = jnp.concatenate([S, jnp.broadcast_to(SINK[head], (*S.shape[:3], 1))], axis=3)
+        lse = jax.nn.logsumexp(S, axis=3)
+        return jnp.exp(S[..., :-1] - lse[..., None]) @ v, lse
+
+    how = {"softcap": 2.0, "score_mod": text, "alibi_slopes": SLOPES, "bias": BIAS, "mask": MASK}
+    how |= {"mask_mod": "doc[position] == doc[key]", "captured": {"doc": document}, "sink": SINK}
+    ours, pullback = cupyfa.attention_vjp(
+        *(Q, K, V), **how, **ON, backward_kernel="two_pass", return_lse=True
+    )
+    theirs, derivative = jax.vjp(attention, Q, K, V)
+    steps = rng.standard_normal((2, HEADS, M, D)), rng.standard_normal((2, HEADS, M))
+    for mine, expected in zip((*ours, *pullback(*steps)), (*theirs, *derivative(steps))):
+        np.testing.assert_allclose(mine, expected, atol=1e-10)
