@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.bench import torch_masks
 from cupyfa.errors import Unsupported
+from cupyfa.options import OPTIONS
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
@@ -24,8 +26,10 @@ from cupyfa.runtime.environment import version_of
 # torch's names of the kernels of scaled_dot_product_attention.
 _TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+FLEX = "flex"  # torch's flex_attention
 _OTHERS = {"cudnn-frontend": "nvidia-cudnn-frontend", "jax": "jax"}
-PACKAGES = dict.fromkeys(_TORCH, "torch") | _OTHERS
+_OF_TORCH = (*_TORCH, FLEX)
+PACKAGES = dict.fromkeys(_OF_TORCH, "torch") | _OTHERS
 NAMES = tuple(PACKAGES)
 OPTIONS_OF_PEERS = ("causal", "scale")
 
@@ -47,24 +51,28 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """The peer of a name on arrays of the backend: Q, K, V, and dO for gradients.
+    """The peer of a name on arrays of the backend: Q, K, V, dO for gradients, and "mods.bias" etc.
 
     Raises Unsupported if it is not installed or cannot do the problem.
     """
     check_names([name])
     row = p.options.row()
     asked = [x for x in p.options.changed if (x, row[x]) != ("precision", "float32")]
-    others = ", ".join(f"{x}={row[x]}" for x in asked if x not in OPTIONS_OF_PEERS)
-    prepare = {"cudnn-frontend": _cudnn_frontend, "jax": _jax}.get(name, _torch)
+    able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
+    others = [f"{x}={row[x]}" for x in asked if x not in able or x == "precision"]
+    if name not in _OF_TORCH:
+        others += [x.name for x in p.operands]
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:
-            raise Unsupported(f"its attention has no {others} here")
-        if operation == "forward":
-            return prepare(name, backend, p, inputs)
-        if name not in _TORCH:
+            raise Unsupported(f"its attention has no {', '.join(others)} here")
+        if name in _OF_TORCH:
+            more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
+            gradient = arrays["dO"] if operation == "backward" else None
+            return _torch(name, backend, p, inputs, more, gradient)
+        if operation != "forward":
             raise Unsupported("its gradients are not timed here")
-        return _torch(name, backend, p, inputs, arrays["dO"])
+        return {"cudnn-frontend": _cudnn_frontend, "jax": _jax}[name](name, backend, p, inputs)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -76,7 +84,7 @@ def check_names(names: Sequence[str]) -> None:
 
 def label(name: str) -> str:
     """The name of a peer in tables, different from those of kernels."""
-    return f"torch {name}" if name in _TORCH else name
+    return f"torch {name}" if name in _OF_TORCH else name
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
@@ -111,7 +119,12 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
 
 
 def _torch(
-    name: str, backend: Backend, p: Problem, arrays: Sequence[Any], gradient: Any = None
+    name: str,
+    backend: Backend,
+    p: Problem,
+    arrays: Sequence[Any],
+    more: Mapping[str, Any],
+    gradient: Any,
 ) -> Peer:
     """torch's attention, or its gradients after a forward pass.
 
@@ -119,14 +132,10 @@ def _torch(
     captured on a stream on which the forward pass ran once more, with tensors of its own.
     """
     torch = import_module("torch")
-    attention = import_module("torch.nn.attention")
     q, k, v = (_tensor(torch, array) for array in arrays)
-    kernel = getattr(attention.SDPBackend, _TORCH[name])
-    options = _torch_options(name, p)
-
-    def attend(*inputs: Any) -> Any:
-        with attention.sdpa_kernel(kernel):
-            return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+    modified = {x: _tensor(torch, array) for x, array in more.items()}
+    make = _flex if name == FLEX else _scaled_dot_product
+    attend = make(torch, name, p, modified, q.device)
 
     def on_stream(function: Callable[[], Any]) -> Any:
         with _torch_stream(torch, backend):
@@ -164,21 +173,45 @@ def _torch(
     return Peer(label(name), partial(on_stream, compute), outputs, capture)
 
 
-def _torch_options(name: str, p: Problem) -> dict[str, Any]:
-    """The mask, heads and scale as arguments of scaled_dot_product_attention."""
-    options: dict[str, Any] = {"scale": p.scale}
-    if p.heads != p.kv_heads:
-        options["enable_gqa"] = True
-    if p.causal and p.causal_offset == 0:
-        options["is_causal"] = True
-    elif p.causal:
-        if name == "cudnn":
-            raise Unsupported("its causal mask is aligned to the top left")
-        if p.M > p.N:
-            raise Unsupported("its rows without a key are NaN")
-        bias = import_module("torch.nn.attention.bias")
-        options["attn_mask"] = bias.causal_lower_right(p.M, p.N)
-    return options
+def _scaled_dot_product(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    attention = import_module("torch.nn.attention")
+    kernel = getattr(attention.SDPBackend, _TORCH[name])
+    mask = torch_masks.one_array(torch, p, arrays, device)
+    options = {"scale": p.scale, "enable_gqa": p.heads != p.kv_heads}
+    options |= _causal(name, p) if mask is None else {"attn_mask": mask}
+
+    def attend(*inputs: Any) -> Any:
+        with attention.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+
+    return attend
+
+
+def _flex(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    """flex_attention, compiled on a GPU, with the tiles that its mask needs already found."""
+    module = import_module("torch.nn.attention.flex_attention")
+    on_gpu = device.type == "cuda"
+    attention = torch.compile(module.flex_attention) if on_gpu else module.flex_attention
+    options = {"scale": p.scale, "enable_gqa": p.heads != p.kv_heads}
+    return partial(attention, **options, **torch_masks.flex(torch, module, p, arrays, device))
+
+
+def _causal(name: str, p: Problem) -> dict[str, Any]:
+    """A causal mask as an argument of scaled_dot_product_attention."""
+    if not p.causal:
+        return {}
+    if p.causal_offset == 0:
+        return {"is_causal": True}
+    if name == "cudnn":
+        raise Unsupported("its causal mask is aligned to the top left")
+    if p.M > p.N:
+        raise Unsupported("its rows without a key are NaN")
+    bias = import_module("torch.nn.attention.bias")
+    return {"attn_mask": bias.causal_lower_right(p.M, p.N)}
 
 
 def _tensor(torch: Any, array: Any) -> Any:

@@ -5,15 +5,16 @@ Without a GPU, torch and JAX compute on the CPU, on the arrays of the simulator.
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cupyfa import Problem, Simulator, Unsupported
-from cupyfa.bench import peers
+from cupyfa import Problem, Simulator, Unsupported, expressions
+from cupyfa.bench import peers, torch_masks
 from cupyfa.bench.timing import placed
 from cupyfa.numerics import tolerance
-from cupyfa.operations import OPERATIONS
+from cupyfa.operations import OPERATIONS, modifications
 from cupyfa.verify.case import Case
 
 SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
@@ -141,7 +142,7 @@ def test_versions_are_those_of_the_packages():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", peers.NAMES)
+@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != peers.FLEX])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 256}, {"kv_heads": 2}], ids=str)
 def test_peers_agree_on_the_gpu(cuda, name, dtype, mask):
@@ -172,9 +173,67 @@ def test_gradients_agree_on_the_gpu(cuda, name, mask):
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
 
 
+ADDED = {"bias": "1hmn", "mask": "b1mn", "causal": True}
+EVERYTHING = {
+    **(ADDED | {"softcap": 5.0, "alibi_slopes": "h"}),
+    "score_mod": "score + slope[head] * min(position - key, 9) if key % 3 > 0 else score",
+    "mask_mod": "not (doc[query] < doc[key]) or 0 <= key < 4",
+    "captured": {"slope": "f32[heads]", "doc": "i32[N]"},
+}
+
+
+@pytest.mark.parametrize("sizes", [{"bias": "11mn"}, {"mask": "bh1n"}, {"window": (5, 3)}, ADDED])
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_biases_and_masks_for_torch(simulator, operation, sizes):
+    needs("math")
+    agrees(simulator, "math", operation=operation, dtype="float32", M=40, **sizes)
+
+
+def test_torch_has_no_texts_and_no_slopes(simulator):
+    for sizes, reason in (({"softcap": 2.0}, "no softcap=2"), ({"alibi_slopes": "h"}, "no alibi")):
+        with pytest.raises(Unsupported, match=f"{reason}|not installed"):
+            asked(simulator, "math", **sizes)
+        with pytest.raises(Unsupported, match=f"{reason}|not installed"):
+            asked(simulator, "jax", **sizes)
+
+
+def test_texts_become_functions_of_tensors():
+    """By NumPy, whose functions have the names of torch's."""
+    p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
+    names = {name: getattr(np, name, None) for name in expressions.FUNCTIONS}
+    functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))
+    library = SimpleNamespace(**names, nn=SimpleNamespace(functional=functional))
+    arrays = Case("forward", p).inputs()
+    made = {}
+
+    def create_block_mask(mask_mod, batch, heads, M, N, device):
+        made.update(mask_mod=mask_mod, sizes=(batch, heads, M, N))
+
+    module = SimpleNamespace(create_block_mask=create_block_mask)
+    given = torch_masks.flex(library, module, p, arrays, "cpu")
+    assert made["sizes"] == (2, None, 40, 40)
+    place = np.ix_(range(2), range(4), range(40), range(40))
+    score = np.random.default_rng(0).standard_normal((2, 4, 40, 40))
+    expected = modifications(arrays, p).applied_to(score, p.visible())
+    seen = np.broadcast_to(made["mask_mod"](*place), score.shape)
+    np.testing.assert_array_equal(seen, expected > -np.inf)
+    modified = np.where(seen, given["score_mod"](score, *place), -np.inf)
+    np.testing.assert_allclose(modified, expected, rtol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", ["forward", "backward"])
-@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != "jax"])
+def test_flex_takes_texts(cuda, operation):
+    needs("flex")
+    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16"}
+    peer = agrees(cuda, "flex", operation=operation, **sizes, **EVERYTHING)
+    with cuda.working_on(None):
+        assert 0 < cuda.time(peer.call, cold=True) < 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("name", [x for x in peers.NAMES if x not in ("jax", peers.FLEX)])
 def test_peers_are_captured_as_graphs(cuda, name, operation):
     needs(name)
     sizes = {"dtype": "float16", "M": 512, "N": 512, "d": 64}
