@@ -619,6 +619,8 @@ class _Printer:
             return f"({self._number(node.left)} / {self._number(node.right)})"
         if (capped := _capped(node)) is not None:
             return f"capped({self._number(capped)}, {self._number(node.left)})"
+        if self._is_fused(node):
+            return self._fused(node)
         left, right = self.print(node.left), self.print(node.right)
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
@@ -631,6 +633,19 @@ class _Printer:
         if isinstance(op, ast.Pow):
             return f"square({left})"
         return f"({left} {_SIGNS[type(op)]} {right})"
+
+    def _is_fused(self, node: ast.BinOp) -> bool:
+        """Whether a product is added to a number: compilers may compute it before the other."""
+        match node:
+            case ast.BinOp(other, ast.Add() | ast.Sub(), ast.BinOp(op=ast.Mult()) as product):
+                return {self.rules.kind(x) for x in (other, product)} == {"number"}
+        return False
+
+    def _fused(self, node: ast.BinOp) -> str:
+        product: Any = node.right
+        sign = "-" if isinstance(node.op, ast.Sub) else ""
+        factors = f"{sign}{self._number(product.left)}, {self._number(product.right)}"
+        return f"fused({factors}, {self.print(node.left)})"
 
     def _is_wide(self, node: ast.expr) -> bool:
         return self.rules.kind(node) != "number" and _most(node) > _MOST

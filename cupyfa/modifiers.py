@@ -164,8 +164,7 @@ def _score_texts(
     if options.score_mod is not None:
         yield options.score_mod
     if ALIBI in operands:
-        index = "head" if len(operands[ALIBI].shape) == 1 else "batch, head"
-        yield _text(ALIBI, f"score - {ALIBI}[{index}] * abs(position - key)")
+        yield alibi_text(operands[ALIBI])
     if BIAS in operands:
         yield _text(BIAS, f"score + {BIAS}[{_index(operands[BIAS])}]")
 
@@ -178,6 +177,12 @@ def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> I
 
 
 _text = lru_cache(maxsize=64)(Expression.of)
+
+
+def alibi_text(slopes: Operand, factor: str = "") -> Expression:
+    """The text of ALiBi, whose slopes may be multiplied by a number with a name."""
+    slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
+    return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
 
 
 def _index(operand: Operand) -> str:

@@ -67,7 +67,12 @@ def test_of_a_long_text_the_part_around_the_place_is_shown():
 @pytest.mark.parametrize(
     "text, printed",
     [
-        ("score + slope[head] * (key - query)", "(score + (slope_.read(head) * (key - query)))"),
+        (
+            "score + slope[head] * (key - query)",
+            "fused(slope_.read(head), number((key - query)), score)",
+        ),
+        ("score - key * slope[head]", "fused(-number(key), slope_.read(head), score)"),
+        ("score + key * query", "(score + (wide(key) * query))"),
         ("cap * tanh(score / cap)", "capped(score, cap_)"),
         ("3 * tanh((score + key) / 3)", "capped((score + key), number(3))"),
         ("3 * tanh(score / cap)", "(3 * tanh((score / cap_)))"),

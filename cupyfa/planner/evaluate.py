@@ -143,6 +143,7 @@ class _Planner:
                 "dv": p.dv,
                 **p.options.constants,
                 **p.modifiers.constants,
+                "of_products": mods.of_products(p),
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
                 "threads": threads,
                 "shared_bytes": shared_bytes,

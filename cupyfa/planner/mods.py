@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.expressions import Captured, Expression, cpp_name
-from cupyfa.modifiers import Modifiers, Operand
+from cupyfa.modifiers import ALIBI, Modifiers, Operand, alibi_text
 from cupyfa.problem import Problem
 
 _ELEMENTS = {
@@ -20,6 +20,7 @@ _ELEMENTS = {
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of NumPy
 _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
+_UNIT = "unit"  # a member: 1 / scale
 # What a text finds besides its own names.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
@@ -34,7 +35,7 @@ def header(p: Problem) -> str:
         [
             *(f"#include <{name}>" for name in sorted(headers)),
             "#include <attention/texts.cuh>",
-            f"struct Mods {{{''.join(f' {x};' for x in _members(found))} }};",
+            f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
             _function(p, "score_text", found.score),  # both, because compilers look names up
             _function(p, "mask_text", found.mask),  # also in branches that they discard
         ]
@@ -56,6 +57,9 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     if _names_position(found):
         fields.append(("position", "i4"))
         values.append(p.first_position)
+    if of_products(p):
+        fields.append((_UNIT, p.dtype.sums))
+        values.append(1 / p.scale)
     if not fields:
         return _EMPTY, ()
     record = np.zeros((), np.dtype(fields, align=True))
@@ -66,15 +70,23 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     return record, tuple(arrays)
 
 
+def of_products(p: Problem) -> bool:
+    """Whether texts take q·k and give the score / scale: of ALiBi alone, with slopes / scale."""
+    texts = p.modifiers.score
+    return [x.option for x in texts] == [ALIBI] and 2.0**-40 < p.scale < 2.0**40
+
+
 def array_type(rank: int) -> np.dtype:
     """struct Array of expression.cuh."""
     members = [("data", "u8"), ("stride", "i8", (rank,)), ("size", "i4", (rank,))]
     return np.dtype(members, align=True)
 
 
-def _members(found: Modifiers) -> list[str]:
+def _members(p: Problem) -> list[str]:
+    found = p.modifiers
     made = [f"{_member(x)} {cpp_name(x.name)}" for x in found.operands]
-    return [*made, f"int {_FIRST}"] if _names_position(found) else made
+    made += [f"int {_FIRST}"] * _names_position(found)
+    return made + [f"real {_UNIT}"] * of_products(p)
 
 
 def _member(x: Operand) -> str:
@@ -111,6 +123,10 @@ def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
     def bounded(index: ast.expr, array: str, axis: int) -> bool:
         return not _fits(p, index, by_name[array].shape[axis])
 
+    if is_score and of_products(p):
+        lines.append(f"  const auto {cpp_name(_UNIT)} = Real(mods.{_UNIT});")
+        texts = (alibi_text(by_name[ALIBI], _UNIT),)
+        kinds[_UNIT] = Captured(_UNIT, "float", 0)
     if is_score:
         lines += [f"  score = {x.cpp(bounded, kinds)};" for x in texts]
         lines.append("  return score;\n}")

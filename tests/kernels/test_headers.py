@@ -17,7 +17,7 @@ MAY_READ = {
     "own_keys.cuh": {"reads_places", "unit_slope"},
     "gradient_of_lse.cuh": {"has_dlse"},
     "extent.cuh": {"causal", "windowed", "has_mask_text"},
-    "score.cuh": {"has_score_text", "unit_slope", "positive_scale"},
+    "score.cuh": {"has_score_text", "unit_slope", "positive_scale", "of_products"},
     "row_state.cuh": {"has_sink"},
     "nonfinite.cuh": {"has_sink"},
 }

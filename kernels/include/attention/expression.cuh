@@ -35,6 +35,12 @@ __device__ __forceinline__ float divide(float x, float y) {
 __device__ __forceinline__ double divide(double x, double y) {
   return x / y;
 }
+__device__ __forceinline__ float fused(float x, float y, float z) {
+  return fmaf(x, y, z);
+}
+__device__ __forceinline__ double fused(double x, double y, double z) {
+  return fma(x, y, z);
+}
 __device__ __forceinline__ float exp2(float x) {
   return exp2f(x);
 }
@@ -275,6 +281,14 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   } else {
     return Whole{int(a) * int(b), number(a).value * number(b).value};
   }
+}
+
+// x * y + z, rounded once. As two operations the product may be computed far ahead of z, in
+// registers that a kernel does not have.
+template <int n, int m, int k>
+__device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
+  const real value = elementary::fused(x.value, y.value, z.value);
+  return chain(value, chain(value, x, y.value, y, x.value), 1, z, 1);
 }
 
 template <int n, int m>

@@ -3,7 +3,8 @@
 // the score; and the sink of a head, a score that every row of it has besides those of its keys.
 // The host writes above every kernel has_score_text, has_mask_text, has_sink, reads_places (whether
 // texts ask where a pair is), unit_slope (whether the derivative of the modified score is 1
-// wherever it is finite) and struct Mods, which has the sinks and the arrays and numbers of texts;
+// wherever it is finite), of_products (whether texts take q·k and give a score / scale, which saves
+// a multiplication) and struct Mods, which has the sinks and the arrays and numbers of texts;
 // if there are any, it includes texts.cuh.
 
 #include <tile/math.cuh>

@@ -19,8 +19,8 @@ struct Scorer {
   // Kernels that compute scores one by one take them from here; -infinity where a text hides the
   // pair.
   __device__ __forceinline__ T operator()(T product, const Extent& extent, int row, int key) const {
-    const T score = extent.modified(product * scale, index_of<true>(row, 0, extent.M),
-                                    index_of<true>(key, 0, extent.N), 0);
+    const T score = modified(product, extent, index_of<true>(row, 0, extent.M),
+                             index_of<true>(key, 0, extent.N));
     return extent.shown(row, key) ? score : T(-infinity);
   }
   // The same for kernels that take only texts that do not ask where a pair is.
@@ -31,12 +31,20 @@ struct Scorer {
   }
   __device__ __forceinline__ Scored<T> with_slope(T product, const Extent& extent, Index row,
                                                   Index key) const {
+    if constexpr (of_products) return {modified(product, extent, row, key), T(1)};
     return extent.with_slope(product * scale, row, key);
+  }
+  __device__ __forceinline__ T modified(T product, const Extent& extent, Index row,
+                                        Index key) const {
+    return of_products ? extent.modified(product, row, key, 0) * scale
+                       : extent.modified(product * scale, row, key, 0);
   }
   // The same with the score as an exponent of two.
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
                                                            Index row, Index key) const {
     if constexpr (!has_score_text) return {product * (scale * T(log2e)), T(1)};
+    if constexpr (of_products)
+      return {extent.modified(product, row, key, 0) * (scale * T(log2e)), T(1)};
     const auto [score, slope] = with_slope(product, extent, row, key);
     return {score * T(log2e), slope};
   }
@@ -53,12 +61,13 @@ struct Scorer {
   // Kernels on tensor cores compute P = exp2(x * scale2 - maximum), with x from applied().
   //  - Without a modification x is the product, and scale2 = |scale| * log2e. A negative scale
   //    turns the sign of x, so that the largest x is that of the largest score.
-  //  - With one x is the modified score, and scale2 = log2e.
+  //  - With one x is the modified score, and scale2 = log2e; or, of products, the modified product
+  //    with the scale in scale2.
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
   // That a scale is positive, as usual, is a constant: with a branch in the loop wgmma_persistent
   // is up to 2 % slower.
   __device__ __forceinline__ T scale2() const {
-    return T(log2e) * (has_score_text   ? T(1)
+    return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
                        : positive_scale ? scale
                        : scale == 0     ? T(1)
                                         : fabs(scale));
@@ -66,7 +75,8 @@ struct Scorer {
   template <class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
-    if constexpr (has_score_text) return extent.modified(product * scale, row, key, more);
+    if constexpr (has_score_text)
+      return extent.modified(of_products ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
   // The same for the lane's products in a tile of keys.
