@@ -1,5 +1,7 @@
 """Problems shared by tests: sizes that no tile divides, and inputs for them."""
 
+import pytest
+
 from cupyfa import Problem
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
@@ -35,6 +37,21 @@ def in_turn(kernels, sizes):
         for i in range(max(len(sizes), len(dtypes))):
             found.append((kernel, dtypes[i % len(dtypes)], sizes[(first + i) % len(sizes)]))
     return found
+
+
+# Kernels that hand scores to the same headers as another one of their family.
+LIKE_OTHERS = {
+    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
+    *("rows", "mma_two_pass"),
+}
+
+
+def first_of_families(kernels):
+    """Kernels as parameters of a test; those of LIKE_OTHERS are slow."""
+    return [
+        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in LIKE_OTHERS))
+        for k in kernels
+    ]
 
 
 def name(value):

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers.problems import name
+from helpers.problems import first_of_families
 
 import cupyfa
 from cupyfa import Case, Problem, SimulatorFault
@@ -35,7 +35,7 @@ def check(backend, kernel, case, **tiles):
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+@pytest.mark.parametrize("kernel", first_of_families(KERNELS))
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
     p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
