@@ -152,6 +152,8 @@ def shortened(line):
         return line
     option = SHORT[command].split()[0]
     words = re.sub(r"--samples \d{3,}", "--samples 20", words)
+    if command == "check" and not re.search("--samples|--grid|--dry-run|--all", words):
+        words += " --samples 8"
     if command == "bench":  # of each axis the first value
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
     return f"cupyfa {command} {SHORT[command]} {re.sub(rf' ?{option} [^ ]+', '', words)}"
