@@ -20,6 +20,7 @@ from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand
+from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
     OPTIONS,
     AttentionOptions,
@@ -28,10 +29,11 @@ from cupyfa.options import (
     Precision,
     Text,
     Window,
+    read_size,
 )
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem, sizes_of
+from cupyfa.problem import MOST, Problem, sizes_of
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
@@ -125,6 +127,9 @@ def attention(
     mask_mod: Text = None,
     captured: Mapping[str, Any] | None = None,
     sink: Any = None,
+    dropout: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
     precision: Precision | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
@@ -165,6 +170,10 @@ def attention(
         bool, whole numbers or floats; an index has to be inside its axis.
     sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
         value. It takes a share of the softmax and counts in lse; -infinity is none.
+    dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
+        others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
+        whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
+        bits, choose the weights: ``dropout_mask`` shows them.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -195,7 +204,9 @@ def attention(
     # fmt: off
     how: How = (
         "forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN,
-        precision, causal, window, scale, softcap, score_mod, mask_mod,  # in the order of OPTIONS
+        # In the order of OPTIONS.
+        precision, causal, window, scale, softcap, score_mod, mask_mod,
+        dropout, dropout_seed, dropout_offset,
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
@@ -445,6 +456,37 @@ def plan(
         kernel = _with_floats(_record_with_own(kernel, own), own)
     record = planning.select(kernel, "forward", problem, limits)
     return planning.plan(record, problem, limits, **_given(tiles))
+
+
+def dropout_mask(
+    *,
+    batch: int,
+    heads: int,
+    M: int,
+    N: int,
+    dropout: float,
+    dropout_seed: int,
+    dropout_offset: int = 0,
+) -> Array:
+    """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
+
+    heads are those of q. The probability is rounded to multiples of 1/65536. Whether a pair is kept
+    depends on its batch element, head, query and key, the seed and the offset alone: a part of a
+    larger mask is the mask of the part. Another seed or offset gives other, independent bits.
+
+    Raises ValueError or TypeError for wrong arguments.
+
+    Philox 4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
+    """
+    options = AttentionOptions(
+        dropout=dropout, dropout_seed=dropout_seed, dropout_offset=dropout_offset
+    )
+    sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
+    shape = tuple(read_size(name, size, MOST) for name, size in sizes.items())
+    chosen = Dropout.of(options, shape[1])
+    if chosen is None or 0 in shape:
+        return np.ones(shape, bool)
+    return chosen.kept(*np.ogrid[tuple(slice(size) for size in shape)])
 
 
 def empty_pinned(

@@ -78,12 +78,13 @@ class Modifiers:
 
     score: give the score, each from the one before; the first from the scaled product. mask: all
     have to be True for a pair to be seen. operands: what they read, the host's numbers included,
-    and the sinks and the gradient of lse.
+    and the sinks and the gradient of lse. dropout: whether weights are dropped.
     """
 
     score: tuple[Expression, ...] = ()
     mask: tuple[Expression, ...] = ()
     operands: tuple[Operand, ...] = ()
+    dropout: bool = False
 
     @property
     def arrays(self) -> tuple[Operand, ...]:
@@ -96,7 +97,7 @@ class Modifiers:
     @property
     def names_place(self) -> bool:
         """Whether a pair's place decides, so that no part of a problem can stand for it."""
-        return bool(self._reads_places or self.arrays)
+        return bool(self._reads_places or self.arrays or self.dropout)
 
     @property
     def features(self) -> list[str]:
@@ -119,6 +120,7 @@ class Modifiers:
             "reads_places": self._reads_places,
             "has_sink": self._has(SINK),
             "has_dlse": self._has(DLSE),
+            "has_dropout": self.dropout,
             "unit_slope": all(x.is_additive for x in self.score),
         }
 
@@ -136,8 +138,9 @@ def modifiers(
     that no text reads.
     """
     plain = options.score_mod is options.mask_mod is options.softcap is None
+    has_dropout = options.dropout > 0 and 0 not in sizes
     if plain and not operands:
-        return NONE
+        return Modifiers(dropout=True) if has_dropout else NONE
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
         by_name["softcap"] = Operand("softcap", "float64", (), options.softcap)
@@ -153,7 +156,7 @@ def modifiers(
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
-    return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()))
+    return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
 
 
 def _score_texts(

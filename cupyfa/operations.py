@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyfa.modifiers import Operand
 from cupyfa.numerics import reference, tolerance
+from cupyfa.numerics.dropout import Dropout
 from cupyfa.numerics.modification import Modifications
 from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
@@ -152,7 +153,7 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
 def modifications(
     inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
 ) -> Modifications:
-    """The texts that change or hide scores of a problem, with the arrays that they name.
+    """The texts that change or hide scores of a problem, with the arrays that they name; dropout.
 
     first: batch, query head, query and key where the arrays of an excerpt begin.
     """
@@ -165,6 +166,7 @@ def modifications(
         queries=p.M,
         keys=p.N,
         first=first,
+        dropout=Dropout.of(p.options, p.heads),
     )
 
 

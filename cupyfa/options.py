@@ -67,6 +67,9 @@ class OptionKeywords(TypedDict, total=False):
     softcap: float | None
     score_mod: Text
     mask_mod: Text
+    dropout: float
+    dropout_seed: int | None
+    dropout_offset: int
 
 
 def _read_precision(value: Any) -> str | None:
@@ -164,6 +167,35 @@ def _read_softcap(value: Any) -> float | None:
     return number
 
 
+def _read_dropout(value: Any) -> float:
+    number = read_number("dropout", value, "none") or 0.0
+    if not 0 <= number < 1 or round(number * 65536) == 65536:
+        raise ValueError(
+            f"dropout is {value}; give the probability that a weight is dropped, from 0 to below "
+            "1: it is rounded to multiples of 1/65536"
+        )
+    return number if round(number * 65536) else 0.0
+
+
+def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
+    """The reader of a whole number of so many bits; None stays."""
+
+    def read(value: Any) -> int | None:
+        return None if value is None else read_size(name, value, 2**bits - 1)
+
+    return read
+
+
+def _parse_whole(name: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} is not a whole number") from None
+
+    return parse
+
+
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
     """The option that is an expression."""
     return Option(
@@ -196,6 +228,9 @@ class AttentionOptions:
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
     mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
+    dropout: the probability with which a weight is set to 0, rounded to multiples of 1/65536; the
+        others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
+        bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
     """
 
     precision: str | None = _field(
@@ -266,9 +301,48 @@ class AttentionOptions:
         _text("mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"),
     )
 
+    dropout: float = _field(
+        Option(
+            default=0.0,
+            help="Probability with which a weight is dropped; needs a seed.",
+            read=_read_dropout,
+            parse=lambda text: parse_number("dropout", text),
+            shown=lambda value: value or None,
+            metavar="FLOAT",
+            features={"dropout": bool},
+        ),
+    )
+    dropout_seed: int | None = _field(
+        Option(
+            help="Seed of dropout.",
+            read=_read_bits("dropout_seed", 64),
+            parse=_parse_whole("dropout_seed"),
+            metavar="INTEGER",
+        ),
+    )
+    dropout_offset: int = _field(
+        Option(
+            default=0,
+            help="Number of dropout's bits among those of a seed.  [default: 0]",
+            read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
+            parse=_parse_whole("dropout_offset"),
+            shown=lambda value: value or None,
+            metavar="INTEGER",
+        ),
+    )
+
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             object.__setattr__(self, name, option.read(getattr(self, name)))
+        if not self.dropout:
+            object.__setattr__(self, "dropout_seed", None)
+            object.__setattr__(self, "dropout_offset", 0)
+        elif self.dropout_seed is None:
+            raise ValueError(
+                f"dropout is {self.dropout} without dropout_seed; give a whole number from 0 to "
+                "2**64 - 1, another one for each layer and step: there is no state that would "
+                "count calls"
+            )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))
 

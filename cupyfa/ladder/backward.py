@@ -10,7 +10,7 @@ from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
-FEATURES = (*ALL_BUT_PLACES, "places")
+FEATURES = (*ALL_BUT_PLACES, "places", "dropout")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}

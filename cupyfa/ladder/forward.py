@@ -14,7 +14,7 @@ from cupyfa.problem import MOST, Problem, round_up
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
-EVERYTHING = (*ALL_BUT_PLACES, "places", "sink")
+EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout")
 
 # Kernels without tensor cores, and the seeds
 

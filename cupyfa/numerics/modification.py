@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyfa.expressions import Expression
+from cupyfa.numerics.dropout import Dropout
 
 Array = NDArray[Any]
 
@@ -71,6 +72,7 @@ class Modifications:
     mask_steps are True, and causal and window let it. names: the captured arrays and numbers.
     position: of query 0 among the keys. queries, keys: the sizes that the texts see.
     first: batch, head, query and key that the first element of the arrays belongs to, for excerpts.
+    dropout: which weights are dropped after the softmax; None for none.
     """
 
     score_steps: Sequence[Expression] = ()
@@ -80,12 +82,17 @@ class Modifications:
     queries: int = 0
     keys: int = 0
     first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dropout: Dropout | None = None
 
     def place(self, batch: Array, head: Array, query: Array, key: Array) -> Place:
         """The pairs of these indices into the arrays, counted from 0."""
         given = (batch, head, query, key)
         names = ("batch", "head", "query", "key")
         return {name: x + start for name, x, start in zip(names, given, self.first)}
+
+    def kept(self, place: Place) -> Array | None:
+        """The pairs whose weights dropout keeps; None without dropout."""
+        return self.dropout and self.dropout.kept(**place)
 
     @np.errstate(all="ignore")
     def hidden(

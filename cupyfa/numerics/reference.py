@@ -13,6 +13,10 @@ A sink is one more score of every row of a head, with a value of 0:
 
     lse = log(exp(sink) + sum(exp(S)))    P = exp(S - lse)    dsink = -sum(exp(sink - lse) * D)
 
+With dropout, Z says which pairs are kept (dropout.py), and r is 1 / (1 - probability):
+
+    O = r * (P * Z) @ V    dV = r * (P * Z).T @ dO    dS = P * (r * Z * (dO @ V.T) - D) * ...
+
 Where arithmetic alone does not define a result:
 
 - A masked key and its value have no effect, even if they are NaN or infinite.
@@ -20,6 +24,8 @@ Where arithmetic alone does not define a result:
   gradient; with a sink it has O = 0 and lse = sink.
 - A score that a text makes -inf has the weight 0, but its key is not masked. Where P is 0, dS of a
   modified score is 0: the derivative may be infinite there.
+- A dropped weight is 0, so that its value makes NaN if it is infinite or NaN; dP of its pair is 0,
+  whatever dO @ V.T is.
 - An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
 
 The scores are computed tile by tile; no array of [batch, heads, M, N] exists.
@@ -93,6 +99,7 @@ class Tile:
     masked [rows, keys] or [n, rows, keys]: True where the key is masked for the row; None without
         a mask. unsure [n, rows, keys]: where rounding may decide otherwise; None if nowhere.
     place: batch, head, query and key of the pairs, for mods. sink [n, 1, 1]: None without sinks.
+    kept [n, rows, keys]: the pairs whose weights are kept; None without dropout.
     visible_keys [rows, 1] or [n, rows, 1]: how many keys each row sees.
     """
 
@@ -108,6 +115,14 @@ class Tile:
     mods: Modifications
     place: Place
     sink: Array | None
+    kept: Array | None
+
+    def dropped(self, x: Array) -> Array:
+        """Weights [n, rows, keys] after dropout, or dP of weights before it."""
+        if self.kept is None:
+            return x
+        assert self.mods.dropout is not None
+        return np.where(self.kept, x * x.dtype.type(self.mods.dropout.factor), x.dtype.type(0))
 
     def modified(self, scores: Array) -> Array:
         """The scores [n, rows, keys] after the steps of the modifications."""
@@ -176,6 +191,7 @@ def tiles(
                 mods=mods,
                 place=place,
                 sink=None if sinks is None else sinks[some, None, None],
+                kept=mods.kept(place),
             )
 
 
@@ -186,8 +202,8 @@ def attend(
     """The attention of one tile, as `attention` describes it.
 
     scaled: "K" multiplies the keys by the scale, "S" the scores; only below float64 do the results
-    differ. Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys]: float64 arrays for the
-    precision "float64", else float32.
+    differ. Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64
+    arrays for the precision "float64", else float32.
     """
     q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
     results = "float32" if precision == "float8_e4m3" else precision
@@ -199,7 +215,7 @@ def attend(
     if tile.masked is not None:
         np.copyto(P, 0.0, where=tile.masked)  # NaN up to here in a row with a score of NaN
     P = rounded(P, precision)
-    out = rounded(_sum_unmasked(P, v, tile.masked), results)
+    out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
     return out, lse, P
 
@@ -208,8 +224,8 @@ def attend(
 class Gradients:
     """The gradients from the rows of one tile, and the steps on the way; float64.
 
-    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P, dP less D, and dS; 0 where a
-    pair is left out, which `left_out` marks.
+    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P before dropout, its gradient dP
+    less D, and dS; 0 where a pair is left out, which `left_out` marks.
     dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv], dsink [n, rows]: the terms of dsink; None
     without sinks.
     """
@@ -240,7 +256,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
         scores, derivative = tile.mods.differentiated(scores, tile.place, tile.masked)
     P = np.exp(scores - lse[..., None])
     delta = (grad * out).sum(-1) - dlse
-    dP_delta = grad @ tile.v.mT - delta[..., None]
+    dP_delta = tile.dropped(grad @ tile.v.mT) - delta[..., None]
     dS = P * dP_delta
     if derivative is not None:
         dS *= derivative
@@ -251,7 +267,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
         *(scores, P, dP_delta, dS, left_out),
         dq=_sum_unmasked(dS, tile.k, left_out) * tile.scale,
         dk=_sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
-        dv=_sum_unmasked(P.mT, grad, left_out.mT),
+        dv=_sum_unmasked(tile.dropped(P).mT, grad, left_out.mT),
         dsink=None if tile.sink is None else _sink_gradients(tile.sink, lse, delta),
     )
 

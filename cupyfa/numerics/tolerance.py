@@ -36,6 +36,10 @@ the scaled score.
 **Sinks.** One more term of the sums: n + 1 replaces n, and the error of its weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
 
+**Dropout** sets weights to 0 and multiplies the others by r after lse has them. So P in the errors
+of O and dV is r * Z * P, the rows of P add up to 1 as before, and |dO| @ |V|.T in g is multiplied by
+r * Z.
+
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each. As in
 FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest
 error of the same attention computed plainly in that format (`reference.attention`, with K scaled
@@ -332,7 +336,7 @@ class _Work:
         self.pair_sizes = cache(partial(_pair_sizes, tile))
         self.values = np.abs(_finite(tile.v))
         self.magnitude = cache(
-            lambda dtype: self.attend()[2].astype(dtype) @ self.values.astype(dtype)
+            lambda dtype: tile.dropped(self.attend()[2].astype(dtype)) @ self.values.astype(dtype)
         )
 
     def empty(self) -> tuple[Array, Array]:
@@ -401,7 +405,7 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
         else:
             largest = np.expm1(largest)
         weights *= P
-        each = weights @ work.values + weights.sum(-1, keepdims=True) * magnitude
+        each = work.tile.dropped(weights) @ work.values + weights.sum(-1, keepdims=True) * magnitude
         of_out += np.minimum(largest * magnitude, each)
     return np.where(lost, np.inf, of_out), np.where(lost, np.inf, of_lse)
 
@@ -482,7 +486,7 @@ class _BackwardWork:
         self.score_size = abs(tile.scale) * (self.q @ self.k.mT)
         self.delta_size = (self.grad * out).sum(-1, keepdims=True)
         self.delta_size += np.abs(_finite(dlse))[..., None]
-        self.dP_size = self.grad @ v.mT + self.delta_size
+        self.dP_size = tile.dropped(self.grad @ v.mT) + self.delta_size
         self.exponent_size = np.abs(_finite(self.step.scores)) + np.abs(_finite(lse))[..., None]
 
 
@@ -515,9 +519,10 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     )
     sums = (ds + over_keys * dS, ds + over_rows * dS, p + over_rows * P)
     of_dq, of_dk, of_dv = (np.where(step.left_out, 0.0, x + least) for x in sums)
-    dv_bound = of_dv.mT @ work.grad
+    dv_bound = work.tile.dropped(of_dv).mT @ work.grad
     if work.equal.any():
-        dv_bound += 1.2 * eps * work.rows * (P.mT @ np.where(work.equal, work.grad, 0.0))
+        equal = np.where(work.equal, work.grad, 0.0)
+        dv_bound += 1.2 * eps * work.rows * (work.tile.dropped(P).mT @ equal)
     floor_of_row, floor_of_key = (
         tiny * (1 + scale) * (~step.left_out).sum(axis)[..., None] for axis in (-1, -2)
     )

@@ -1,4 +1,5 @@
-"""The texts of a problem in C++, and struct Mods: the arrays and numbers that they read."""
+"""The texts of a problem in C++, and struct Mods: the arrays and numbers that they read, and those
+of dropout."""
 
 import ast
 from collections.abc import Mapping
@@ -8,7 +9,8 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.expressions import Captured, Expression, cpp_name
-from cupyfa.modifiers import ALIBI, Modifiers, Operand, alibi_text
+from cupyfa.modifiers import ALIBI, NONE, Modifiers, Operand, alibi_text
+from cupyfa.numerics.dropout import Dropout
 from cupyfa.problem import Problem
 
 _ELEMENTS = {
@@ -28,13 +30,14 @@ _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 def header(p: Problem) -> str:
     """What is declared above a kernel's file for the texts of a problem."""
     found = p.modifiers
-    if not found.operands and not found.score and not found.mask:
+    if found == NONE:
         return "struct Mods {};"
     headers = {x.header for o in found.arrays if (x := DTYPES.get(o.dtype)) and x.header}
     return "\n".join(
         [
             *(f"#include <{name}>" for name in sorted(headers)),
             "#include <attention/texts.cuh>",
+            *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
             _function(p, "score_text", found.score),  # both, because compilers look names up
             _function(p, "mask_text", found.mask),  # also in branches that they discard
@@ -60,6 +63,9 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     if of_products(p):
         fields.append((_UNIT, p.dtype.sums))
         values.append(1 / p.scale)
+    if found.dropout:
+        fields.append(("dropout", _dropout_type(p)))
+        values.append(_dropout(p))
     if not fields:
         return _EMPTY, ()
     record = np.zeros((), np.dtype(fields, align=True))
@@ -82,11 +88,24 @@ def array_type(rank: int) -> np.dtype:
     return np.dtype(members, align=True)
 
 
+def _dropout_type(p: Problem) -> np.dtype:
+    """struct Dropout of dropout.cuh."""
+    numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
+    return np.dtype([("round_keys", "u4", (20,)), *numbers], align=True)
+
+
+def _dropout(p: Problem) -> tuple[Any, ...]:
+    given = Dropout.of(p.options, p.heads)
+    assert given is not None
+    return given.round_keys, given.offset, given.least << 16, given.heads, given.factor
+
+
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
     made = [f"{_member(x)} {cpp_name(x.name)}" for x in found.operands]
     made += [f"int {_FIRST}"] * _names_position(found)
-    return made + [f"real {_UNIT}"] * of_products(p)
+    made += [f"real {_UNIT}"] * of_products(p)
+    return made + ["Dropout dropout"] * found.dropout
 
 
 def _member(x: Operand) -> str:

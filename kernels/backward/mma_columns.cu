@@ -112,7 +112,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     compute_P<masked>(S, PS, shared.stats[turn], own, pair, scorer, lane_of_P);
     store_tile(shared.P, S, own, lane);
     multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
-    compute_dS(dP, PS, shared.stats[turn], own, lane);
+    compute_dS(dP, PS, shared.stats[turn], own, lane, pair.extent.kept_factor());
     store_tile(shared.dS, dP, own, lane);
   }
   if (more) next.store(shared.stats[1 - turn]);

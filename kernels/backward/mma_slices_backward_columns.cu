@@ -146,10 +146,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_col
   if constexpr (d == dv) {
     sum_tile<d>(shared, of_values ? P : dS, of_values ? dO : Q, lse, of_values ? dV : dK, extent,
                 round, heads, group, kv_head, key, tile % value_tiles * tile_width<d>,
-                of_values ? 1 : scale);
+                of_values ? extent.kept_factor() : scale);
   } else if (of_values) {
     sum_tile<dv>(shared, P, dO, lse, dV, extent, round, heads, group, kv_head, key,
-                 tile * tile_width<dv>, 1);
+                 tile * tile_width<dv>, extent.kept_factor());
   } else {
     sum_tile<d>(shared, dS, Q, lse, dK, extent, round, heads, group, kv_head, key,
                 (tile - value_tiles) * tile_width<d>, scale);

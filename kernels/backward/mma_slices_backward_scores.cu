@@ -79,6 +79,18 @@ struct RowMask {
   __device__ __forceinline__ bool reaches(int col) const { return col >= first && col < end; }
 };
 
+// Dropout: marks what is parked (dropout.cuh), and sets P to 0 where it is dropped.
+template <class Pair>
+__device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, const Pair& pair,
+                                     int lane) {
+  if constexpr (has_dropout)
+    mark_and_drop(P, pair.extent, pair.first_row + own.row + lane / 4,
+                  pair.first_key + own.col + 2 * (lane % 4), [&](int i, int j, int e) -> float& {
+                    float2& parked = shared.PS[(2 * i + e / 2) * (Wc / 8) + j][threadIdx.x];
+                    return e % 2 ? parked.y : parked.x;
+                  });
+}
+
 // S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked.
 template <bool masked>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
@@ -101,6 +113,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
     }
   }
+  drop(S, shared, own, pair, lane);
 }
 
 // dP becomes dS = PS * (dP - delta), without the scale.
@@ -117,7 +130,8 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
       const float2 PS = shared.PS[i * (Wc / 8) + n][threadIdx.x];
       float& x = dP[i / 2][n][i % 2 * 2];
       float& y = dP[i / 2][n][i % 2 * 2 + 1];
-      x = PS.x * (x - delta), y = PS.y * (y - delta);
+      x = weighted_gradient(PS.x, x, delta, pair.extent.kept_factor());
+      y = weighted_gradient(PS.y, y, delta, pair.extent.kept_factor());
       const int col = own.col + n * 8 + 2 * (lane % 4);
       if (masked && !mask.reaches(col)) x = 0;
       if (masked && !mask.reaches(col + 1)) y = 0;

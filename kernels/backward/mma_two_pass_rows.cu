@@ -87,7 +87,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   multiply_transposed(S, shared.Q, shared.K[buffer], own, lane);
   compute_P<masked>(S, PS, shared.stats, own, pair, scorer, lane);
   multiply_transposed(dP, shared.dO, shared.V[buffer], own, lane);
-  compute_dS(dP, PS, shared.stats, own, lane);
+  compute_dS(dP, PS, shared.stats, own, lane, pair.extent.kept_factor());
   multiply_keys(dP, shared.K[buffer], dQ, own, lane);
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites K and V

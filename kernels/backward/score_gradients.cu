@@ -27,7 +27,8 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
     const bool counts = row_lse != -infinity && extent.sees(row, col);
     const auto [score, slope] = scorer.with_slope(row_S[col], extent, row, col);
     const real p = counts ? exp(score - row_lse) : real(0);
-    row_P[col] = scalar(p);
-    row_dS[col] = scalar(counts ? score_gradient(p, row_dP[col] - row_delta, slope) : real(0));
+    const real kept_dP = extent.dropped(row_dP[col], row, col);
+    row_P[col] = scalar(extent.dropped(p, row, col));
+    row_dS[col] = scalar(counts ? score_gradient(p, kept_dP - row_delta, slope) : real(0));
   }
 }

@@ -102,6 +102,7 @@ struct ValueConsumer {
     shared.P.write(PS);
     barrier_arrive(P_full, consuming_threads);
     shared.Q_pipeline.arrive(rows);  // row sums were read
+    drop_marked(S, PS);
     pack_operands<scalar>(S, P);
     shared.dO_pipeline.wait(dO_rows);
     begin_output(dO, P, dV);
@@ -126,7 +127,7 @@ struct KeyConsumer {
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
   // A tile of rows.
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
@@ -136,7 +137,7 @@ struct KeyConsumer {
     wgmma_wait_group<0>(dP);
     barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
     shared.P.read(PS);
-    own.compute_dS(PS, dP, shared.sums[rows.stage]);
+    own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);
     store_dS(dS, shared.dS, own);
     fence_proxy_async();
@@ -193,7 +194,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
   } else {
     KeyConsumer keys(shared);
     if (any) shared.V_pipeline.wait();  // K is there before dS
-    task.for_tiles([&](int, int, long long) { keys.advance(); });
+    task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }
   if constexpr (finishes) {

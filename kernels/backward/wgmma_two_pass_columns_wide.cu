@@ -85,6 +85,7 @@ struct ValueConsumer {
     shared.P[rows.stage].write(PS);
     arrive(shared.P_full[rows.stage][own.warp]);
     shared.Q_pipeline.arrive(rows);
+    drop_marked(S, PS);
     pack_operands<scalar>(S, P);
     shared.dO_pipeline.wait(rows);
     begin_output(dO, P, dV);
@@ -104,7 +105,7 @@ struct KeyConsumer {
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
   // A tile of rows.
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
@@ -114,7 +115,7 @@ struct KeyConsumer {
     shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
     shared.dO_pipeline.release(rows);
-    own.compute_dS(PS, dP, shared.sums[rows.stage]);
+    own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
@@ -156,7 +157,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   } else {
     KeyConsumer keys(shared);
     if (any) shared.V_pipeline.wait();
-    task.for_tiles([&](int, int, long long) { keys.advance(); });
+    task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }
 }

@@ -91,12 +91,15 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
   if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) S[i] = score_gradient(S[i], 1.0f, slopes[i]);
+  mark(S, extent, rows.first, own_key);
 }
 
 // dP becomes dS = PS * (dP - delta), without the scale.
-__device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows) {
+__device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
+                                           float factor) {
 #pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) dP[i] = PS[i] * (dP[i] - rows.delta[i / 2 % 2]);
+  for (int i = 0; i < Bk / 2; ++i) 
+    dP[i] = weighted_gradient(PS[i], dP[i], rows.delta[i / 2 % 2], factor);
 }
 
 // A warpgroup of consumers sums dQ.
@@ -119,7 +122,7 @@ __device__ __forceinline__ void consume(Shared& shared, const RowTile& task, int
     wgmma_wait_group<1>(S);
     compute_PS(S, rows, scorer, task, first_key, extent);
     wgmma_wait_group<0>(dP);
-    compute_dS(S, dP, rows);
+    compute_dS(S, dP, rows, extent.kept_factor());
     pack_operands<scalar>(dP, dS);
     begin_output(K, dS, dQ);
     wgmma_wait_group<0>(dQ);

@@ -56,12 +56,12 @@ __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& sco
   return largest;
 }
 
-// Turns this thread's row of S into P = exp(S - maximum); returns its sum.
+// Turns this thread's row of S into P = exp(S - maximum); returns its sum, before dropout.
 __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftmax& softmax) {
   real sum = 0;
   for (int key = seen.first; key < seen.end; ++key) {
     const real p = softmax.p(shared.S[key][threadIdx.x]);
-    shared.S[key][threadIdx.x] = p;
+    shared.S[key][threadIdx.x] = seen.dropped(p, key);
     sum += p;
   }
   return sum;

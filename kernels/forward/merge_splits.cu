@@ -72,8 +72,8 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
 
   sum = 0;
   for (int i = 0; i < warps; ++i) sum += shared.sum[i];
-  const float inverse = sum == 0 ? 0.0f : 1 / sum;
   const Extent extent = extent_of(sizes, mods, batch, head);
+  const float inverse = sum == 0 ? 0.0f : extent.kept_factor() / sum;
   const bool has_score =
       (has_sink || extent.kv_begin(row) < extent.kv_end(row)) && !(has_seat && sum == 0);
   bool wrong = !(sum < infinity) || (has_score && is_huge(maximum));

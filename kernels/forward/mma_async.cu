@@ -140,7 +140,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
       rescale<true>(S, sums, rows, first_key, lane);
     else
       rescale<false>(S, sums, rows, first_key, lane);
-    exponentiate(S, rows);
+    exponentiate(S, rows, first_key);
     multiply_output(shared.V[buffer], S, sums, lane);
     buffer = 1 - buffer;
   }

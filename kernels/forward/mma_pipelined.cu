@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (seen) {
     task.scorer.apply(S, rows, first_key);
     rescale<masked>(S, O, rows, first_key, task.lane);
-    multiply_output(shared.V[buffer], S, O, rows, task.lane);
+    multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
   }
   cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read

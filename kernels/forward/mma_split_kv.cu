@@ -86,7 +86,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   task.scorer.apply(S, rows, first_key);
   rescale<masked>(S, O, rows, first_key, task.lane);
-  multiply_output(shared.V[buffer], S, O, rows, task.lane);
+  multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
 }
 
 // Writes what merge_splits needs of the warp's rows: the maxima, the sums of P relative to them,

@@ -132,7 +132,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
       rescale<true>(S, sums, rows, first_key, lane);
     else
       rescale<false>(S, sums, rows, first_key, lane);
-    exponentiate(S, rows);
+    exponentiate(S, rows, first_key);
     multiply_output(shared.V, S, sums, lane);
   }
   if (needs_repair(sums, rows)) {

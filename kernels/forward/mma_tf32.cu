@@ -71,12 +71,21 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
 // places of c and c + 4. It is computed right before its product, so that exponentials of some keys
 // overlap with products of others.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
-                                                Fragments<Wr, width>& O, OwnRows& rows, int lane) {
+                                                Fragments<Wr, width>& O, OwnRows& rows, int first_key,
+                                                int lane) {
   float sum[Wr / step][2] = {};
   lane = opaque(lane);
 #pragma unroll
   for (int k = 0; k < Bc / rank; ++k) {
-    exponentiate(S, k, rows, sum);
+    if constexpr (has_dropout) {
+      if (k % 2 == 0) {  // bits are for 16 keys
+        exponentiate(S, k, rows, sum);
+        exponentiate(S, k + 1, rows, sum);
+        drop(S, k / 2, rows, first_key);
+      }
+    } else {
+      exponentiate(S, k, rows, sum);
+    }
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {
@@ -130,7 +139,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (seen) {
     task.scorer.apply(S, rows, first_key);
     rescale<masked>(S, O, rows, first_key, task.lane);
-    multiply_output(shared.V[buffer], S, O, rows, task.lane);
+    multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
   }
   cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read

@@ -107,7 +107,7 @@ struct Consumer {
       rescale<true>(S, O, rows, first_key, lane);
     else
       rescale<false>(S, O, rows, first_key, lane);
-    exponentiate(S, rows);
+    exponentiate(S, rows, first_key);
   }
 
   // A tile of keys: S = Q K^T, P = softmax(S), O += P V.

@@ -168,7 +168,7 @@ struct Consumer {
     rows.scale(factor);
     Rows<step> higher = rows;
     for (float& maximum : higher.maximum[0]) maximum -= offset;
-    exponentiate(S, higher);
+    exponentiate(S, higher, first_key);
     for (int half = 0; half < 2; ++half) rows.sum[0][half] = higher.sum[0][half];
     if (units.V > scales.of_O) {
       for (float& x : factor[0]) x *= scales.of_O / units.V;

@@ -124,7 +124,7 @@ struct Consumer {
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
     rows.scale(factor);
-    exponentiate(S, rows);
+    exponentiate(S, rows, first_key);
     return risen;
   }
 

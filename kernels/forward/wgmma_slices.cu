@@ -267,7 +267,7 @@ struct Consumer {
                              ? raise_maxima<true, slack, true>(S, rows, first_key, lane, factor)
                              : raise_maxima<false, slack, true>(S, rows, first_key, lane, factor);
       rows.scale(factor);
-      exponentiate(S, rows);
+      exponentiate(S, rows, first_key);
       pack_operands<operand>(flat(S), P);
       if constexpr (span > Bc) {
         SavedP& saved = slices.shared.saved_P;

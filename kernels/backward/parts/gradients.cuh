@@ -76,9 +76,11 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
       const auto [score, slope] =
           scorer.with_slope(dots[n], pair.extent, pair.row(row), pair.template key<true>(key, n));
       const real p = counts ? exp(score - shared.lse[row]) : real(0);
-      shared.P[row][key + n] = p;
+      const int its_row = pair.first_row + row, its_key = pair.first_key + key + n;
+      const real kept_dP = pair.extent.dropped(dP[n], its_row, its_key);
+      shared.P[row][key + n] = pair.extent.dropped(p, its_row, its_key);
       shared.dS[row][key + n] =
-          counts ? score_gradient(p, dP[n] - shared.delta[row], slope) : real(0);
+          counts ? score_gradient(p, kept_dP - shared.delta[row], slope) : real(0);
     }
   });
 }

@@ -5,7 +5,8 @@
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/tile_products.cuh>
 
-// S becomes P = 2^(S * scale2 - lse2), or 0 where masked; PS is P times the modification's slope.
+// S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
+// modification's slope, before dropout.
 template <bool masked, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
                                           const RowStats (&stats)[rows], const Own& own,
@@ -27,20 +28,23 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
       PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, 1.0f, slope);
     }
   }
+  mark(PS, pair.extent, pair.first_row + own.row + lane / 4,
+       pair.first_key + own.col + 2 * (lane % 4));
+  drop_marked(S, PS);
 }
 
 // dP = dO V^T becomes dS = PS * (dP - delta), without the scale.
 template <class Own, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const RowStats (&stats)[rows], const Own& own,
-                                           int lane) {
+                                           int lane, float factor) {
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const float delta = stats[own.row + i * 8 + lane / 4].delta;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       float& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
-      x = PS[i / 2][j / 2][i % 2 * 2 + j % 2] * (x - delta);
+      x = weighted_gradient(PS[i / 2][j / 2][i % 2 * 2 + j % 2], x, delta, factor);
     }
   }
 }

@@ -57,16 +57,17 @@ struct Own {
                                                    const Scorer<float>& scorer,
                                                    const TilePair<Br, Bc>& pair) const {
     wgmma_wait_group<1>(S);
-    if constexpr (unit_slope) {
+    if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
       compute_P(S, PS, sums, scorer, pair);
       wgmma_wait_group<0>(dP);
-      compute_dS(PS, dP, sums);
+      compute_dS(PS, dP, sums, pair.extent.kept_factor());
+      drop_marked(S, PS);
     } else {
       wgmma_wait_group<0>(dP);
       Sums<Br> ones;
       for (float& x : ones) x = 1;
-      compute_dS(ones, dP, sums);
+      compute_dS(ones, dP, sums, 1.0f);
       weigh(S, dP, sums, scorer, pair);
     }
   }
@@ -78,6 +79,8 @@ struct Own {
                                             const TilePair<Br, Bc>& pair) const {
     for (float& x : PS) x = 1;
     weigh(S, PS, sums, scorer, pair);
+    if constexpr (has_dropout)
+      mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
   // The same with what is to be multiplied by P and the slope.
   template <int Br, int Bc>
@@ -131,13 +134,14 @@ struct Own {
   // dP^T becomes dS^T = PS^T * (dP^T - delta), without the scale.
   template <int Br>
   __device__ __forceinline__ void compute_dS(const Sums<Br>& PS, Sums<Br>& dP,
-                                             const RowSums<Br>& sums) const {
+                                             const RowSums<Br>& sums, float factor) const {
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        dP[n * 4 + e] = PS[n * 4 + e] * (dP[n * 4 + e] - (e % 2 ? delta.y : delta.x));
+        dP[n * 4 + e] = weighted_gradient(PS[n * 4 + e], dP[n * 4 + e],
+                                          e % 2 ? delta.y : delta.x, factor);
     }
   }
 };
@@ -149,7 +153,7 @@ __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tens
                                                 const Repair<d, dv, scalar, Stats>& repair) {
   const int first = task.first_key + own.first_key();
   if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, gradient, task.batch,
+    store_gradient<of_V ? dv : d>(sums, of_V ? task.extent.kept_factor() : repair.scorer.scale, gradient, task.batch,
                                   task.kv_head, first, task.extent.N, own.lane);
   else
     repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);

@@ -48,7 +48,7 @@ struct alignas(16) Repair {
     float p, dS;
   };
 
-  // P and dS of a row and a key, which the warp computes together.
+  // P after dropout and dS of a row and a key, which the warp computes together.
   __device__ Pair pair(int head, int row, int key, const RowStats& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
@@ -57,10 +57,11 @@ struct alignas(16) Repair {
       product += float(q[j]) * float(k[j]);
     for (int j = threadIdx.x % warp_size; j < dv; j += warp_size)
       dP += float(grad[j]) * float(v[j]);
-    const auto [score, slope] =
-        scorer.with_slope(warp_sum(product), extent.of_head(head), row, key);
+    const Extent& of_head = extent.of_head(head);
+    const auto [score, slope] = scorer.with_slope(warp_sum(product), of_head, row, key);
     const float p = exp2f(score * log2e - own.lse2);
-    return {p, score_gradient(p, warp_sum(dP) - own.delta, slope)};
+    const float kept_dP = of_head.dropped(warp_sum(dP), row, key);
+    return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
 
   // dQ of rows `first` … `end` - 1, of at most `width` columns from `col` on, before col_end.

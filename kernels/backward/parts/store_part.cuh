@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 int first_key, int lane) {
   const int first = first_key + own.row;
   if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? 1.0f : repair.scorer.scale, gradient, repair.batch,
+    store_gradient<of_V ? dv : d>(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale, gradient, repair.batch,
                                   repair.kv_head, first, repair.extent.N, lane, own.col);
   else
     call_rarely([=] {

@@ -35,7 +35,8 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
 template <int Bc, int width, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (&S)[m][keys][4],
                                                 float (&O)[m][cols][4],
-                                                Rows<m * step, pack_gqa>& rows, int lane) {
+                                                Rows<m * step, pack_gqa>& rows, int first_key,
+                                                int lane) {
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
     return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // fewer registers
@@ -45,6 +46,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
   for (int k = 0; k < Bc / step; ++k) {
     exponentiate(S, 2 * k, rows, sum);
     exponentiate(S, 2 * k + 1, rows, sum);
+    drop(S, k, rows, first_key);
     unsigned a[m][4];
 #pragma unroll
     for (int i = 0; i < m * 4; ++i) {

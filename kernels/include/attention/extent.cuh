@@ -26,7 +26,7 @@ struct Sizes {
 struct Extent : Seat<has_seat> {
   int M, N, causal_offset, window_offset;
 
-  // The same for a head of the batch element. Without texts and sinks no copy is made.
+  // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
   template <bool used = has_seat>
   __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
     if constexpr (used) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   return {{}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
 }
 
-// The same of one head, whose texts and sink may be read.
+// The same of one head, whose texts, sink and dropout may be read.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
                                             int head) {
   Extent extent = extent_of(sizes, batch);
@@ -123,6 +123,9 @@ struct Seen {
 
   __device__ __forceinline__ bool shows(int key) const {
     return extent.shown(row, first_key + key);
+  }
+  __device__ __forceinline__ real dropped(real p, int key) const {
+    return extent.dropped(p, row, first_key + key);
   }
 };
 

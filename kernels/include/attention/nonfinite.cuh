@@ -70,9 +70,10 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
       const float origin = maximum == -infinity ? 0.0f : maximum;
       const float factor = exp2f((before - origin) * scale2), p = exp2f((x - origin) * scale2);
       sum = sum * factor + p;
+      const float weight = extent.dropped(p, query, key);
 #pragma unroll
       for (int j = 0; j < count; ++j) {
-        if (first_col + j * warp_size < dv) o[j] = o[j] * factor + p * float(v[j * warp_size]);
+        if (first_col + j * warp_size < dv) o[j] = o[j] * factor + weight * float(v[j * warp_size]);
       }
     }
     float log_maximum = maximum * (scale2 * ln2);

@@ -1,17 +1,19 @@
 #pragma once
 // Where a pair of query and key is: what the texts that modify scores or hide pairs read besides
-// the score; and the sink of a head, a score that every row of it has besides those of its keys.
-// The host writes above every kernel has_score_text, has_mask_text, has_sink, reads_places (whether
-// texts ask where a pair is), unit_slope (whether the derivative of the modified score is 1
-// wherever it is finite), of_products (whether texts take q·k and give a score / scale, which saves
-// a multiplication) and struct Mods, which has the sinks and the arrays and numbers of texts;
-// if there are any, it includes texts.cuh.
+// the score; the sink of a head, a score that every row of it has besides those of its keys; and
+// which weights dropout keeps.
+// The host writes above every kernel has_score_text, has_mask_text, has_sink, has_dropout,
+// reads_places (whether texts ask where a pair is), unit_slope (whether the derivative of the
+// modified score is 1 wherever it is finite), of_products (whether texts take q·k and give a score
+// / scale, which saves a multiplication) and struct Mods, which has the sinks, the arrays and
+// numbers of texts, and the numbers of dropout. If there are any it includes texts.cuh, and for
+// dropout dropout.cuh.
 
 #include <tile/math.cuh>
 
 struct Mods;
 constexpr bool has_texts = has_score_text || has_mask_text;
-constexpr bool has_seat = has_texts || has_sink;
+constexpr bool has_seat = has_texts || has_sink || has_dropout;
 
 // The number of a query or key. `more` is what differs from element to element of a thread, a
 // constant of an unrolled loop. So `base` is the same in a tile, and its conversion to a number,
@@ -41,7 +43,7 @@ struct Scored {
   T score, slope;
 };
 
-// A head. Without texts and sinks nothing is kept.
+// A head. Without texts, sinks and dropout nothing is kept.
 template <bool used, class Arrays = Mods>
 struct Seat {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
@@ -59,4 +61,9 @@ struct Seat {
     return true;
   }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
+  template <class T>
+  __device__ __forceinline__ T dropped(T x, int, int) const {
+    return x;
+  }
+  __device__ __forceinline__ real kept_factor() const { return 1; }
 };

@@ -86,12 +86,15 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
   }
 }
 
-// The same for all keys. A tile is summed up by itself before it joins the sums: with millions of
+// exponentiate() for all keys, and dropout. A tile is summed up by itself before it joins the sums: with millions of
 // keys, less is rounded away.
 template <int m, int n, int pack_gqa>
-__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows) {
+__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
+                                             int first_key) {
   float sum[m][2] = {};
 #pragma unroll
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
   rows.add(sum);
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) drop(S, j, rows, first_key);
 }

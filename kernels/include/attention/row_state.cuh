@@ -48,3 +48,11 @@ struct Rows {
     for (int i = 0; i < 2 * (Wr / step); ++i) sum[i / 2][i % 2] += more[i / 2][i % 2];
   }
 };
+
+// Sets the weights of 16 keys, in columns 2 * j and 2 * j + 1, to 0 where dropout drops them. Sums
+// have taken them before.
+template <int m, int n, int pack_gqa>
+__device__ __forceinline__ void drop(float (&P)[m][n][4], int j,
+                                     const Rows<m * step, pack_gqa>& rows, int first_key) {
+  if constexpr (has_dropout) drop_weights(P, j, rows, first_key);
+}

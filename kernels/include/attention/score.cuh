@@ -101,6 +101,24 @@ __device__ __forceinline__ T masked(T score, const Extent& extent, int row, int 
   return extent.sees(row, key) ? score : T(-infinity);
 }
 
+// Under dropout dP needs to know which weights are dropped, and comes after them: PS, P times the
+// slope of the modification, is marked (dropout.cuh). row and key are the first of the lane's.
+template <class Weights, class Place>
+__device__ __forceinline__ void mark(Weights& PS, const Place& extent, int row, int key) {
+  if constexpr (has_dropout) mark_weights(PS, extent, row, key);
+}
+// P of marked weights, 0 where they are dropped.
+template <class Weights>
+__device__ __forceinline__ void drop_marked(Weights& P, const Weights& PS) {
+  if constexpr (has_dropout) drop_unmarked(P, PS);
+}
+// dS of a pair, without the scale; `factor` is the extent's kept_factor().
+template <class T>
+__device__ __forceinline__ T weighted_gradient(T PS, T dP, T delta, [[maybe_unused]] T factor) {
+  if constexpr (has_dropout) return PS * ((is_kept(PS) ? dP : T(0)) * factor - delta);
+  return PS * (dP - delta);
+}
+
 // dS of a score, from P, dP - delta and the slope of the modification: 0 where P is 0, because a
 // slope may be infinite there.
 template <class T>

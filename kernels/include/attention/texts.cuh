@@ -51,6 +51,18 @@ struct Seat<true, Arrays> {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
   }
+  // A weight, or the gradient of one, after dropout: 0, or the kept factor times x.
+  template <class T>
+  __device__ __forceinline__ T dropped(T x, int query, int key) const {
+    if constexpr (has_dropout)
+      return mods.dropout.keeps(batch, head, query, key) ? x * T(mods.dropout.factor) : T(0);
+    return x;
+  }
+  // What kept weights are multiplied by.
+  __device__ __forceinline__ real kept_factor() const {
+    if constexpr (has_dropout) return mods.dropout.factor;
+    return 1;
+  }
 };
 
 template <bool at_end>

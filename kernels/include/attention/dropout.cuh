@@ -1,0 +1,186 @@
+#pragma once
+// Dropout. Whether a weight is kept is a function of its batch, head, query and key and of a seed
+// and an offset: the same in every kernel with any tiles, in the backward pass and in NumPy
+// (cupyfa/numerics/dropout.py). The host includes this above a kernel if there is dropout; struct
+// Mods then has a member `dropout`.
+//
+// Philox 4x32-10 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405).
+// They serve 8 pairs with 16 bits each: queries q and q + 8 and keys k, k + 1, k + 8 and k + 9,
+// where bit 3 of q and bits 0 and 3 of k are 0. A lane has these pairs of a product (mma.cuh), and
+// half of them of a transposed one.
+
+#include <tile/warp.cuh>
+
+constexpr int patch = 16;  // rows and keys of a product that lanes have bits for at a time
+
+struct Bits {
+  unsigned words[4];
+
+  // The word of a pair; a key with bit 3 has its upper half.
+  __device__ __forceinline__ unsigned word(int query, int key) const {
+    const bool lower = query >> 3 & 1;
+    return key & 1 ? words[lower ? 3 : 2] : words[lower ? 1 : 0];
+  }
+};
+
+// Counters are small and differ in few bits; rounds of Philox make random bits of them.
+__device__ __forceinline__ Bits philox(unsigned x, unsigned y, unsigned z, unsigned w,
+                                       const unsigned (&round_keys)[20]) {
+#pragma unroll
+  for (int i = 0; i < 20; i += 2) {
+    const unsigned long long a = 0xD2511F53ull * x, b = 0xCD9E8D57ull * z;
+    x = unsigned(b >> 32) ^ y ^ round_keys[i], y = unsigned(b);
+    z = unsigned(a >> 32) ^ w ^ round_keys[i + 1], w = unsigned(a);
+  }
+  return {{x, y, z, w}};
+}
+
+struct Dropout {
+  unsigned round_keys[20];  // made from the seed
+  unsigned offset;
+  unsigned least;  // 2^32 times the probability, whose last 16 bits are 0
+  int heads;
+  real factor;  // 1 / (1 - probability)
+
+  __device__ __forceinline__ Bits bits(int batch, int head, int query, int key) const {
+    return philox(unsigned(key) & ~9u, unsigned(query) & ~8u, unsigned(batch * heads + head),
+                  offset, round_keys);
+  }
+  __device__ __forceinline__ bool keeps(unsigned word, bool upper) const {
+    return (upper ? word : word << 16) >= least;
+  }
+  __device__ __forceinline__ bool keeps(int batch, int head, int query, int key) const {
+    return keeps(bits(batch, head, query, key).word(query, key), key >> 3 & 1);
+  }
+};
+
+// body(i, e, kept) for the elements [i][2 * j][e] and [i][2 * j + 1][e], 16 keys, of a lane's
+// weights, of which `row` and `key` are the first: body(i, j, e, kept). Place is an Extent. In a
+// tile of several heads row r is query r / heads of head r % heads.
+template <int heads = 1, int m, int n, class Place, class Body>
+__device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const Place& place,
+                                         int row, int key, Body body) {
+  static_assert(n % 2 == 0, "bits are for 16 keys");
+  const auto& dropout = place.mods.dropout;
+  key += j * patch;
+#pragma unroll
+  for (int i = 0; i < m; ++i, row += patch) {
+    unsigned words[4];
+    if constexpr (heads == 1) {
+      const Bits bits = dropout.bits(place.batch, place.head, row, key);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[e] = bits.words[e % 2 * 2 + e / 2];
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = (row + half * 8) / heads, more = (row + half * 8) % heads;
+        const Bits bits = dropout.bits(place.batch, place.head + more, query, key);
+        words[half * 2] = bits.word(query, 0), words[half * 2 + 1] = bits.word(query, 1);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      body(i, 2 * j + e / 4, e % 4, dropout.keeps(words[e % 4], e / 4 == 1));
+  }
+}
+
+// The same for all keys.
+template <int heads = 1, int m, int n, class Place, class Body>
+__device__ __forceinline__ void for_weights(const float (&weights)[m][n][4], const Place& place,
+                                            int row, int key, Body body) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) for_keys<heads>(weights, j, place, row, key, body);
+}
+
+// The same for a transposed product, of which a lane has key k and k + 8, and two of each 8 rows:
+// body(i, kept). Lanes l and l ^ 4, whose keys are neighbours, share the bits: each computes those
+// of one of the two rows, and they trade halves.
+template <int count, class Place, class Body>
+__device__ __forceinline__ void for_transposed(const float (&)[count], const Place& place, int row,
+                                               int key, Body body) {
+  static_assert(count % 8 == 0, "bits are for 16 rows");
+  const auto& dropout = place.mods.dropout;
+  const bool odd = key & 1;
+#pragma unroll
+  for (int first = 0; first < count; first += 8) {
+    const Bits bits = dropout.bits(place.batch, place.head, row + first * 2 + odd, key);
+    unsigned words[2][2];  // of a row, and of the same in the next 8
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+      const unsigned even_key = bits.words[next], odd_key = bits.words[2 + next];
+      const unsigned own = odd ? odd_key : even_key;
+      const unsigned other = __shfl_xor_sync(full_warp, odd ? even_key : odd_key, 4);
+      words[0][next] = odd ? other : own;
+      words[1][next] = odd ? own : other;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      body(first + i, dropout.keeps(words[i % 2][i / 4], i / 2 % 2 == 1));
+  }
+}
+
+// Sets weights that are dropped to 0: those of 16 keys, number j, or of all keys of a tile.
+template <int m, int n, class Rows>
+__device__ __forceinline__ void drop_weights(float (&P)[m][n][4], int pair, const Rows& rows,
+                                             int first_key) {
+  for_keys<Rows::heads>(P, pair, rows.extent, rows.first, first_key + 2 * (threadIdx.x % 4),
+                        [&](int i, int j, int e, bool kept) {
+                          if (!kept) P[i][j][e] = 0;
+                        });
+}
+
+// In the backward pass dP needs it, too, when it is there. Until then the last bit of PS, P times
+// the slope of the modification, says whether the weight is kept: less than a rounding error.
+__device__ __forceinline__ float marked(float PS, bool kept) {
+  const unsigned bits = __float_as_uint(PS);
+  return __uint_as_float(kept ? bits | 1 : bits & ~1u);
+}
+__device__ __forceinline__ bool is_kept(float PS) {
+  return __float_as_uint(PS) & 1;
+}
+
+template <int m, int n, class Place>
+__device__ __forceinline__ void mark_weights(float (&PS)[m][n][4], const Place& place, int row,
+                                             int key) {
+  for_weights(PS, place, row, key, [&](int i, int j, int e, bool kept) {
+    PS[i][j][e] = marked(PS[i][j][e], kept);
+  });
+}
+template <int count, class Place>
+__device__ __forceinline__ void mark_weights(float (&PS)[count], const Place& place, int row,
+                                             int key) {
+  mark_weights(reinterpret_cast<float (&)[1][count / 4][4]>(PS), place, row, key);
+}
+// The same where PS(i, j, e) is an element; P is set to 0 where it is dropped.
+template <int m, int n, class Place, class Elements>
+__device__ __forceinline__ void mark_and_drop(float (&P)[m][n][4], const Place& place, int row,
+                                              int key, Elements PS) {
+  for_weights(P, place, row, key, [&](int i, int j, int e, bool kept) {
+    PS(i, j, e) = marked(PS(i, j, e), kept);
+    if (!kept) P[i][j][e] = 0;
+  });
+}
+template <int count, class Place>
+__device__ __forceinline__ void mark_transposed(float (&PS)[count], const Place& place, int row,
+                                                int key) {
+  for_transposed(PS, place, row, key,
+                 [&](int i, bool kept) { PS[i] = marked(PS[i], kept); });
+}
+
+// P of marked weights: 0 where they are dropped.
+__device__ __forceinline__ float kept_weight(float P, float PS) {
+  return is_kept(PS) ? (unit_slope ? PS : P) : 0.0f;
+}
+template <int count>
+__device__ __forceinline__ void drop_unmarked(float (&P)[count], const float (&PS)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) P[i] = kept_weight(P[i], PS[i]);
+}
+template <int m, int n>
+__device__ __forceinline__ void drop_unmarked(float (&P)[m][n][4], const float (&PS)[m][n][4]) {
+#pragma unroll
+  for (int i = 0; i < m * n * 4; ++i) {
+    float& p = P[i / (4 * n)][i / 4 % n][i % 4];
+    p = kept_weight(p, PS[i / (4 * n)][i / 4 % n][i % 4]);
+  }
+}
