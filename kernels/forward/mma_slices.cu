@@ -156,10 +156,10 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// Stores two neighbouring weights of a row, in 16 bits, of the 8 in columns `key` ….
-__device__ __forceinline__ void store_weights(Shared& shared, float p0, float p1, int row, int key,
-                                              int lane) {
-  operand* to = at(shared.P, row, key / in_chunk) + 2 * (lane % 4);
+// Stores two neighbouring weights of a row, in 16 bits.
+__device__ __forceinline__ void store_weights(Shared& shared, float p0, float p1, int row,
+                                              int chunk, int lane) {
+  operand* to = at(shared.P, row, chunk) + 2 * (lane % 4);
   *reinterpret_cast<unsigned*>(to) = pack<operand>(p0, p1);
 }
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_kept_weights(Shared& shared, Fragments<Wr,
 #pragma unroll
     for (int n = 0; n < Wc / 8; ++n)
       store_weights(shared, P[i / 2][n][i % 2 * 2], P[i / 2][n][i % 2 * 2 + 1],
-                    own.tile_row(i / 2, i % 2), own_key + n * 8, own.lane);
+                    own.tile_row(i / 2, i % 2), own_key / in_chunk + n, own.lane);
   }
 }
 
@@ -223,7 +223,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
         if constexpr (has_dropout) {
           S[i][n][2 * half] = p0, S[i][n][2 * half + 1] = p1;
         } else {
-          store_weights(shared, p0, p1, row, own_key + n * 8, own.lane);
+          store_weights(shared, p0, p1, row, own_key / in_chunk + n, own.lane);
         }
       }
       rows.sum[i][half] = rows.sum[i][half] * factor + sum;
