@@ -18,6 +18,7 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs m
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 MASKS = ("bottom-right", "top-left")
+DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
 Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)

@@ -32,6 +32,7 @@ VALUES = [
     *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
     *({"window": (128, 0)}, {"window": (None, 3)}, {"window": (7, None), "causal": "top-left"}),
     *({"scale": -0.3}, {"scale": 1e-7, "window": (0, 0), "precision": "float16"}),
+    {"dropout": 0.1, "dropout_seed": 2**64 - 1, "dropout_offset": 2**32 - 1},
 ]
 SIZES = {"M": 40, "N": 30, "d": 16, "heads": 2}
 
@@ -280,7 +281,7 @@ cupyfa.attention(x, x, x, Br=64)  # refused
 wrong: np.ndarray = cupyfa.attention(x, x, x, return_lse=True)  # refused
 cupyfa.compile(x, x, x, precision="fp8")  # refused
 cupyfa.attention_backward(x, x, x, x, x, x, window=3)  # refused
-cupyfa.attention_vjp(x, x, x, causal=True, dropout=0.1)  # refused
+cupyfa.attention_vjp(x, x, x, causal=True, drop=0.1)  # refused
 cupyfa.plan(M=5, d=8, causal="top")  # refused
 """
 

@@ -78,7 +78,9 @@ class Dropout:
         query, key = query.reshape(-1, 1), key.ravel()
         which = np.broadcast_to((key & 1) * 2 + (query >> 3 & 1), words.shape[1:])
         word = np.take_along_axis(words, which[None], 0)[0]
-        return (np.where(key >> 3 & 1, word >> np.uint64(16), word) & np.uint64(0xFFFF)) >= self.least
+        return (
+            np.where(key >> 3 & 1, word >> np.uint64(16), word) & np.uint64(0xFFFF)
+        ) >= self.least
 
 
 def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
@@ -87,5 +89,10 @@ def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
     keys = [np.uint64(x) for x in round_keys]
     for of_even, of_odd in zip(keys[::2], keys[1::2]):
         x, y = a * _FACTORS[0], c * _FACTORS[1]
-        a, b, c, d = (y >> np.uint64(32)) ^ b ^ of_even, y & _LOW, (x >> np.uint64(32)) ^ d ^ of_odd, x & _LOW
+        a, b, c, d = (
+            (y >> np.uint64(32)) ^ b ^ of_even,
+            y & _LOW,
+            (x >> np.uint64(32)) ^ d ^ of_odd,
+            x & _LOW,
+        )
     return np.stack(np.broadcast_arrays(a, b, c, d))

@@ -92,7 +92,7 @@ class Modifications:
 
     def kept(self, place: Place) -> Array | None:
         """The pairs whose weights dropout keeps; None without dropout."""
-        return self.dropout and self.dropout.kept(**place)
+        return None if self.dropout is None else self.dropout.kept(**place)
 
     @np.errstate(all="ignore")
     def hidden(

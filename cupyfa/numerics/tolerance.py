@@ -36,9 +36,9 @@ the scaled score.
 **Sinks.** One more term of the sums: n + 1 replaces n, and the error of its weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
 
-**Dropout** sets weights to 0 and multiplies the others by r after lse has them. So P in the errors
-of O and dV is r * Z * P, the rows of P add up to 1 as before, and |dO| @ |V|.T in g is multiplied by
-r * Z.
+**Dropout** sets weights to 0 and multiplies the others by r after lse has them. So r * Z * P takes
+the place of P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by r * Z; lse, and the
+errors of a row that all its weights share, are those of P.
 
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each. As in
 FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest

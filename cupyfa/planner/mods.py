@@ -1,5 +1,4 @@
-"""The texts of a problem in C++, and struct Mods: the arrays and numbers that they read, and those
-of dropout."""
+"""The texts of a problem in C++, and struct Mods: the arrays and numbers of texts and dropout."""
 
 import ast
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ from cupyfa.errors import OutOfMemory, Unsupported, warn
 from cupyfa.forms import NAMES, Keywords
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
-from cupyfa.options import OPTIONS, AttentionOptions
+from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.planner import select
 from cupyfa.problem import TEXTS, Problem, whole
 from cupyfa.runtime import environment
@@ -368,8 +368,9 @@ def _refuse_foreign(
 
 
 def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An option, and what its text reads."""
-    together = (*TEXTS, *NAMES) if name in (*TEXTS, *NAMES) else (name,)
+    """An option, and what belongs to it: what its text reads, a seed."""
+    groups = (*TEXTS, *NAMES), DROPOUT, (name,)
+    together = next(group for group in groups if name in group)
     return {x: given[x] for x in together if x in given}
 
 

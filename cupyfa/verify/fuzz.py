@@ -56,6 +56,8 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
 )
 
+_DROPOUTS = (0.0,) * 6 + (0.1, 0.5)  # of groups
+
 SAMPLES = {"simulator": 32, "cuda": 200}  # by default
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 2**26, "cuda": 2**29}  # multiply-adds of a case
@@ -240,6 +242,9 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        dropout = turns.choose("dropout", self._able("dropout", _DROPOUTS))
+        seed = turns.random("dropout itself").randrange(2**64)
+        found |= {"dropout": dropout, "dropout_seed": seed} if dropout else {}
         return found | dict(self.options or {})
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
@@ -349,6 +354,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "bias": BIAS in arrays,
         "mask array": MASK in arrays,
         "sink": SINK in arrays,
+        "dropout": p.options.dropout > 0,
     }
 
 

@@ -157,6 +157,8 @@ TEXTS = {
         (Operand("slope", "float64", (H,)), Operand("mask", "bool", (1, 1, M, M)), SLOPES),
     ),
     "sink": ({}, (Operand("sink", "bfloat16", (1, H)),)),
+    "dropout": ({"dropout": 0.1, "dropout_seed": 1}, ()),
+    "curved dropout": ({"dropout": 0.1, "dropout_seed": 1, "softcap": 30.0}, (SLOPES,)),
 }
 DLSE = Operand("dlse", "float32", (1, H, M))
 

@@ -1,48 +1,193 @@
 """Dropout: the same weights in every kernel with any tiles, forward and backward, and in NumPy."""
 
-import ctypes
-import subprocess
-
 import numpy as np
 import pytest
 from helpers.problems import FORWARD, name
 
 import cupyfa
-from cupyfa import Case, Problem
+from cupyfa import AttentionOptions, Case, Problem, Simulator, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.errors import Unsupported
+from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
-from cupyfa.planner.source import INCLUDE
+from cupyfa.planner import select as planning, source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 
+F = np.float32
 KERNELS = [k for group in LADDER.values() for k in group.values() if "dropout" in k.features]
-SEED = 2**40 + 7
-DROPOUT = {"dropout": 0.3, "dropout_seed": SEED, "dropout_offset": 3}
+FORWARD_KERNELS = [k for k in KERNELS if k.operation == "forward"]
+DROPOUT = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 OTHERS = (
     {"M": 70, "N": 90, "causal": True, "softcap": 2.0},
     {"M": 67, "N": 131, "window": (20, 3), "scale": -0.3, "d": 33},
-    {"M": 3, "N": 150, "heads": 4, "kv_heads": 1, "bias": "1hmn", "mask": "b1mn"},
+    {"M": 3, "N": 150, "heads": 4, "kv_heads": 1, "bias": "1hmn", "mask": "b1mn", "sink": "h"},
+    {"M": 70, "N": 140, "d": 200, "score_mod": "score * (1 + 0.1 * sin(key))"},
 )
 
 
-def check(backend, kernel, **given):
+def check(backend, kernel, values="normal", **given):
     """Runs a problem between guard zones; raises if a result is wrong."""
     p = Problem.of_sizes(**{**SIZES, "dtype": usual_dtype(kernel), **DROPOUT, **given})
     plan = planning.plan(kernel, p, backend.limits)
-    case = Case(kernel.operation, p)
+    case = Case(kernel.operation, p, values=values)
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name)
-def test_every_kernel_drops_the_same_weights(backend, kernel):
+def test_every_kernel(backend, kernel):
     check(backend, kernel)
+
+
+@pytest.mark.parametrize("kernel", ["mma_pipelined", "columns", "mma_columns", "wgmma_columns"])
+def test_with_texts_and_masks(backend, kernel):
+    kernel = next(k for k in KERNELS if k.name == kernel)
+    check(backend, kernel, causal=True, score_mod="tanh(score) - 0.1 * abs(position - key)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OTHERS, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=name)
-def test_dropout_joins_other_options(backend, kernel, how):
-    check(backend, kernel, **how)
+def test_with_other_options_in_every_kernel(backend, kernel, how):
+    if max(how.get("d", 0), 0) <= (kernel.largest_d or 256):
+        check(backend, kernel, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", ["nan", "inf", "huge"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_rows_that_are_computed_again_in_every_kernel(backend, kernel, values):
+    check(backend, kernel, values, causal=True, heads=4, kv_heads=2, M=50)
+
+
+@pytest.mark.parametrize("kernel", ["mma_split_kv", "mma_two_pass"])
+def test_rows_that_are_computed_again(backend, kernel):
+    kernel = next(k for k in KERNELS if k.name == kernel)
+    check(backend, kernel, "nan", causal=True, heads=4, kv_heads=2, M=50)
+
+
+def kept_by(kernel, backend, *, heads=4, kv_heads=2, M=35, N=41, tiles=None, **options):
+    """The weights of equal scores: which are kept, and their value times N."""
+    dtype = DTYPES[usual_dtype(kernel)].numpy
+    q, k = np.zeros((2, heads, M, 8), dtype), np.zeros((2, kv_heads, N, 8), dtype)
+    v = np.broadcast_to(np.eye(N, dtype=dtype), (2, kv_heads, N, N))
+    how = {"kernel": kernel, "backend": backend, "tiles": tiles, **DROPOUT, **options}
+    return cupyfa.attention(q, k, v, **how).astype(F) * N
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", FORWARD_KERNELS, ids=name)
+def test_the_weights_are_those_of_the_mask(backend, kernel):
+    mask = cupyfa.dropout_mask(batch=2, heads=4, M=35, N=41, **DROPOUT)
+    found = kept_by(kernel, backend)
+    np.testing.assert_array_equal(found != 0, mask)
+    np.testing.assert_allclose(found[mask], 65536 / (65536 - 19661), 0.07)
+
+
+@pytest.mark.parametrize(
+    "kernel, sizes, tiles",
+    [
+        ("fa2", {"M": 20, "N": 37}, {"Br": 4, "Bc": 4}),
+        ("mma_pipelined", {"heads": 6, "M": 5, "N": 70}, None),  # a tile has rows of three heads
+        ("mma_split_kv", {"M": 9, "N": 120}, {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}),
+    ],
+)
+def test_tiles_do_not_matter(backend, kernel, sizes, tiles):
+    if kernel == "mma_split_kv":
+        tiles = {**tiles, "blocks_per_sm": 3}
+    mask = cupyfa.dropout_mask(
+        batch=2, heads=sizes.get("heads", 4), M=sizes["M"], N=sizes["N"], **DROPOUT
+    )
+    found = kept_by(FORWARD[kernel], backend, tiles=tiles, **sizes)
+    np.testing.assert_array_equal(found != 0, mask)
+
+
+def test_calls_take_it(backend):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 2, 3, 20, 8))
+    options = AttentionOptions(causal=True, **DROPOUT)
+    out, lse = cupyfa.attention(q, k, v, options=options, return_lse=True, backend=backend)
+    plain, lse_of_plain = cupyfa.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    np.testing.assert_array_equal(lse, lse_of_plain)
+    assert not np.allclose(out, plain)
+    by_name = {"causal": True, **DROPOUT, "backend": backend}
+    same, pullback = cupyfa.attention_vjp(q, k, v, **by_name)
+    np.testing.assert_array_equal(out, same)
+    gradients = cupyfa.attention_backward(dout, q, k, v, out, lse, **by_name)
+    for one, other in zip(gradients, pullback(dout)):
+        np.testing.assert_allclose(one, other, 1e-12)
+    prepared = cupyfa.compile(q, k, v, **by_name)
+    np.testing.assert_array_equal(prepared(q, k, v), out)
+    back = cupyfa.compile_backward(dout, q, k, v, out, lse, **by_name)
+    np.testing.assert_allclose(back(dout, q, k, v, out, lse)[0], gradients[0], 1e-12)
+    for other in ({"dropout_seed": 1}, {"dropout_offset": 4}, {"dropout": 0.31}):
+        assert not np.allclose(out, cupyfa.attention(q, k, v, **{**by_name, **other}))
+
+
+def test_the_slope_of_a_call_is_its_gradient(backend):
+    rng = np.random.default_rng(1)
+    q, k, v, dout, step = rng.standard_normal((5, 1, 2, 17, 6))
+    how = {**DROPOUT, "backend": backend, "score_mod": "tanh(score)"}
+    _, pullback = cupyfa.attention_vjp(q, k, v, **how)
+    for i, gradient in enumerate(pullback(dout)):
+        ahead, behind = (
+            cupyfa.attention(*(x + h * step * (i == j) for j, x in enumerate((q, k, v))), **how)
+            for h in (1e-5, -1e-5)
+        )
+        slope = ((ahead - behind) * dout).sum() / 2e-5
+        np.testing.assert_allclose((gradient * step).sum(), slope, 1e-7)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns"])
+def test_numbers_are_not_compiled_in(kernel):
+    def text(**options):
+        record = next(k for k in KERNELS if k.name == kernel)
+        p = Problem.of_sizes(**SIZES, dtype=usual_dtype(record), **options)
+        return [sources.text(x) for x in planning.plan(record, p, Simulator().limits).launches]
+
+    plain, one = text(), text(**DROPOUT)
+    assert one == text(dropout=0.01, dropout_seed=0) != plain
+    assert plain == text(dropout=0.0, dropout_seed=5) == text(dropout=1e-7, dropout_seed=5)
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in FORWARD.values() if "dropout" not in k.features], ids=name
+)
+def test_rungs_below_fa2_say_who_can(backend, kernel):
+    with pytest.raises(Unsupported, match=r"does not support dropout; kernels that can: fa2, "):
+        kept_by(kernel, backend)
+
+
+@pytest.mark.parametrize("function", ["attention", "dropout_mask", "AttentionOptions"])
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"dropout": 0.1}, ValueError, "dropout is 0.1 without dropout_seed; give a whole number"),
+        ({"dropout": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
+        ({"dropout": 0.999999}, ValueError, "dropout is 0.999999; .* multiples of 1/65536"),
+        ({"dropout": -0.1}, ValueError, "dropout is -0.1; give the probability"),
+        ({"dropout": np.nan}, ValueError, "dropout is nan; give the probability"),
+        ({"dropout": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
+        ({"dropout": True}, TypeError, "dropout is True; give a number"),
+        ({"dropout_seed": -1}, ValueError, "dropout_seed is -1; .* 0 to 18,446,744,073,709"),
+        ({"dropout_seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
+        ({"dropout_seed": 1.5}, TypeError, "dropout_seed is 1.5; .* whole number"),
+        ({"dropout_offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
+    ],
+    ids=str,
+)
+def test_wrong_numbers_are_refused(function, given, error, message):
+    call = getattr(cupyfa, function)
+    x = np.zeros((1, 2, 3), F)
+    arrays = (x, x, x) if function == "attention" else ()
+    sizes = {"batch": 1, "heads": 1, "M": 2, "N": 2} if function == "dropout_mask" else {}
+    seed = {} if given == {"dropout": 0.1} else {"dropout_seed": 3}
+    if function == "dropout_mask" and not seed:
+        seed = {"dropout_seed": None}
+    with pytest.raises(error, match=message):
+        call(*arrays, **sizes, **{"dropout": 0.5, **seed, **given})
+
+
+def test_without_dropout_a_seed_changes_nothing():
+    assert AttentionOptions(dropout_seed=5, dropout_offset=3) == AttentionOptions()
+    assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
