@@ -98,7 +98,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
 __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
                                            float factor) {
 #pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) 
+  for (int i = 0; i < Bk / 2; ++i)
     dP[i] = weighted_gradient(PS[i], dP[i], rows.delta[i / 2 % 2], factor);
 }
 

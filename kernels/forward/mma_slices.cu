@@ -290,7 +290,8 @@ __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const O
   first_col += own.col_warp * Wv;
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const float sum = rows.sum[i / 2][i % 2], inverse = sum == 0 ? 0.0f : rows.extent.kept_factor() / sum;
+    const float sum = rows.sum[i / 2][i % 2],
+                inverse = sum == 0 ? 0.0f : rows.extent.kept_factor() / sum;
     const bool inside = first_row + i * 8 < M;
     if constexpr (sizeof(scalar) == sizeof(operand)) {
       unsigned pairs[Wv / 8];

@@ -71,8 +71,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
 // places of c and c + 4. It is computed right before its product, so that exponentials of some keys
 // overlap with products of others.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
-                                                Fragments<Wr, width>& O, OwnRows& rows, int first_key,
-                                                int lane) {
+                                                Fragments<Wr, width>& O, OwnRows& rows,
+                                                int first_key, int lane) {
   float sum[Wr / step][2] = {};
   lane = opaque(lane);
 #pragma unroll

@@ -36,8 +36,8 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
 // dP = dO V^T becomes dS = PS * (dP - delta), without the scale.
 template <class Own, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
-                                           const RowStats (&stats)[rows], const Own& own,
-                                           int lane, float factor) {
+                                           const RowStats (&stats)[rows], const Own& own, int lane,
+                                           float factor) {
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const float delta = stats[own.row + i * 8 + lane / 4].delta;

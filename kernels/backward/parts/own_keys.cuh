@@ -140,8 +140,8 @@ struct Own {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        dP[n * 4 + e] = weighted_gradient(PS[n * 4 + e], dP[n * 4 + e],
-                                          e % 2 ? delta.y : delta.x, factor);
+        dP[n * 4 + e] =
+            weighted_gradient(PS[n * 4 + e], dP[n * 4 + e], e % 2 ? delta.y : delta.x, factor);
     }
   }
 };
@@ -153,8 +153,9 @@ __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tens
                                                 const Repair<d, dv, scalar, Stats>& repair) {
   const int first = task.first_key + own.first_key();
   if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? task.extent.kept_factor() : repair.scorer.scale, gradient, task.batch,
-                                  task.kv_head, first, task.extent.N, own.lane);
+    store_gradient<of_V ? dv : d>(sums, of_V ? task.extent.kept_factor() : repair.scorer.scale,
+                                  gradient, task.batch, task.kv_head, first, task.extent.N,
+                                  own.lane);
   else
     repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
 }

@@ -14,8 +14,9 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 int first_key, int lane) {
   const int first = first_key + own.row;
   if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale, gradient, repair.batch,
-                                  repair.kv_head, first, repair.extent.N, lane, own.col);
+    store_gradient<of_V ? dv : d>(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale,
+                                  gradient, repair.batch, repair.kv_head, first, repair.extent.N,
+                                  lane, own.col);
   else
     call_rarely([=] {
       repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);

@@ -114,8 +114,7 @@ __device__ __forceinline__ void for_transposed(const float (&)[count], const Pla
       words[1][next] = odd ? own : other;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      body(first + i, dropout.keeps(words[i % 2][i / 4], i / 2 % 2 == 1));
+    for (int i = 0; i < 8; ++i) body(first + i, dropout.keeps(words[i % 2][i / 4], i / 2 % 2 == 1));
   }
 }
 
@@ -142,9 +141,8 @@ __device__ __forceinline__ bool is_kept(float PS) {
 template <int m, int n, class Place>
 __device__ __forceinline__ void mark_weights(float (&PS)[m][n][4], const Place& place, int row,
                                              int key) {
-  for_weights(PS, place, row, key, [&](int i, int j, int e, bool kept) {
-    PS[i][j][e] = marked(PS[i][j][e], kept);
-  });
+  for_weights(PS, place, row, key,
+              [&](int i, int j, int e, bool kept) { PS[i][j][e] = marked(PS[i][j][e], kept); });
 }
 template <int count, class Place>
 __device__ __forceinline__ void mark_weights(float (&PS)[count], const Place& place, int row,
@@ -163,8 +161,7 @@ __device__ __forceinline__ void mark_and_drop(float (&P)[m][n][4], const Place& 
 template <int count, class Place>
 __device__ __forceinline__ void mark_transposed(float (&PS)[count], const Place& place, int row,
                                                 int key) {
-  for_transposed(PS, place, row, key,
-                 [&](int i, bool kept) { PS[i] = marked(PS[i], kept); });
+  for_transposed(PS, place, row, key, [&](int i, bool kept) { PS[i] = marked(PS[i], kept); });
 }
 
 // P of marked weights: 0 where they are dropped.

@@ -16,7 +16,8 @@ __device__ __forceinline__ void finish_rows(float (&O)[m][n][4],
     float sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    const float inverse = sum == 0 ? 0.0f : __fdividef(rows.extent.kept_factor(), sum);  // sums are below 2^126
+    const float inverse =
+        sum == 0 ? 0.0f : __fdividef(rows.extent.kept_factor(), sum);  // sums are below 2^126
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) O[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     if (lane % 4 == i % 4) {

@@ -86,8 +86,8 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
   }
 }
 
-// exponentiate() for all keys, and dropout. A tile is summed up by itself before it joins the sums: with millions of
-// keys, less is rounded away.
+// exponentiate() for all keys, and dropout. A tile is summed up by itself before it joins the sums:
+// with millions of keys, less is rounded away.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {
