@@ -31,7 +31,8 @@ from cupyfa.verify.tasks import refuse_long
 
 Value = TypeVar("Value")
 
-# Texts and arrays that change scores, in the last of eight groups: plain ones find most faults.
+# Texts and arrays that change scores are in the last of eight groups, dropout in one of these:
+# plain ones find most faults.
 _PLAIN_OF_8 = 6
 MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"alibi_slopes": "h"},
@@ -55,8 +56,6 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     | {"score_mod": "score + table[doc[key], head]", "mask_mod": "doc[query] <= doc[key]"}
     | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
 )
-
-_DROPOUTS = (0.0,) * 6 + (0.1, 0.5)  # of groups
 
 SAMPLES = {"simulator": 32, "cuda": 200}  # by default
 TOGETHER = 4  # successive samples that share what is compiled
@@ -242,10 +241,16 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
-        dropout = turns.choose("dropout", self._able("dropout", _DROPOUTS))
-        seed = turns.random("dropout itself").randrange(2**64)
-        found |= {"dropout": dropout, "dropout_seed": seed} if dropout else {}
-        return found | dict(self.options or {})
+        return found | self._dropout(turns) | dict(self.options or {})
+
+    def _dropout(self, turns: "_Turns") -> dict[str, Any]:
+        """Dropout of a group, if it has any."""
+        pick = turns.random("dropout itself")
+        tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
+        if turns.i % 8 < _PLAIN_OF_8 or not turns.choose("dropout", tried):
+            return {}
+        seeds = {"dropout_seed": pick.randrange(2**64), "dropout_offset": pick.randrange(2**32)}
+        return {"dropout": tried[-1], **seeds}
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
         """The values of an option for which the kernel has the features."""
