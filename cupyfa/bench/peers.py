@@ -18,7 +18,7 @@ import numpy as np
 
 from cupyfa.bench import torch_masks
 from cupyfa.errors import Unsupported
-from cupyfa.options import OPTIONS
+from cupyfa.options import DROPOUT, OPTIONS
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
@@ -59,7 +59,8 @@ def peer(
     row = p.options.row()
     asked = [x for x in p.options.changed if (x, row[x]) != ("precision", "float32")]
     able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
-    others = [f"{x}={row[x]}" for x in asked if x not in able or x == "precision"]
+    never = ("precision", *DROPOUT)
+    others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
     if name not in _OF_TORCH:
         others += [x.name for x in p.operands]
     inputs = [arrays[x] for x in "QKV"]
