@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa.numerics import reference
+from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.dropout import Dropout, philox
 from cupyfa.numerics.modification import Modifications
 
@@ -121,3 +121,29 @@ def test_the_reference_is_the_formula_and_its_gradients_are_slopes():
         ahead, behind = (reference.attention(**x, **how)[0] for x in moved)
         slope = ((ahead - behind) * grad).sum() / 2e-6
         np.testing.assert_allclose((gradient * step).sum(), slope, 1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_wrong_weights_exceed_the_bounds(dtype):
+    rng = np.random.default_rng(5)
+    q, k, v, grad = (rng.standard_normal((1, 2, 30, 16)).astype(dtype) for _ in range(4))
+
+    def mods(seed=5, probability=0.1):
+        return {"scale": 0.25, "mods": Modifications(dropout=Dropout(probability, seed, 0, 2))}
+
+    def results(**given):
+        out, lse = reference.attention(q, k, v, **mods(**given))
+        how = {"dtype": dtype, **mods(**given)}
+        out, lse = out.astype(dtype), lse.astype(np.float32)
+        gradients = tolerance.expected_gradients(q, k, v, out, lse, grad, **how)[None]
+        return {"O": out, "lse": lse} | {name: x.value for name, x in gradients.items()}, out, lse
+
+    right, out, lse = results()
+    how = {"dtype": dtype, **mods()}
+    expected = tolerance.expected_attention(q, k, v, **how)[None]
+    expected |= tolerance.expected_gradients(q, k, v, out, lse, grad, **how)[None]
+    assert all(x.passed for x in tolerance.compare(right, expected))
+    for wrong in ({"seed": 6}, {"probability": 0.11}):
+        verdicts = {x.name: x for x in tolerance.compare(results(**wrong)[0], expected)}
+        assert verdicts.pop("lse").passed
+        assert not any(x.passed for x in verdicts.values())
