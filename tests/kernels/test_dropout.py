@@ -47,13 +47,13 @@ def test_with_texts_and_masks(backend, kernel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("at, kernel", enumerate(KERNELS), ids=name)
+@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_with_other_options_in_every_kernel(backend, at, kernel, turn):
     check(backend, kernel, **OTHERS[(at + 2 * turn) % 4])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at, kernel", enumerate(KERNELS), ids=name)
+@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
     values = ("nan", "inf", "huge")[at % 3]
     check(backend, kernel, values, causal=True, heads=4, kv_heads=2, M=50)
