@@ -156,28 +156,6 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// Stores two neighbouring weights of a row, in 16 bits.
-__device__ __forceinline__ void store_weights(Shared& shared, float p0, float p1, int row,
-                                              int chunk, int lane) {
-  operand* to = at(shared.P, row, chunk) + 2 * (lane % 4);
-  *reinterpret_cast<unsigned*>(to) = pack<operand>(p0, p1);
-}
-
-// Stores all weights of a warp after dropout.
-__device__ __forceinline__ void store_kept_weights(Shared& shared, Fragments<Wr, Wc>& P,
-                                                   const OwnRows& rows, int first_key, int own_key,
-                                                   const Part& own) {
-#pragma unroll
-  for (int j = 0; j < Wc / step; ++j) drop(P, j, rows, first_key + own_key);
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-#pragma unroll
-    for (int n = 0; n < Wc / 8; ++n)
-      store_weights(shared, P[i / 2][n][i % 2 * 2], P[i / 2][n][i % 2 * 2 + 1],
-                    own.tile_row(i / 2, i % 2), own_key / in_chunk + n, own.lane);
-  }
-}
-
 // S becomes P = 2^(S * scale2 - maximum), in 16 bits, in columns `key` … of shared.P. Sums are
 // rescaled to the new maximum; O is rescaled later, by `factors`.
 template <bool masked>
@@ -220,16 +198,16 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
         const float p1 = exp2f(S[i][n][2 * half + 1] * rows.scale2 - now);
         sum += p0;
         sum += p1;
-        if constexpr (has_dropout) {
-          S[i][n][2 * half] = p0, S[i][n][2 * half + 1] = p1;
-        } else {
-          store_weights(shared, p0, p1, row, own_key / in_chunk + n, own.lane);
-        }
+        operand* to = at(shared.P, row, own_key / in_chunk + n) + 2 * (own.lane % 4);
+        *reinterpret_cast<unsigned*>(to) = pack<operand>(p0, p1);
       }
       rows.sum[i][half] = rows.sum[i][half] * factor + sum;
     }
   }
-  if constexpr (has_dropout) store_kept_weights(shared, S, rows, first_key, own_key, own);
+  for_dropped(S, 0, Wc / step, rows, first_key + own_key, [&](int i, int j, int e) {
+    operand* chunk = at(shared.P, own.tile_row(i, e / 2), own_key / in_chunk + j);
+    chunk[2 * (own.lane % 4) + e % 2] = operand(0.0f);
+  });
 }
 
 // Adds up the warps' parts of each row's sum; every thread gets the whole sum.

@@ -77,15 +77,10 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
   lane = opaque(lane);
 #pragma unroll
   for (int k = 0; k < Bc / rank; ++k) {
-    if constexpr (has_dropout) {
-      if (k % 2 == 0) {  // bits are for 16 keys
-        exponentiate(S, k, rows, sum);
-        exponentiate(S, k + 1, rows, sum);
-        drop(S, k / 2, rows, first_key);
-      }
-    } else {
-      exponentiate(S, k, rows, sum);
-    }
+    if (!has_dropout || k % 2 == 0) exponentiate(S, k, rows, sum);
+    if (has_dropout && k % 2 == 0) exponentiate(S, k + 1, rows, sum);
+    for_dropped(S, k / 2, k / 2 + 1 - k % 2, rows, first_key,
+                [&](int i, int j, int e) { S[i][j][e] = 0; });
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i) {

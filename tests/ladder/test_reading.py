@@ -40,11 +40,11 @@ STEPS = tuple(steps())
 LONGER_STEPS = {
     ("forward/mma_async", "forward/mma_pipelined"): (
         114,
-        229,
+        231,
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
     ("forward/mma_pipelined", "forward/mma_tf32"): (
-        111,
+        115,
         24,
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
@@ -53,10 +53,10 @@ LONGER_STEPS = {
         43,
         "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers",
     ),
-    ("backward/columns", "backward/mma_columns"): (158, 825, "from scalar loops to tensor cores"),
+    ("backward/columns", "backward/mma_columns"): (158, 831, "from scalar loops to tensor cores"),
     ("backward/mma_columns", "backward/wgmma_columns"): (
         156,
-        883,
+        888,
         "from mma.sync to TMA, wgmma and warp specialisation",
     ),
 }
@@ -78,24 +78,25 @@ SLICES = COPIES + "; slices of d, dv and keys pass through one ring"
 HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
 LONGER = {
-    "backward/mma_columns": (1045, GRADIENTS),
-    "backward/mma_two_pass_columns": (967, GRADIENTS),
-    "backward/mma_two_pass_rows": (903, GRADIENTS),
-    "backward/wgmma_columns": (1373, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_columns_wide": (1438, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_two_pass_columns_wide": (1145, f"{HOPPER}; {GRADIENTS}"),
-    "forward/mma_async": (721, COPIES),
-    "forward/mma_pipelined": (931, COPIES),
-    "forward/mma_slices": (955, SLICES),
-    "forward/mma_split_kv": (974, COPIES + "; results of splits"),
-    "forward/mma_split_q": (657, REPAIR),
-    "forward/mma_swizzled": (673, REPAIR),
-    "forward/mma_tf32": (875, COPIES + "; products of tf32"),
-    "forward/wgmma": (1038, HOPPER),
-    "forward/wgmma_fp8": (1227, HOPPER + "; scales of tiles"),
-    "forward/wgmma_overlap": (1098, HOPPER + "; ping-pong order"),
-    "forward/wgmma_persistent": (1225, HOPPER + "; a schedule"),
-    "forward/wgmma_slices": (1272, HOPPER + "; slices of d, dv and keys"),
+    "backward/mma_columns": (1051, GRADIENTS),
+    "backward/mma_slices_backward_scores": (911, GRADIENTS),
+    "backward/mma_two_pass_columns": (973, GRADIENTS),
+    "backward/mma_two_pass_rows": (908, GRADIENTS),
+    "backward/wgmma_columns": (1379, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns_wide": (1445, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_two_pass_columns_wide": (1152, f"{HOPPER}; {GRADIENTS}"),
+    "forward/mma_async": (734, COPIES),
+    "forward/mma_pipelined": (946, COPIES),
+    "forward/mma_slices": (970, SLICES),
+    "forward/mma_split_kv": (989, COPIES + "; results of splits"),
+    "forward/mma_split_q": (670, REPAIR),
+    "forward/mma_swizzled": (686, REPAIR),
+    "forward/mma_tf32": (892, COPIES + "; products of tf32"),
+    "forward/wgmma": (1051, HOPPER),
+    "forward/wgmma_fp8": (1240, HOPPER + "; scales of tiles"),
+    "forward/wgmma_overlap": (1111, HOPPER + "; ping-pong order"),
+    "forward/wgmma_persistent": (1238, HOPPER + "; a schedule"),
+    "forward/wgmma_slices": (1285, HOPPER + "; slices of d, dv and keys"),
 }
 
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
   for (int k = 0; k < Bc / step; ++k) {
     exponentiate(S, 2 * k, rows, sum);
     exponentiate(S, 2 * k + 1, rows, sum);
-    drop(S, k, rows, first_key);
+    for_dropped(S, k, k + 1, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
     unsigned a[m][4];
 #pragma unroll
     for (int i = 0; i < m * 4; ++i) {

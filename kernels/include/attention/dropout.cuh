@@ -85,11 +85,11 @@ __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const 
 }
 
 // The same for all keys.
-template <int heads = 1, int m, int n, class Place, class Body>
+template <int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_weights(const float (&weights)[m][n][4], const Place& place,
                                             int row, int key, Body body) {
 #pragma unroll
-  for (int j = 0; j < n / 2; ++j) for_keys<heads>(weights, j, place, row, key, body);
+  for (int j = 0; j < n / 2; ++j) for_keys(weights, j, place, row, key, body);
 }
 
 // The same for a transposed product, of which a lane has key k and k + 8, and two of each 8 rows:
@@ -118,14 +118,16 @@ __device__ __forceinline__ void for_transposed(const float (&)[count], const Pla
   }
 }
 
-// Sets weights that are dropped to 0: those of 16 keys, number j, or of all keys of a tile.
-template <int m, int n, class Rows>
-__device__ __forceinline__ void drop_weights(float (&P)[m][n][4], int pair, const Rows& rows,
-                                             int first_key) {
-  for_keys<Rows::heads>(P, pair, rows.extent, rows.first, first_key + 2 * (threadIdx.x % 4),
-                        [&](int i, int j, int e, bool kept) {
-                          if (!kept) P[i][j][e] = 0;
-                        });
+// In the forward pass: body(i, j, e) for weights that are dropped, of keys in groups of 16.
+template <int m, int n, class Rows, class Body>
+__device__ __forceinline__ void for_dropped_weights(const float (&P)[m][n][4], int first, int end,
+                                                    const Rows& rows, int first_key, Body body) {
+#pragma unroll
+  for (int group = first; group < end; ++group)
+    for_keys<Rows::heads>(P, group, rows.extent, rows.first, first_key + 2 * (threadIdx.x % 4),
+                          [&](int i, int j, int e, bool kept) {
+                            if (!kept) body(i, j, e);
+                          });
 }
 
 // In the backward pass dP needs it, too, when it is there. Until then the last bit of PS, P times

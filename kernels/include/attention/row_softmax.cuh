@@ -95,6 +95,5 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step,
 #pragma unroll
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
   rows.add(sum);
-#pragma unroll
-  for (int j = 0; j < n / 2; ++j) drop(S, j, rows, first_key);
+  for_dropped(S, 0, n / 2, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
 }

@@ -49,10 +49,11 @@ struct Rows {
   }
 };
 
-// Sets the weights of 16 keys, in columns 2 * j and 2 * j + 1, to 0 where dropout drops them. Sums
-// have taken them before.
-template <int m, int n, int pack_gqa>
-__device__ __forceinline__ void drop(float (&P)[m][n][4], int j,
-                                     const Rows<m * step, pack_gqa>& rows, int first_key) {
-  if constexpr (has_dropout) drop_weights(P, j, rows, first_key);
+// body(i, j, e) for the elements of P that dropout drops, after sums have taken them: of 16 keys in
+// columns 2 * first and 2 * first + 1, and so on up to `end`.
+template <int m, int n, int pack_gqa, class Body>
+__device__ __forceinline__ void for_dropped(const float (&P)[m][n][4], int first, int end,
+                                            const Rows<m * step, pack_gqa>& rows, int first_key,
+                                            Body body) {
+  if constexpr (has_dropout) for_dropped_weights(P, first, end, rows, first_key, body);
 }
