@@ -42,6 +42,7 @@ def head_of(texts, real, bounded=lambda *place: False):
         f"using real = {real};",
         "#include <cuda_fp16.h>",
         "constexpr bool has_score_text = true, has_mask_text = false, has_sink = false;",
+        "constexpr bool has_dropout = false;",
         "#include <attention/expression.cuh>",
     ]
     lines += [

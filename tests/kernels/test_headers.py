@@ -12,13 +12,14 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
-    "place.cuh": {"has_score_text", "has_mask_text", "has_sink"},
-    "texts.cuh": {"reads_places", "unit_slope", "has_sink"},
-    "own_keys.cuh": {"reads_places", "unit_slope"},
+    "place.cuh": {"has_score_text", "has_mask_text", "has_sink", "has_dropout"},
+    "texts.cuh": {"reads_places", "unit_slope", "has_sink", "has_dropout"},
+    "dropout.cuh": {"unit_slope"},
+    "own_keys.cuh": {"reads_places", "unit_slope", "has_dropout"},
     "gradient_of_lse.cuh": {"has_dlse"},
     "extent.cuh": {"causal", "windowed", "has_mask_text"},
-    "score.cuh": {"has_score_text", "unit_slope", "positive_scale", "of_products"},
-    "row_state.cuh": {"has_sink"},
+    "score.cuh": {"has_score_text", "unit_slope", "positive_scale", "of_products", "has_dropout"},
+    "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
