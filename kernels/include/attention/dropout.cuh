@@ -54,9 +54,9 @@ struct Dropout {
   }
 };
 
-// body(i, e, kept) for the elements [i][2 * j][e] and [i][2 * j + 1][e], 16 keys, of a lane's
-// weights, of which `row` and `key` are the first: body(i, j, e, kept). Place is an Extent. In a
-// tile of several heads row r is query r / heads of head r % heads.
+// body(i, n, e, kept) for a lane's weights [i][n][e] of 16 keys, n = 2 * j and 2 * j + 1. Its first
+// row and key are `row` and `key`; Place is an Extent. In a tile of several heads row r is query
+// r / heads of head r % heads.
 template <int heads = 1, int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const Place& place,
                                          int row, int key, Body body) {
@@ -130,14 +130,15 @@ __device__ __forceinline__ void for_dropped_weights(const float (&P)[m][n][4], i
                           });
 }
 
-// In the backward pass dP needs it, too, when it is there. Until then the last bit of PS, P times
-// the slope of the modification, says whether the weight is kept: less than a rounding error.
+// In the backward pass dP needs it, too, when it is there. Until then PS, P times the slope of the
+// modification, says whether the weight is kept: by its sign where the slope is 1, for P is not
+// negative; else by its last bit, which is less than a rounding error.
 __device__ __forceinline__ float marked(float PS, bool kept) {
-  const unsigned bits = __float_as_uint(PS);
-  return __uint_as_float(kept ? bits | 1 : bits & ~1u);
+  if constexpr (unit_slope) return kept ? PS : -PS;
+  return __uint_as_float((__float_as_uint(PS) & ~1u) | unsigned(kept));
 }
 __device__ __forceinline__ bool is_kept(float PS) {
-  return __float_as_uint(PS) & 1;
+  return unit_slope ? !(PS < 0) : __float_as_uint(PS) & 1;
 }
 
 template <int m, int n, class Place>

@@ -115,7 +115,10 @@ __device__ __forceinline__ void drop_marked(Weights& P, const Weights& PS) {
 // dS of a pair, without the scale; `factor` is the extent's kept_factor().
 template <class T>
 __device__ __forceinline__ T weighted_gradient(T PS, T dP, T delta, [[maybe_unused]] T factor) {
-  if constexpr (has_dropout) return PS * ((is_kept(PS) ? dP : T(0)) * factor - delta);
+  if constexpr (has_dropout) {
+    const T gradient = (is_kept(PS) ? dP : T(0)) * factor - delta;
+    return (unit_slope ? fabs(PS) : PS) * gradient;
+  }
   return PS * (dP - delta);
 }
 
