@@ -14,6 +14,7 @@ from cupyfa.api import (
     plan,
     softmax,
 )
+from cupyfa.blocks import BlockMask, block_mask
 from cupyfa.errors import (
     CompilerNotFound,
     DeviceError,
@@ -50,12 +51,14 @@ if TYPE_CHECKING:
     from cupyfa.bench.results import Measurement
     from cupyfa.bench.trial import accuracy
     from cupyfa.bench.tune import tune
+    from cupyfa.report.plots import draw_blocks
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.verify.case import Case
     from cupyfa.verify.check import check, replay
 
 __all__ = [
     "AttentionOptions",
+    "BlockMask",
     "Case",
     "CompilerNotFound",
     "DeviceError",
@@ -82,6 +85,7 @@ __all__ = [
     "attention_backward",
     "attention_vjp",
     "bench",
+    "block_mask",
     "cdiv",
     "check",
     "compare",
@@ -89,6 +93,7 @@ __all__ = [
     "compile_backward",
     "configure_transfer",
     "doctor",
+    "draw_blocks",
     "dropout_mask",
     "empty_pinned",
     "free_buffers",
@@ -116,6 +121,7 @@ _LATER = {
     "check": "verify.check",
     "compare": "bench.compare",
     "doctor": "analysis.doctor",
+    "draw_blocks": "report.plots",
     "memory": "analysis.memory",
     "profile": "analysis.profile",
     "replay": "verify.check",

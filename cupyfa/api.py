@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import numpy as np
 
 from cupyfa import forms, modifiers
+from cupyfa.blocks import BlockMask
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
@@ -163,7 +164,8 @@ def attention(
         "top-left" mask.
     alibi_slopes: [heads] or [batch, heads]; slope · abs(position - key) is subtracted.
     bias: added to the score; of any float, broadcastable to [batch, heads, M, N].
-    mask: of bool, broadcastable likewise; True is seen.
+    mask: of bool, broadcastable likewise; True is seen. Or a ``block_mask``, whose empty tiles are
+        skipped.
     mask_mod: an expression like score_mod that is True for the pairs that are seen. A pair is seen
         if all masks say so.
     captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
@@ -211,8 +213,11 @@ def attention(
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
     if not (alibi_slopes is bias is mask is sink is captured is None):
-        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-        how, arrays = _with_operands(how, arrays, {**given, "captured": captured})
+        if isinstance(mask, BlockMask) and alibi_slopes is bias is sink is captured is None:
+            how = (*how[:_OWN_AT], mask.alone, *how[_OWN_AT + 1 :])
+        else:
+            given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+            how, arrays = _with_operands(how, arrays, {**given, "captured": captured})
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, out, None, check, progress)
@@ -514,10 +519,10 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 # A call without its arrays: the operation, kernel, backend, options, layout and tiles;
 # ``return_lse`` or ``deterministic``; the names of more arrays that are given, of the kernel's own
-# arrays that are asked for, and the numbers that texts read; and the values of OPTIONS, of which
-# softmax has none.
+# arrays that are asked for, the numbers that texts read, and a block mask; and the values of
+# OPTIONS, of which softmax has none.
 How = tuple[Any, ...]
-_NO_OWN: tuple[tuple[Any, ...], ...] = (), (), ()
+_NO_OWN: tuple[Any, ...] = (), (), (), None
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
@@ -641,7 +646,7 @@ def _prepared(
     ``of_shapes``: arrays of the kernel's own are not given, but made.
     """
     operation, kernel, _, options, layout, tiles, flag, own, *asked = how
-    inputs = dict(zip((*_ARRAYS[operation], *own[0]), arrays))
+    inputs, blocks = dict(zip((*_ARRAYS[operation], *own[0]), arrays)), own[3]
     if operation == "softmax":
         x = inputs["x"]
         problem = Problem.of_rows(x)
@@ -649,9 +654,12 @@ def _prepared(
     else:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
-        problem = Problem.of(
-            *(q, k, v), options=chosen, layout=layout, operands=_operands(inputs, own[2])
-        )
+        operands = _operands(inputs, own[2])
+        if blocks is not None:
+            chosen, alone = blocks.options(chosen), chosen.mask_mod is None
+            operands += (*blocks.operands(arrays=True), *blocks.operands(arrays=False))
+            blocks.check(Problem.of(q, k, v, layout=layout))
+        problem = Problem.of(*(q, k, v), options=chosen, layout=layout, operands=operands)
         out, lse = (*q.shape[:-1], v.shape[-1]), _rows_of(q, layout)
         results = [Result("O", out, "out"), Result("lse", lse, None)]
     if operation == "backward":
@@ -673,11 +681,26 @@ def _prepared(
         limits = backend.limits
         record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
         plan = planning.plan(record, problem, limits, **_given(tiles))
+        bound: dict[str, Any] = {}
+        if blocks is not None:
+            on_host = not backend.owns(arrays[0])
+            maps = blocks.maps(plan, backend, on_host, alone)
+            plan = _with_maps(plan, limits, maps)
+            bound = {**blocks.arrays(backend, on_host), **maps}
         if not record.is_plain:
             lead = () if operation == "softmax" else inputs["q"].shape[:-3]
             inputs |= _own_arrays(record, problem, inputs, backend if of_shapes else None, lead)
             results += _own_results(record, problem, own[1], lead)
-        return Prepared(backend, plan, inputs, results, layout=layout, keep=keep)
+        return Prepared(backend, plan, inputs, results, layout=layout, keep=keep, bound=bound)
+
+
+def _with_maps(plan: Plan, limits: Limits, maps: Mapping[str, Any]) -> Plan:
+    """The plan of the same tiles that goes by maps of them."""
+    if not maps:
+        return plan
+    found = (modifiers.of_value(name.removeprefix("mods."), x) for name, x in maps.items())
+    problem = replace(plan.problem, operands=(*plan.problem.operands, *found))
+    return planning.plan(plan.kernel, problem, limits, **plan.constants)
 
 
 # What modifies scores
@@ -694,6 +717,7 @@ def _with_operands(
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+    blocks, given = _blocks(given)
     found = {x: _seen(how[2], x, given[x]) for x in _ARRAYS_OF_CALLS if given.get(x) is not None}
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
@@ -703,10 +727,19 @@ def _with_operands(
     operands += [modifiers.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     named = [x for x in operands if x.is_array]
-    before, asked, _ = how[_OWN_AT]
-    made = (*before, *(x.input for x in named)), asked, tuple(x for x in operands if not x.is_array)
+    before, asked, *_ = how[_OWN_AT]
+    others = tuple(x for x in operands if not x.is_array)
+    made = (*before, *(x.input for x in named)), asked, others, blocks
     like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
+
+
+def _blocks(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
+    """The block mask among arrays that texts read, and the others."""
+    mask = given.get(modifiers.MASK)
+    if not isinstance(mask, BlockMask):
+        return None, dict(given)
+    return mask, {name: x for name, x in given.items() if name != modifiers.MASK}
 
 
 def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -721,6 +754,7 @@ def _with_forms(
     """A call with arrays of these forms, and their shapes and dtypes; see ``_with_operands``."""
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
+    blocks, given = _blocks(given)
     sizes = batch, heads, M, sizes_of("k", inputs["k"], layout)[2]
     others = {name: x for name, x in given.items() if name != modifiers.DLSE}
     found = list(forms.operands(others, sizes, dtype))
@@ -731,8 +765,9 @@ def _with_forms(
         own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
         found.insert(own, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
     named = [x for x in found if x.is_array]
-    before, asked, _ = how[_OWN_AT]
-    made = (*before, *(x.input for x in named)), asked, tuple(x for x in found if not x.is_array)
+    before, asked, *_ = how[_OWN_AT]
+    numbers = tuple(x for x in found if not x.is_array)
+    made = (*before, *(x.input for x in named)), asked, numbers, blocks
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), [(x.shape, x.numpy) for x in named]
 
 
@@ -805,14 +840,14 @@ def _with_own(
     if isinstance(return_own, str) or not all(isinstance(x, str) for x in return_own):
         raise TypeError(f"return_own is {described(return_own)}; give names, as ('rowmax',)")
     record = _record_with_own(how[1], given)
-    before, _, numbers = how[_OWN_AT]
+    before, _, *others_of_texts = how[_OWN_AT]
     names = () if shapes else tuple(name for name in record.inputs if name in given)
     if shapes and (wrong := [name for name in record.inputs if name in given]):
         raise TypeError(
             f"own has {', '.join(wrong)}, and q is a shape; leave it out: its shape follows"
         )
     operation, _, *others = how
-    others[_OWN_AT - 2] = (*before, *names), tuple(return_own), numbers
+    others[_OWN_AT - 2] = (*before, *names), tuple(return_own), *others_of_texts
     made = (operation, _with_floats(record, given), *others)
     if not names:
         return made, arrays
@@ -955,7 +990,7 @@ _ELSEWHERE = {
     ),
     "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
     "attn_bias": "write bias=",
-    "block_mask": "write mask_mod=",
+    "block_mask": "write mask=, of cupyfa.block_mask",
     **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout: leave it out"),
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
     "enable_gqa": "leave it out: k and v may have fewer heads than q",

@@ -22,6 +22,10 @@ from cupyfa.options import AttentionOptions
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 _WITHOUT_TEXT = (SINK, DLSE)
+# The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
+KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
+MAPS = (KEY_TILES, ROW_TILES)
+OF_BLOCKS = "block_mask_"  # how the names of a block mask's arrays and numbers begin in a call
 _AXES = ("batch", "head", "query", "key")
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -69,6 +73,8 @@ class Operand:
 def name_of(name: str) -> str:
     """The name of an input in messages."""
     own = name.removeprefix("mods.")
+    if own.startswith(OF_BLOCKS) or own in MAPS:
+        return MASK
     return name if own == name else own if own in (*OWN_ARRAYS, DLSE) else f"captured {own}"
 
 
@@ -106,7 +112,7 @@ class Modifiers:
 
     @property
     def _reads_places(self) -> bool:
-        read = [x for x in self.arrays if x.name not in _WITHOUT_TEXT]
+        read = [x for x in self.arrays if x.name not in (*_WITHOUT_TEXT, *MAPS)]
         return bool(self.mask or read or any(x.positions for x in self.score))
 
     def _has(self, name: str) -> bool:
@@ -121,6 +127,8 @@ class Modifiers:
             "has_sink": self._has(SINK),
             "has_dlse": self._has(DLSE),
             "has_dropout": self.dropout,
+            "has_key_tiles": self._has(KEY_TILES),
+            "has_row_tiles": self._has(ROW_TILES),
             "unit_slope": all(x.is_additive for x in self.score),
         }
 
@@ -152,7 +160,7 @@ def modifiers(
     for text in (*score, *mask):
         own = (*OWN_ARRAYS, DLSE, "softcap") if text.option in ("score_mod", "mask_mod") else ()
         text.check({name: x.captured for name, x in by_name.items() if name not in own})
-    if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT)]:
+    if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
@@ -227,7 +235,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    if name in TAKEN or name in OF_ARGUMENTS:
+    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS) or name.startswith(OF_BLOCKS):
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
 

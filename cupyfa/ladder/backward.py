@@ -4,9 +4,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from cupyfa.ladder import rounds
-from cupyfa.ladder.common import HALF, WARP, key_tiles, row_tiles, rung
+from cupyfa.ladder.common import (
+    ALONG_KEYS,
+    DOWN_ROWS,
+    HALF,
+    WARP,
+    key_tiles,
+    row_tiles,
+    rung,
+)
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
+from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
@@ -47,13 +56,18 @@ def columns_launch(
     shared: Formula = lambda p, c: shared_bytes(p, c, c.Bc * (p.d + p.dv)),
 ) -> Launch:
     args = f"{INPUTS} {outputs} sizes kv_heads group scale mods"
-    return Launch(name, args, key_tiles, threads, shared)
+    return Launch(name, args, key_tiles, threads, shared, walks=DOWN_ROWS)
 
 
 def rows_launch(name: str, outputs: str) -> Launch:
     args = f"{INPUTS} {outputs} sizes heads group scale mods"
     return Launch(
-        name, args, row_tiles, lambda p, c: THREADS, lambda p, c: shared_bytes(p, c, c.Br * p.d)
+        name,
+        args,
+        row_tiles,
+        lambda p, c: THREADS,
+        lambda p, c: shared_bytes(p, c, c.Br * p.d),
+        walks=ALONG_KEYS,
     )
 
 
@@ -286,6 +300,7 @@ MMA_TWO_PASS = rung(
                 "Wr": lambda p, c: c.Qw,
                 "stages": lambda p, c: c.Qs,
             },
+            walks={KEY_TILES: lambda p, c: (c.Qr, c.Qc)},
         ),
     ),
     tiles=TileChoice.of(
@@ -420,6 +435,7 @@ WGMMA_COLUMNS_LAUNCH = Launch(
     shared=wgmma_shared,
     constants={"finishes": lambda p, c: finishes(p)},
     when=lambda p: not is_wide(p),
+    walks=DOWN_ROWS,
 )
 WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
@@ -511,6 +527,7 @@ WGMMA_TWO_PASS = rung(
             grid=lambda p, c: cdiv(p.M, 128) * p.heads * p.batch,
             threads=lambda p, c: 384,
             shared=lambda p, c: wgmma_two_pass_shared(p, 128, c.stages, c.Bk, 24),
+            walks={KEY_TILES: lambda p, c: (128, c.Bk)},
         ),
     ),
     tiles=TileChoice.of(

@@ -5,8 +5,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.ladder.kernel import Kernel, Launch
+from cupyfa.ladder.kernel import Kernel, Launch, Walk
 from cupyfa.ladder.tiles import cdiv
+from cupyfa.modifiers import KEY_TILES, ROW_TILES
 from cupyfa.problem import Problem
 
 WARP = 32
@@ -16,6 +17,12 @@ HALF = ("float16", "bfloat16")
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Br rows of all heads."""
     return cdiv(p.M, c.Br) * p.heads * p.batch
+
+
+# Launches that go along the tiles of keys of a tile of rows, and skip those of a block mask.
+ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
+# Launches that go down the tiles of rows of a tile of keys, likewise.
+DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 
 def key_tiles(p: Problem, c: SimpleNamespace) -> int:

@@ -5,10 +5,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.ladder.common import HALF, WARP, even_width, row_tiles, rung, warps_of_scores
+from cupyfa.ladder.common import (
+    ALONG_KEYS,
+    HALF,
+    WARP,
+    even_width,
+    row_tiles,
+    rung,
+    warps_of_scores,
+)
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
+from cupyfa.modifiers import KEY_TILES
 from cupyfa.options import FLOAT8
 from cupyfa.problem import MOST, Problem, round_up
 
@@ -133,6 +142,7 @@ FA2 = Kernel(
             shared=lambda p, c: p.bytes(
                 reals=c.Br * (p.dv + c.Bc), scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv
             ),
+            walks=ALONG_KEYS,
         ),
     ),
     tiles=tuple(
@@ -307,6 +317,7 @@ MMA_SPLIT_Q = Kernel(
             threads=lambda p, c: WARP * c.Br // c.Wr,
             shared=mma_shared,
             constants={"pack_gqa": lambda p, c: 1},
+            walks=ALONG_KEYS,
         ),
     ),
     tiles=TileChoice.of(
@@ -349,6 +360,8 @@ MMA_PIPELINED = rung(
         "grid": packed_tiles,
         "shared": mma_pipelined_shared,
         "constants": {"pack_gqa": pack_gqa},
+        # A tile of several heads has no map.
+        "walks": {KEY_TILES: lambda p, c: (c.Br, c.Bc) if pack_gqa(p, c) == 1 else None},
     },
     tiles=MMA_PIPELINED_TILES,
     candidates={**MMA_ASYNC.candidates, "stages": (1, 2)},
@@ -363,6 +376,7 @@ MMA_SPLIT_KV = rung(
         "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
         "grid": lambda p, c: packed_tiles(p, c) * num_splits(p, c),
         "numbers": {"num_splits": num_splits},
+        "walks": {},
     },
     then=(
         Launch(
@@ -430,6 +444,7 @@ MMA_SLICES = rung(
         "args": "Q K V O lse O_sum.data sizes heads group scale mods",
         "threads": warps_of_scores,
         "shared": sliced_shared,
+        "walks": {},
     },
     tiles=named(
         "Br Bc Wr Wc Bd span stages",
@@ -484,6 +499,7 @@ WGMMA_LAUNCH = Launch(
     threads=lambda p, c: 128 + 2 * c.Br,
     shared=wgmma_shared,
     constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
+    walks=ALONG_KEYS,
 )
 WGMMA = Kernel(
     "wgmma",
@@ -565,6 +581,7 @@ WGMMA_SLICES = rung(
         "args": "Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
         "boxes": {"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
         "shared": wgmma_sliced_shared,
+        "walks": {},
     },
     tiles=named(
         "Br Bc span stages",

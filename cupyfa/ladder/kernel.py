@@ -16,6 +16,7 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
+from cupyfa.modifiers import MAPS
 from cupyfa.numerics import deviation
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
@@ -26,6 +27,7 @@ Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 Float = Callable[[Problem, SimpleNamespace], float]
+Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # rows and keys of a tile
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
@@ -113,6 +115,10 @@ class Launch(_Record):
         memory where they do; an output is copied back.
     numbers: more int32 arguments, as ``{"name": lambda p, c: …}``.
     in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
+    walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
+        lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
+        "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys
+        of a tile, or None where the launch visits all tiles.
 
     Formulas of grids and numbers also find ``c.multiprocessors``, the multiprocessors of the device
     (few in the simulator, so that a persistent block has several tiles there too), and ``c.round``,
@@ -130,6 +136,7 @@ class Launch(_Record):
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
+    walks: Mapping[str, Walk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.check(_LAUNCH_RULES)
@@ -302,6 +309,15 @@ class Kernel(_Record):
             p, arch, multiprocessors, lambda tile: int(pack_gqa(p, SimpleNamespace(**tile)))
         )
 
+    def walks_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+        """The maps of a block mask that its launches read, and the rows and keys of their tiles."""
+        c, found = SimpleNamespace(**constants), {}
+        for launch in self.steps(p):
+            for name, formula in launch.walks.items() if isinstance(launch, Launch) else ():
+                if size := self.evaluated(f"walks {name}", formula, p, c):
+                    found[name] = size
+        return found
+
     @property
     def is_plain(self) -> bool:
         """Whether it computes its operation from that operation's inputs alone."""
@@ -436,6 +452,9 @@ _LAUNCH_RULES: Rules = {
     "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when is a formula, lambda p: …": lambda x: callable(x.when),
+    f"walks are {{name: lambda p, c: (rows, keys)}}, of {', '.join(MAPS)}": lambda x: (
+        set(x.walks) <= set(MAPS) and all(map(callable, x.walks.values()))
+    ),
     "numbers are {name: lambda p, c: …}, of names in args": lambda x: (
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))

@@ -12,6 +12,7 @@ import numpy as np
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
+from cupyfa.modifiers import MAPS
 from cupyfa.operations import Input
 from cupyfa.planner import mods
 from cupyfa.planner.plan import FIRST_AXES, Argument, Limits, Plan, PlannedLaunch, rounding_of
@@ -145,6 +146,7 @@ class _Planner:
                 **p.modifiers.constants,
                 "of_products": mods.of_products(p),
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
+                **self.maps(launch),
                 "threads": threads,
                 "shared_bytes": shared_bytes,
             },
@@ -159,6 +161,18 @@ class _Planner:
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
         )
+
+    def maps(self, launch: Launch) -> dict[str, bool]:
+        """Whether a launch reads the maps of a block mask."""
+        given = self.problem.modifiers.constants
+        return {
+            f"has_{name}": given[f"has_{name}"]
+            and name in launch.walks
+            and bool(
+                self.kernel.evaluated(f"walks {name}", launch.walks[name], self.problem, self.c)
+            )
+            for name in MAPS
+        }
 
     def arguments(self, launch: Launch, c: SimpleNamespace) -> tuple[Argument, ...]:
         """The arguments of a launch; an optional input that the problem lacks is zeros."""

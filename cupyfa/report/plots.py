@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 from cupyfa import store
 from cupyfa.bench.results import Measurement
+from cupyfa.blocks import BlockMask
 from cupyfa.errors import Unsupported
 
 SUFFIXES = (".svg", ".png")
@@ -54,6 +55,39 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
         raise ValueError("there is nothing to draw: no row was timed")
     points = (f"{name} {', '.join(f'{N}: {y:.3g}' for N, y in x)}" for name, x in curves.items())
     write(lambda: _figure(curves, title), path, f"TFLOP/s over N on {title}", "; ".join(points))
+
+
+def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
+    """Draws the tiles of a block mask, which are empty (white), partial or full (dark).
+
+    Tiles are of 128 queries and keys, or of more where they are many; of several batch elements and
+    heads what is alike in all, else partial. Writes an .svg or .png file. Raises ValueError for
+    another suffix, Unsupported without matplotlib.
+    """
+    path = Path(path)
+    check(path)
+    text = f"{blocks.text.text}, density {blocks.density:.3g}"
+    write(lambda: _tiles(blocks, text), path, "A block mask", text)
+
+
+def _tiles(blocks: BlockMask, title: str) -> Any:
+    """A square for each tile, queries downwards."""
+    from matplotlib.colors import ListedColormap
+
+    figure = new_figure(6)
+    axes = figure.subplots()
+    axes.imshow(
+        blocks.drawn(256),
+        cmap=ListedColormap(["white", "#a9c8fd", COLOURS[0]]),
+        vmin=0,
+        vmax=2,
+        interpolation="nearest",
+        extent=(0, blocks.N, blocks.M, 0),
+        aspect="auto",
+    )
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(title, loc="left", fontsize=9)
+    return figure
 
 
 def write(figure: Callable[[], Any], path: Path, title: str, description: str) -> None:

@@ -91,9 +91,11 @@ class Prepared:
         *,
         layout: str | None,
         keep: bool,
+        bound: Mapping[str, Any] | None = None,
     ) -> None:
         """``inputs`` are arrays like those to come, by the callers' names.
 
+        ``bound`` are arrays that every call has and no caller gives, those of a block mask.
         ``keep`` compiles everything, and holds temporaries and arguments from call to call.
         """
         for result in results:
@@ -121,12 +123,15 @@ class Prepared:
         unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
         self._repeats = Repeats(backend)
+        self._bound = dict(bound or {})
+        inputs = {**inputs, **self._bound}
         p, seen = plan.problem, self._seen(inputs)
         known = operation.inputs_of(p)
         self._without_columns = any(
             tuple(x.shape) != known[name].shape(p) for name, x in seen.items()
         )
         self._owned = backend.owns(next(iter(inputs.values())))
+        self._bound_at = tuple(map(backend.address, self._bound.values())) if self._owned else ()
         self._launcher = self._made_launcher(inputs) if self._owned else None
         self._kernels: Kernels | None = None  # for calls without the launcher
         if keep and self._launcher is None:
@@ -172,7 +177,7 @@ class Prepared:
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets)
         try:
-            given = tuple(map(backend.address, arrays))
+            given = (*map(backend.address, arrays), *self._bound_at)
             if targets is not self._all_new and not self._takes(targets, given):
                 return self._closely(arrays, targets, check, progress)
             results = [
@@ -372,7 +377,7 @@ class Prepared:
     ) -> Any:
         backend = self._backend
         with backend.working_on(arrays[0]):
-            inputs = self._seen(dict(zip(self._names, arrays)))
+            inputs = self._seen({**dict(zip(self._names, arrays)), **self._bound})
             if self._without_columns:
                 inputs = with_planned_shapes(self.plan, inputs)
             in_place = self._written_in_place(targets, inputs)

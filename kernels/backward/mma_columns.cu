@@ -48,8 +48,21 @@ struct Walk {
   Tensor<const operand> Q, dO;
   StatsInMemory stats;
   int M, batch, head, first_row, first, last, left;
+  const Extent* extent;
+  int first_key;
 
+  __device__ __forceinline__ auto map() const {
+    return extent->of_head(head).row_tiles(first_key / Bc);
+  }
+  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  __device__ __forceinline__ void go_to(int row) {
+    for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
+      if (--left == 0) return;
+      ++head;
+    }
+  }
   __device__ __forceinline__ void advance() {
+    if constexpr (has_row_tiles) return go_to(map().template after<Br>(first_row));
     --left;
     first_row -= Br;
     if (first_row >= first) return;
@@ -141,7 +154,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
-  Walk walk = {Q, dO, stats, extent.M, batch, kv_head * group, last, start, last, tiles * group};
+  Walk walk = {Q,    dO,    stats, extent.M,      batch,   kv_head * group,
+               last, start, last,  tiles * group, &extent, first_key};
+  if constexpr (has_row_tiles) {
+    walk.left = tiles > 0 ? group : 0;
+    if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
+  }
   KeyPart::Sums sums_K = {};
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {

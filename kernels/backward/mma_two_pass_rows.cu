@@ -77,11 +77,12 @@ struct Keys {
 // it ends. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
-                                           const TilePair<Br, Bc>& pair, int end, int buffer,
-                                           Queries& dQ, const Scorer<float>& scorer,
-                                           const OwnRows& own, int lane) {
-  const bool more = pair.first_key + Bc < end;
-  if (stages == 2 && more) keys.begin_copies(shared, pair.first_key + Bc, 1 - buffer);
+                                           const TilePair<Br, Bc>& pair, const RowTile& rows,
+                                           int end, int buffer, Queries& dQ,
+                                           const Scorer<float>& scorer, const OwnRows& own,
+                                           int lane) {
+  const bool more = rows.after<Bc>(pair.first_key) < end;
+  if (stages == 2 && more) keys.begin_copies(shared, rows.after<Bc>(pair.first_key), 1 - buffer);
   cp_async_commit_group();
   Scores S = {}, PS, dP = {};
   multiply_transposed(S, shared.Q, shared.K[buffer], own, lane);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   multiply_keys(dP, shared.K[buffer], dQ, own, lane);
   if (stages == 1) {
     __syncthreads();  // before the next tile overwrites K and V
-    if (more) keys.begin_copies(shared, pair.first_key + Bc, 0);
+    if (more) keys.begin_copies(shared, rows.after<Bc>(pair.first_key), 0);
     cp_async_commit_group();
   }
   cp_async_wait_group<0>();
@@ -125,12 +126,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   __syncthreads();  // the tiles are there
   Queries sums = {};
   int buffer = 0;
-  for (int first_key = rows.kv_begin; first_key < rows.kv_end; first_key += Bc) {
+  for (int first_key = rows.kv_begin; first_key < rows.kv_end;
+       first_key = rows.after<Bc>(first_key)) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
     if (first_key + Bc <= extent.N && pair.reaches_all())
-      step_along<false>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);
+      step_along<false>(shared, keys, pair, rows, rows.kv_end, buffer, sums, scorer, own, lane);
     else
-      step_along<true>(shared, keys, pair, rows.kv_end, buffer, sums, scorer, own, lane);
+      step_along<true>(shared, keys, pair, rows, rows.kv_end, buffer, sums, scorer, own, lane);
     buffer = stages - 1 - buffer;
   }
   if (all_finite(sums)) {

@@ -42,7 +42,8 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
   load_rows<threads, d>(shared.Q, Q, shared.lse, batch, head, first_row);
   load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
 
-  for (int first_key = keys.kv_begin; first_key < keys.kv_end; first_key += Bc) {
+  for (int first_key = keys.kv_begin; first_key < keys.kv_end;
+       first_key = keys.after<Bc>(first_key)) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);

@@ -41,8 +41,11 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   share_out<threads, Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int first_row = first; first_row < end; first_row += Br) {
-      const TilePair<Br, Bc> pair = {extent.of_head(head), first_row, first_key};
+    const Extent& own = extent.of_head(head);
+    const auto map = own.row_tiles(at.tile);
+    for (int first_row = map.from<Br>(first); first_row < end;
+         first_row = map.after<Br>(first_row)) {
+      const TilePair<Br, Bc> pair = {own, first_row, first_key};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is there

@@ -45,7 +45,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   load_async(shared.dO, dO, shared.dO_pipeline.acquire(), task.row, task.head, task.batch);
   PipelineState<stages> keys;
 #pragma unroll 1  // the producer has few registers
-  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bk, keys.advance()) {
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key), keys.advance()) {
     load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), first_key, kv_head,
                task.batch);
     load_async(shared.V[keys.stage], V, shared.pipeline.full[1][keys.stage], first_key, kv_head,
@@ -78,6 +79,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
   Sums<Bk> slopes;
+  const bool is_full = task.is_full<Bk>(first_key);
   const int own_key = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
     const Index key = index_of<true>(own_key, i / 4 * 8 + i % 2, extent.N);
     const auto [exponent, slope] = scorer.exponent_with_slope(S[i], extent, row, key);
     S[i] = exp2f(exponent - rows.lse2[i / 2 % 2]);
-    if (extent.hides(row, key)) S[i] = 0;
+    if (!is_full && extent.hides(row, key)) S[i] = 0;
     slopes[i] = slope;
   }
   if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
@@ -111,7 +113,8 @@ __device__ __forceinline__ void consume(Shared& shared, const RowTile& task, int
   shared.Q_pipeline.wait();
   shared.dO_pipeline.wait();
 #pragma unroll 1
-  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bk, keys.advance()) {
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key), keys.advance()) {
     const auto& K = shared.K[keys.stage];
     Sums<Bk> S, dP;
     Operands<Bk> dS;

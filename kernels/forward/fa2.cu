@@ -116,7 +116,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     OnlineSoftmax softmax;
     softmax.begin_with(extent.sink());
 
-    for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
+    for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
+         first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
       for (int key = threadIdx.x; key < Bc; key += threads) {
         load_row(shared.K[key], K, batch, head / group, first_key + key, N);

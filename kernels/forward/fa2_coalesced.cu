@@ -111,7 +111,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     OnlineSoftmax softmax;
     softmax.begin_with(extent.sink());
 
-    for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end; first_key += Bc) {
+    for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
+         first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before K overwrites values that a slower thread still reads
       load_tile<threads, d>(shared.KV, K, batch, head / group, first_key, N);
       __syncthreads();  // K is there

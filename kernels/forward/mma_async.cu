@@ -125,17 +125,18 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   Fragments<Wr, width> sums = {};
   Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
   int buffer = 0;
-  for (int first_key = tile.kv_begin; first_key < tile.kv_end; first_key += Bc) {
+  for (int first_key = tile.kv_begin, next; first_key < tile.kv_end; first_key = next) {
+    next = tile.after<Bc>(first_key);
     cp_async_wait_group<0>();
     __syncthreads();  // the tile is there, and no warp reads the one before
-    if (first_key + Bc < tile.kv_end) {
-      load_chunks<d>(shared.K[1 - buffer], K, batch, kv_head, first_key + Bc, extent.N);
-      load_chunks<dv>(shared.V[1 - buffer], V, batch, kv_head, first_key + Bc, extent.N);
+    if (next < tile.kv_end) {
+      load_chunks<d>(shared.K[1 - buffer], K, batch, kv_head, next, extent.N);
+      load_chunks<dv>(shared.V[1 - buffer], V, batch, kv_head, next, extent.N);
     }
     cp_async_commit_group();
     Fragments<Wr, Bc> S = {};
     multiply_scores(shared.Q, shared.K[buffer], S, own_row, lane);
-    scorer.apply(S, rows, first_key);
+    scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));
     if (extent.is_masked(tile.row, Br, first_key, Bc))
       rescale<true>(S, sums, rows, first_key, lane);
     else

@@ -121,14 +121,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
   load_chunks<d>(shared.Q, Q, batch, head, tile.row, extent.M);
   Fragments<Wr, width> sums = {};
   Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
-  for (int first_key = tile.kv_begin; first_key < tile.kv_end; first_key += Bc) {
+  for (int first_key = tile.kv_begin; first_key < tile.kv_end;
+       first_key = tile.after<Bc>(first_key)) {
     __syncthreads();  // before keys that a slower warp still reads are overwritten
     load_chunks<d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_chunks<dv>(shared.V, V, batch, kv_head, first_key, extent.N);
     __syncthreads();  // Q, K and V are there
     Fragments<Wr, Bc> S = {};
     multiply_scores(shared.Q, shared.K, S, own_row, lane);
-    scorer.apply(S, rows, first_key);
+    scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));
     if (extent.is_masked(tile.row, Br, first_key, Bc))
       rescale<true>(S, sums, rows, first_key, lane);
     else

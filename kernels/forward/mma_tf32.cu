@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 }
 
 // What a warp needs for each tile of keys.
-struct Task {
+struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
@@ -116,11 +116,12 @@ template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
-  const bool more = first_key + Bc < task.end, seen = !masked || first_key < task.seen;
+  const bool more = task.after<Bc>(first_key) < task.end, seen = !masked || first_key < task.seen;
   if (stages == 1) copy_rows<threads, dv>(shared.V[0], task.values, first_key);
   if (stages == 2 && more) {
-    copy_rows<threads, d>(shared.K[1 - buffer], task.keys, first_key + Bc);
-    copy_rows<threads, dv>(shared.V[1 - buffer], task.values, first_key + Bc);
+    copy_rows<threads, d>(shared.K[1 - buffer], task.keys, first_key + task.stride<Bc>(first_key));
+    copy_rows<threads, dv>(shared.V[1 - buffer], task.values,
+                           first_key + task.stride<Bc>(first_key));
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
@@ -128,11 +129,11 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
-    if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + Bc);
+    if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
   if (seen) {
-    task.scorer.apply(S, rows, first_key);
+    task.scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     rescale<masked>(S, O, rows, first_key, task.lane);
     multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
   }
@@ -186,7 +187,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
-  const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
+  const auto map = extent.key_tiles(first_row / Br);
+  const int start =
+      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
 
   copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<threads, d>(shared.K[0], keys, start);
@@ -198,9 +201,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   const int end = extent.kv_end(last_query);
   const int seen = extent.kv_end((first_row + own_row + Wr - 1) / pack_gqa);
-  const Task task = {shared, scorer, keys, values, own_row, lane, end, seen};
+  const Task task = {map, shared, scorer, keys, values, own_row, lane, end, seen};
   int buffer = 0;
-  for (int first_key = start; first_key < end; first_key += Bc) {
+  for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
     if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else

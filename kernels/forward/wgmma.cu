@@ -54,7 +54,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
                task.head, task.batch);
   PipelineState<stages> tile;
 #pragma unroll 1  // the producer has few registers
-  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc, tile.advance()) {
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bc>(first_key), tile.advance()) {
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
                task.batch);
     load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), first_key, kv_head,
@@ -102,7 +103,7 @@ struct Consumer {
   // S becomes P in float; O is rescaled.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S, rows, first_key);
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     if (rows.extent.is_masked(task.row, Br, first_key, Bc))
       rescale<true>(S, O, rows, first_key, lane);
     else
@@ -126,7 +127,8 @@ struct Consumer {
   __device__ __forceinline__ void run(const RowTile& task, Finish finish) {
     rows = rows_of(task);
     shared.Q_pipeline[warpgroup].wait(queries);
-    for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc)
+    for (int first_key = task.kv_begin; first_key < task.kv_end;
+         first_key = task.after<Bc>(first_key))
       advance(task, first_key);
     finish(O, rows, task);
   }
@@ -143,7 +145,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
   // The longest rows of a causal mask come first.
   const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
-  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, batch), row, head, batch);
+  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, mods, batch, head), row, head, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();

@@ -55,7 +55,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
                task.head, task.batch);
   PipelineState<stages> tile;
 #pragma unroll 1  // the producer has few registers
-  for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc, tile.advance()) {
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bc>(first_key), tile.advance()) {
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
                task.batch);
     load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), first_key, kv_head,
@@ -106,7 +107,7 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S, rows, first_key);
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
@@ -148,7 +149,8 @@ struct Consumer {
     shared.Q_pipeline[warpgroup].wait(queries);
     if (task.kv_begin < task.kv_end) {
       begin(task);
-      for (int first_key = task.kv_begin + Bc; first_key < task.kv_end; first_key += Bc)
+      for (int first_key = task.after<Bc>(task.kv_begin); first_key < task.kv_end;
+           first_key = task.after<Bc>(first_key))
         advance(task, first_key);
       begin_output();
       wgmma_wait_group<0>(flat(O));  // no load waits for this buffer
@@ -168,7 +170,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
   // The longest rows of a causal mask come first.
   const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
-  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, batch), row, head, batch);
+  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, mods, batch, head), row, head, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();

@@ -1,8 +1,7 @@
 // wgmma_persistent: `wgmma_overlap`, whose blocks go from one row tile to the next.
 //
-// There is one block for each multiprocessor. Its producer loads the next row tile's Q, K and V
-// while consumers still work on the last one, and consumers begin the next scores before they store
-// O. So the tensor cores wait neither for the beginning of a block nor for its end.
+// There is one block for each multiprocessor. It loads the next row tile and begins its scores
+// before the last one is stored: tensor cores wait neither for a block's beginning nor for its end.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
@@ -25,7 +24,7 @@ static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
-using Tasks = Schedule<Br, Bc, causal>;
+using Tasks = Schedule<Br, Bc, causal || has_key_tiles>;
 using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
@@ -64,7 +63,8 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
     };
     if (Q_stages > 1) load_queries();
 #pragma unroll 1  // the producer has few registers
-    for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += Bc, tile.advance()) {
+    for (int first_key = task.kv_begin; first_key < task.kv_end;
+         first_key = task.after<Bc>(first_key), tile.advance()) {
       load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
                  task.batch);
       // A single stage of Q is empty only after the last row tile's scores; K has room before.
@@ -119,7 +119,7 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S, rows, first_key);
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
@@ -158,7 +158,7 @@ struct Consumer {
 
   // O += P V of a row tile's last keys, and the first scores of the next one while O is stored.
   template <class Finish>
-  __device__ __forceinline__ RowTile advance(const RowTile& task, const Tasks& tasks, int skipped,
+  __device__ __forceinline__ RowTile advance(const RowTile& task, const Tasks& tasks, int skips,
                                              Finish finish) {
     float factor[1][2];
     begin_output();
@@ -169,7 +169,7 @@ struct Consumer {
     const RowTile next = tasks.task();
     wgmma_wait_group<1>(flat(O));
     release_values();
-    skip_values(skipped);
+    skip_values(skips);
     finish(O, rows, task);
     rows = rows_of(next);
     wgmma_wait_group<0>(flat(S));
@@ -205,13 +205,13 @@ struct Consumer {
     for (;;) {
       // At most stages - 1 tiles are skipped: a stage of V is held until the next Q has come.
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, stages - 1);
-      int first_key = task.kv_begin + Bc, skipped = 0;
-      for (; first_key < end; first_key += Bc) advance(task, first_key);
+      int first_key = task.after<Bc>(task.kv_begin), skips = 0;
+      for (; first_key < end; first_key = task.after<Bc>(first_key)) advance(task, first_key);
       shared.Q_pipeline[warpgroup].release(queries);
 #pragma unroll 1
-      for (; first_key < task.kv_end; first_key += Bc, ++skipped) skip_keys();
+      for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key), ++skips) skip_keys();
       if (!tasks.advance()) break;
-      task = advance(task, tasks, skipped, finish);
+      task = advance(task, tasks, skips, finish);
     }
     begin_output();
     wgmma_wait_group<0>(flat(O));
@@ -228,7 +228,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Tasks tasks(sizes, heads, batch);
+  const Tasks tasks(sizes, mods, heads, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();

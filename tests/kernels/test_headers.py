@@ -13,14 +13,29 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
     "place.cuh": {"has_score_text", "has_mask_text", "has_sink", "has_dropout"},
-    "texts.cuh": {"reads_places", "unit_slope", "has_sink", "has_dropout"},
+    "texts.cuh": {
+        "has_key_tiles",
+        "has_row_tiles",
+        "reads_places",
+        "unit_slope",
+        "has_sink",
+        "has_dropout",
+    },
     "dropout.cuh": {"unit_slope"},
     "own_keys.cuh": {"reads_places", "unit_slope", "has_dropout"},
     "gradient_of_lse.cuh": {"has_dlse"},
-    "extent.cuh": {"causal", "windowed", "has_mask_text"},
-    "score.cuh": {"has_score_text", "unit_slope", "positive_scale", "of_products", "has_dropout"},
+    "extent.cuh": {"has_key_tiles", "has_row_tiles", "causal", "windowed", "has_mask_text"},
+    "score.cuh": {
+        "has_key_tiles",
+        "has_score_text",
+        "unit_slope",
+        "positive_scale",
+        "of_products",
+        "has_dropout",
+    },
     "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
+    "schedule.cuh": {"causal", "has_key_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

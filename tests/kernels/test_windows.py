@@ -157,13 +157,13 @@ def test_masked_keys_and_values_never_matter(backend, kernel, poison):
 
 # A line that faults as soon as a block comes to a tile of keys that none of its rows sees.
 LOOPS = {
-    "fa2": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
-    "fa2_coalesced": "first_key < keys_of_tile.kv_end; first_key += Bc) {\n",
-    "mma_split_q": "first_key < tile.kv_end; first_key += Bc) {\n",
-    "mma_swizzled": "first_key < tile.kv_end; first_key += Bc) {\n",
-    "mma_async": "first_key < tile.kv_end; first_key += Bc) {\n",
-    "mma_pipelined": "first_key < task.end; first_key += Bc) {\n",
-    "mma_tf32": "first_key < end; first_key += Bc) {\n",
+    "fa2": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
+    "fa2_coalesced": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
+    "mma_split_q": "first_key = tile.after<Bc>(first_key)) {\n",
+    "mma_swizzled": "first_key = tile.after<Bc>(first_key)) {\n",
+    "mma_async": "next = tile.after<Bc>(first_key);\n",
+    "mma_pipelined": "first_key = task.after<Bc>(first_key)) {\n",
+    "mma_tf32": "first_key = task.after<Bc>(first_key)) {\n",
     **dict.fromkeys(("wgmma", "wgmma_overlap", "wgmma_persistent"), "tile.advance()) {\n"),
 }
 TRAP = """
@@ -175,10 +175,10 @@ TRAP = """
 def test_fully_masked_tiles_are_skipped(tmp_path, kernel):
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
     sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "task.row"}[kernel.split("_")[0]]
-    sees = "tile.row" if " tile.kv_end" in LOOPS[kernel] else sees
+    sees = "tile.row" if " tile." in LOOPS[kernel] else sees
     trap = TRAP.format(first=f"{sees} + 480 - 16", end=f"{sees} + Br + 480 + 2")
     assert text.count(LOOPS[kernel]) == 1
-    loop = LOOPS[kernel].replace("{\n", "{\n" + trap, 1)
+    loop = LOOPS[kernel].replace("\n", "\n" + trap, 1)
     (tmp_path / f"{kernel}.cu").write_text(text.replace(LOOPS[kernel], loop))
     trapped = replace(FORWARD[kernel], folder=tmp_path)
     engine = Simulator()
@@ -199,7 +199,7 @@ FAULTS = {
     "one key too few": ("fa2", ("seen_in_tile(extent, row,", "seen_in_tile(extent, row + 1,")),
     "a tile too few": (
         "mma_pipelined",
-        ("kv_begin(first_query) / Bc * Bc;", "kv_begin(first_query) / Bc * Bc + Bc;"),
+        ("kv_begin(first_query) / Bc * Bc)", "kv_begin(first_query) / Bc * Bc + Bc)"),
     ),
     "unmasked tiles": (
         "mma_pipelined",

@@ -55,6 +55,7 @@ template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
   constexpr int count = per_thread(keys);
+  const bool is_full = pair.is_full();
   share_out<threads, rows*(keys / count), 1>([&](int i, int) {
     const int row = i % rows, key = i / rows * count;
     real dots[count] = {}, dP[count] = {};
@@ -72,7 +73,8 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
     }
 #pragma unroll
     for (int n = 0; n < count; ++n) {
-      const bool counts = shared.lse[row] != -infinity && pair.sees(row, key + n);
+      const bool counts = shared.lse[row] != -infinity &&
+                          (is_full ? pair.in_reach(row, key + n) : pair.sees(row, key + n));
       const auto [score, slope] =
           scorer.with_slope(dots[n], pair.extent, pair.row(row), pair.template key<true>(key, n));
       const real p = counts ? exp(score - shared.lse[row]) : real(0);

@@ -6,12 +6,12 @@
 #include <backward/parts/tile_products.cuh>
 
 // S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
-// modification's slope, before dropout.
-template <bool masked, class Own, int m, int n, int rows, int keys>
-__device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
-                                          const RowStats (&stats)[rows], const Own& own,
-                                          TilePair<rows, keys> pair, const Scorer<float>& scorer,
-                                          int lane) {
+// modification's slope, before dropout. hides: whether the mask's text may hide a pair.
+template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
+__device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
+                                             const RowStats (&stats)[rows], const Own& own,
+                                             TilePair<rows, keys> pair, const Scorer<float>& scorer,
+                                             int lane) {
   pair.first_key = opaque(pair.first_key);  // the mask takes no registers before
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
@@ -24,13 +24,24 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
       const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
       if (masked && !pair.in_reach(row, key + more)) x = 0;
-      if (pair.template hides<masked>(row, key, more)) x = 0;
+      if (hides && pair.template hides<masked>(row, key, more)) x = 0;
       PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, 1.0f, slope);
     }
   }
   mark(PS, pair.extent, pair.first_row + own.row + lane / 4,
        pair.first_key + own.col + 2 * (lane % 4));
   drop_marked(S, PS);
+}
+
+template <bool masked, class Own, int m, int n, int rows, int keys>
+__device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
+                                          const RowStats (&stats)[rows], const Own& own,
+                                          const TilePair<rows, keys>& pair,
+                                          const Scorer<float>& scorer, int lane) {
+  if (pair.is_full())
+    compute_P_if<masked, false>(S, PS, stats, own, pair, scorer, lane);
+  else
+    compute_P_if<masked, true>(S, PS, stats, own, pair, scorer, lane);
 }
 
 // dP = dO V^T becomes dS = PS * (dP - delta), without the scale.

@@ -18,8 +18,10 @@ struct KeyTile {
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      const auto map = extent.of_head(head).row_tiles(first_key / Bc);
 #pragma unroll 1
-      for (int row = first_row; row < end_row; row += Br)
+      for (int row = map.template from<Br>(first_row); row < end_row;
+           row = map.template after<Br>(row))
         body(head, row, tile_of<Br>(batch, head, heads, row, extent.M));
     }
   }
@@ -88,14 +90,16 @@ struct Own {
                                         const Scorer<float>& scorer,
                                         const TilePair<Br, Bc>& pair) const {
     if (reads_places && !pair.is_whole())
-      exponentiate<true>(S, factors, sums, scorer, pair);
+      exponentiate<true, true>(S, factors, sums, scorer, pair);
+    else if (pair.is_full())
+      exponentiate<false, false>(S, factors, sums, scorer, pair);
     else
-      exponentiate<false>(S, factors, sums, scorer, pair);
+      exponentiate<false, true>(S, factors, sums, scorer, pair);
     mask(S, pair);
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
   }
-  template <bool at_end, int Br, int Bc>
+  template <bool at_end, bool hides, int Br, int Bc>
   __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
                                                const RowSums<Br>& sums, const Scorer<float>& scorer,
                                                const TilePair<Br, Bc>& pair) const {
@@ -110,7 +114,7 @@ struct Own {
         const auto [exponent, slope] =
             scorer.exponent_with_slope(S[n * 4 + e], pair.extent, query, key);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
-        if (pair.extent.hides(query, key)) S[n * 4 + e] = 0;
+        if (hides && pair.extent.hides(query, key)) S[n * 4 + e] = 0;
         factors[n * 4 + e] *= slope;
       }
     }

@@ -7,19 +7,22 @@
 // Row tiles are dealt out in rounds. With a causal mask, where tiles differ in length, the tiles of
 // as many heads as make two rounds are dealt out together, the longest first; the second round goes
 // from the last block to the first, which evens out the first round. So all blocks have about the
-// same to do, and heads whose K and V are in the cache are finished before others.
-template <int Br, int Bc, bool causal>
+// same to do, and heads whose K and V are in the cache are finished before others. By the map of a
+// block mask it is the same, and the map has the order of the tiles.
+template <int Br, int Bc, bool by_length>
 struct Schedule {
   Sizes sizes;
+  const Mods* mods;
   int heads, all_heads, tiles, together;
   int first = 0, round = 0, seat = blockIdx.x, index = 0;
 
-  __device__ __forceinline__ Schedule(const Sizes& sizes, int heads, int batch)
+  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
+        mods(&mods),
         heads(heads),
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
-        together(causal ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
 
   // How many heads are dealt out together, from `first` on.
   __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
@@ -27,7 +30,7 @@ struct Schedule {
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
     const int blocks = gridDim.x;
-    if constexpr (!causal) {
+    if constexpr (!by_length) {
       index = round++ * blocks + blockIdx.x;
       return index < all_heads * tiles;
     } else {
@@ -46,12 +49,17 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(causal ? count() : tiles), all = opaque(heads);
-    const int tile = causal ? tiles - 1 - index / size : index % size;
-    const int head = first + (causal ? index % size : index / size), batch = head / all;
-    const Extent extent = extent_of(sizes, batch);
+    const int size = opaque(by_length ? count() : tiles), all = opaque(heads);
+    int tile = by_length ? tiles - 1 - index / size : index % size;
+    const int head = first + (by_length ? index % size : index / size), batch = head / all;
+    Extent extent = extent_of(sizes, batch);
+    if constexpr (has_key_tiles) {
+      extent.take(batch, head % all, sizes.M, sizes.N, *mods);
+      tile = extent.longest(cdiv(sizes.N, Bc), index / size);
+    }
     RowTile task = row_tile<Br, Bc>(extent, tile * Br, head % all, batch);
     if (extent.N == 0) task.kv_begin = 1;
+    if constexpr (has_key_tiles) task.kv_begin = min(task.kv_begin, (cdiv(sizes.N, Bc) - 1) * Bc);
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
   }

@@ -137,14 +137,19 @@ __device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int 
 }
 
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
-// the first key of a tile.
-struct RowTile {
+// the first key of a tile. From one tile of keys to the next goes after().
+struct RowTile : TileMap<has_key_tiles> {
   int row, head, batch, kv_begin, kv_end;
 };
 
 template <int rows, int keys>
 __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int head, int batch) {
-  return {row, head, batch, extent.kv_begin(row) / keys * keys,
+  const auto map = extent.key_tiles(row / rows);
+  return {map,
+          row,
+          head,
+          batch,
+          map.template from<keys>(extent.kv_begin(row) / keys * keys),
           extent.kv_end(min(row + rows, extent.M) - 1)};
 }
 
@@ -188,8 +193,17 @@ struct TilePair {
     return first_row + rows <= extent.M && first_key + keys <= extent.N;
   }
 
+  // Whether a block mask is known to show all pairs.
+  __device__ __forceinline__ bool is_full() const {
+    if constexpr (has_row_tiles)
+      return extent.row_tiles(first_key / keys).template is_full<rows>(first_row);
+    else
+      return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
+  }
   // Whether every row sees every key, of those that exist; or may, if no text hides it.
-  __device__ __forceinline__ bool sees_all() const { return !has_mask_text && reaches_all(); }
+  __device__ __forceinline__ bool sees_all() const {
+    return (!has_mask_text || is_full()) && reaches_all();
+  }
   __device__ __forceinline__ bool reaches_all() const {
     if constexpr (!causal && !windowed) return true;
     const int last_row = min(first_row + rows, extent.M) - 1;

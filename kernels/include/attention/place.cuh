@@ -9,6 +9,7 @@
 // numbers of texts, and the numbers of dropout. If there are any it includes texts.cuh, and for
 // dropout dropout.cuh.
 
+#include <attention/tile_map.cuh>
 #include <tile/math.cuh>
 
 struct Mods;
@@ -66,4 +67,7 @@ struct Seat {
     return x;
   }
   __device__ __forceinline__ real kept_factor() const { return 1; }
+  __device__ __forceinline__ TileMap<false> key_tiles(int) const { return {}; }
+  __device__ __forceinline__ TileMap<false> row_tiles(int) const { return {}; }
+  __device__ __forceinline__ int longest(int, int rank) const { return rank; }
 };

@@ -11,6 +11,11 @@
 
 #include <attention/extent.cuh>
 
+// In texts.cuh, which is there if there are texts.
+template <bool hides, class Scorer, class T, int m, int n, class Rows>
+__device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
+                                            const Rows& rows, int first_key);
+
 template <class T>
 struct Scorer {
   T scale;
@@ -79,12 +84,17 @@ struct Scorer {
       return extent.modified(of_products ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // The same for the lane's products in a tile of keys.
+  // The same for the lane's products in a tile of keys; is_full: the mask's text hides none.
   template <int m, int n, class Rows>
-  __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows,
-                                        int first_key) const {
-    if constexpr (has_texts) {
-      apply_texts(*this, products, rows, first_key);
+  __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
+                                        [[maybe_unused]] bool is_full = false) const {
+    if constexpr (has_key_tiles) {
+      if (!is_full)
+        apply_texts<true>(*this, products, rows, first_key);
+      else if constexpr (has_score_text || !positive_scale)
+        apply_texts<false>(*this, products, rows, first_key);
+    } else if constexpr (has_texts) {
+      apply_texts<true>(*this, products, rows, first_key);
     } else if constexpr (!positive_scale) {
 #pragma unroll
       for (int i = 0; i < m * n * 4; ++i) {

@@ -46,6 +46,29 @@ struct Seat<true, Arrays> {
   __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_text(mods, batch, head + more, query, key, queries, keys);
   }
+  // The map of the tiles of keys for a tile of rows, and of the tiles of rows for one of keys.
+  __device__ __forceinline__ TileMap<has_key_tiles> key_tiles([[maybe_unused]] int tile) const {
+    if constexpr (has_key_tiles)
+      return {line_of(mods.key_tiles_, tile)};
+    else
+      return {};
+  }
+  __device__ __forceinline__ TileMap<has_row_tiles> row_tiles([[maybe_unused]] int tile) const {
+    if constexpr (has_row_tiles)
+      return {line_of(mods.row_tiles_, tile)};
+    else
+      return {};
+  }
+  // The tile of rows that has so many others before it in the order of their lengths, the longest
+  // first, where there are `tiles` tiles of keys.
+  __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
+    if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
+    return rank;
+  }
+  template <class Map>
+  __device__ __forceinline__ const int* line_of(const Map& map, int tile) const {
+    return map.data + (batch * map.stride[0] + head * map.stride[1] + tile * map.stride[2]);
+  }
   // -infinity where a head has none.
   __device__ __forceinline__ real sink(int more = 0) const {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
@@ -74,8 +97,8 @@ __device__ __forceinline__ auto key_of(int even, int more, int count) {
 }
 
 // The modified scores of a lane's products, of rows and a tile of keys; -infinity where a text
-// hides the pair. A lane has pairs of keys.
-template <bool at_end, class Scorer, class T, int m, int n, class Rows>
+// hides the pair, unless it is known to hide none. A lane has pairs of keys.
+template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
@@ -89,17 +112,17 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
       const auto key = key_of<at_end>(own_key, more_key, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
       x = scorer.applied(x, rows.extent, query, key, more);
-      if (rows.extent.hides(query, key, more)) x = -infinity;
+      if (hides && rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
 }
-template <class Scorer, class T, int m, int n, class Rows>
+template <bool hides, class Scorer, class T, int m, int n, class Rows>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
   if (reads_places && first_key + n * 8 > rows.extent.N)
-    apply_texts<true>(scorer, products, rows, first_key);
+    apply_texts<true, hides>(scorer, products, rows, first_key);
   else
-    apply_texts<false>(scorer, products, rows, first_key);
+    apply_texts<false, hides>(scorer, products, rows, first_key);
 }
 
 // Rows, whose sums are 0, begin with their sinks. Of the lanes that share a row one has the sink's

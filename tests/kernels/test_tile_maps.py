@@ -1,0 +1,163 @@
+"""Block masks in kernels: results are those of the same mask, and empty tiles are not visited."""
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa import blocks
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Launch
+
+M, N = 150, 170
+RNG = np.random.default_rng(0)
+DOC = np.sort(RNG.integers(0, 6, N))
+DOCUMENTS = cupyfa.block_mask(
+    mask_mod="doc[query] == doc[key] and key <= position",
+    captured={"doc": DOC},
+    M=M,
+    N=N,
+    backend="simulator",
+)
+OF_HEADS = cupyfa.block_mask(
+    mask_mod="(key // 16 + head) % 3 == 0 and query >= 64",
+    heads=4,
+    M=M,
+    N=N,
+    backend="simulator",
+)
+KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+# The case of each that runs by default.
+FAST = {"mma_pipelined": 1, "wgmma_persistent": 1, "mma_columns": 0, "wgmma_columns": 1}
+CASES = [
+    pytest.param(kernel, mask, how, id=f"{kernel.name}-{at}", marks=mark)
+    for kernel in KERNELS
+    for at, (mask, how) in enumerate(
+        (
+            (DOCUMENTS, {}),
+            (OF_HEADS, {"window": (50, None), "mask_mod": "key != 7", "bias": "11mn"}),
+            (DOCUMENTS, {"causal": "top-left", "sink": "h", "score_mod": "score * 1.5"}),
+            (OF_HEADS, {"scale": -0.3}),
+        )
+    )
+    for mark in [[pytest.mark.slow] * (FAST.get(kernel.name) != at)]
+]
+
+
+def walks(plan):
+    """Whether all launches of a plan that may go by maps do so."""
+    found = [
+        x.constants[f"has_{map_name}"]
+        for x in plan.launches
+        for map_name in (x.launch.walks if isinstance(x.launch, Launch) else ())
+    ]
+    return bool(found) and all(found)
+
+
+def drawn(kernel, d=24):
+    dtype = np.dtype(usual_dtype(kernel)) if usual_dtype(kernel) != "bfloat16" else np.float16
+    shapes = ((1, 4, M, d), (1, 2, N, d), (1, 2, N, d))
+    return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def arrays_of(how):
+    made = {"bias": RNG.standard_normal((M, N)), "sink": RNG.standard_normal(4)}
+    return {x: made[x].astype(np.float32) if x in made else value for x, value in how.items()}
+
+
+@pytest.mark.parametrize("kernel, mask, how", CASES)
+def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
+    q, k, v = drawn(kernel)
+    how = arrays_of(how) | {"backend": backend}
+    if kernel.operation == "forward":
+        cupyfa.attention(q, k, v, mask=mask, kernel=kernel.name, check=True, **how)
+        return
+    out, lse = cupyfa.attention(q, k, v, mask=mask, kernel="auto", return_lse=True, **how)
+    dout, how = RNG.standard_normal(out.shape).astype(q.dtype), {**how, "kernel": kernel.name}
+    cupyfa.attention_backward(dout, q, k, v, out, lse, mask=mask, check=True, **how)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in FAST))
+        for k in KERNELS
+        if any(isinstance(x, Launch) and x.walks for x in k.launches)
+    ],
+)
+def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
+    """With a map that says that all tiles are empty all rows are, whatever the text says."""
+    monkeypatch.setattr(
+        blocks,
+        "states_of",
+        lambda p, arrays, rows, keys, _: np.zeros((1, 1, -(-M // rows), -(-N // keys)), np.uint8),
+    )
+    mask = cupyfa.block_mask(mask_mod="doc[key] >= 0", captured={"doc": DOC}, M=M, N=N)
+    q, k, v = drawn(kernel)
+    how = {"mask": mask, "kernel": kernel.name, "backend": backend}
+    if kernel.operation == "forward":
+        prepared = cupyfa.compile(q, k, v, return_lse=True, **how)
+        out, lse = prepared(q, k, v)
+        results = (out,)
+        assert kernel.name == "wgmma_persistent" or np.isneginf(lse).all()
+    else:
+        lse = np.zeros(q.shape[:-1], np.promote_types(q.dtype, np.float32))
+        prepared = cupyfa.compile_backward(q, q, k, v, q, lse, **how)
+        results = prepared(q, q, k, v, q, lse)
+    assert walks(prepared.plan)
+    if kernel.name != "wgmma_persistent":  # whose row tiles have at least one tile of keys
+        assert not any(x.any() for x in results)
+
+
+def test_packed_heads_evaluate_the_mask_in_all_tiles(backend):
+    q, k, v = (RNG.standard_normal((1, heads, 20, 24)).astype(np.float16) for heads in (4, 2, 2))
+    mask = cupyfa.block_mask(mask_mod="key <= query", M=20, N=20)
+    prepared = cupyfa.compile(q, k, v, mask=mask, kernel="mma_pipelined", backend=backend)
+    assert not walks(prepared.plan)
+    expected = cupyfa.attention(q, k, v, causal=True, kernel="mma_pipelined", backend=backend)
+    np.testing.assert_allclose(prepared(q, k, v), expected, atol=2e-3)
+
+
+def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
+    found = []
+    states_of = blocks.states_of
+    monkeypatch.setattr(blocks, "states_of", lambda *given: found.append(1) or states_of(*given))
+    q, k, v = (RNG.standard_normal((2, n, 24)).astype(np.float32) for n in (M, N, N))
+    mask = cupyfa.block_mask(mask_mod="key <= position", M=M, N=N)
+    how = {"mask": mask, "kernel": "fa2", "backend": backend}
+    first, again = (cupyfa.attention(q, k, v, **how) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    made = cupyfa.compile((2, M, 24), (2, N, 24), (2, N, 24), dtype="float32", **how)
+    if backend.name == "simulator":
+        np.testing.assert_array_equal(made(q, k, v), first)
+    assert len(found) == 1
+
+
+def test_gradients_by_a_pullback(backend):
+    q, k, v = (RNG.standard_normal((2, n, 8)) for n in (20, 30, 30))
+    mask = cupyfa.block_mask(np.tri(20, 30, 5, dtype=bool))
+    how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass"}
+    out, pullback = cupyfa.attention_vjp(q, k, v, mask=mask, **how)
+    same, plain = cupyfa.attention_vjp(q, k, v, mask=np.tri(20, 30, 5, dtype=bool), **how)
+    np.testing.assert_array_equal(out, same)
+    for x, y in zip(pullback(out), plain(out)):
+        np.testing.assert_allclose(x, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one of its M"),
+        ({"M": M, "N": N, "heads": 2}, "make one with heads=4"),
+        (
+            {"M": M, "N": N, "mask_mod": "key <= query + head"},
+            "names head, .* make one with heads=4",
+        ),
+        ({"M": M, "N": N, "batch": 3}, "make one with batch=1"),
+    ],
+)
+def test_other_sizes_are_refused(sizes, message):
+    mask = cupyfa.block_mask(**{"mask_mod": "key <= query", **sizes})
+    q, k, v = drawn(LADDER["forward"]["fa2"])
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention(q, k, v, mask=mask, kernel="fa2", backend="simulator")

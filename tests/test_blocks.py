@@ -1,0 +1,157 @@
+"""Block masks: the states of their tiles, joins, drawings and errors."""
+
+import numpy as np
+import pytest
+from helpers.pictures import assert_readable
+
+import cupyfa
+from cupyfa import blocks
+from cupyfa.report import plots
+from cupyfa.runtime.select import backend_named
+
+M, N = 150, 170
+RNG = np.random.default_rng(0)
+DOC = np.sort(RNG.integers(0, 6, N))
+QUERY, KEY = np.arange(M)[:, None], np.arange(N)
+POSITION = QUERY + N - M
+# Texts, what they name, and the pairs that they show.
+TEXTS = {
+    "doc[query] == doc[key]": ({"doc": DOC}, DOC[QUERY] == DOC[KEY]),
+    "doc[query] == doc[key] and key <= position": (
+        {"doc": DOC},
+        (DOC[QUERY] == DOC[KEY]) & (KEY <= POSITION),
+    ),
+    "abs(position - key) < 20 or key < g": ({"g": 5}, (abs(POSITION - KEY) < 20) | (KEY < 5)),
+    "(key // 32 + query // 16) % 3 == 0": ({}, (KEY // 32 + QUERY // 16) % 3 == 0),
+    "key % 64 >= 60 or query % 2 == 1": ({}, (KEY % 64 >= 60) | (QUERY % 2 == 1)),
+    "key < 40 or key <= query": ({}, (KEY < 40) | (KEY <= QUERY)),
+    "weight[key] * 0.5 < 0.2": ({"weight": DOC / 6.0}, (DOC / 6 * 0.5 < 0.2) & (QUERY >= 0)),
+}
+
+
+def made(text="key <= query", captured=None, **sizes):
+    sizes = {"M": M, "N": N, **sizes}
+    return cupyfa.block_mask(mask_mod=text, captured=captured, **sizes, backend="simulator")
+
+
+def expected(seen, rows, keys):
+    """The states of tiles, one by one."""
+    return [
+        [
+            blocks.FULL if tile.all() else blocks.PARTIAL if tile.any() else blocks.EMPTY
+            for first in range(0, seen.shape[1], keys)
+            for tile in [seen[row : row + rows, first : first + keys]]
+        ]
+        for row in range(0, seen.shape[0], rows)
+    ]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_states_are_those_of_all_pairs(text):
+    captured, seen = TEXTS[text]
+    mask = made(text, captured)
+    for rows, keys in ((64, 64), (16, 48), (150, 7), (1, 200)):
+        assert mask.states(rows, keys)[0, 0].tolist() == expected(seen, rows, keys)
+    array = cupyfa.block_mask(seen, backend="simulator")
+    assert np.array_equal(array.states(32, 16), mask.states(32, 16))
+
+
+def test_the_kernel_finds_the_same_states(backend):
+    text = "doc[batch, query] == doc[batch, key] and key <= position + head"
+    mask = made(text, {"doc": np.stack([DOC, DOC[::-1] // 3])}, heads=2, batch=2)
+    for rows, keys in ((64, 32), (150, 7)):
+        found = blocks.states_of(mask._problem, mask.captured, rows, keys, backend)
+        assert np.array_equal(found, mask.states(rows, keys))
+
+
+def test_a_map_leads_from_one_tile_to_the_next():
+    states = np.array([[0, 1, 2, 0], [2, 0, 0, 0], [0, 0, 0, 0]], np.uint8)[None, None]
+    assert blocks.map_of(states)[0, 0].tolist() == [
+        [3, 3, 4, 8, 8, 0],
+        [0, 8, 8, 8, 8, 1],
+        [8, 8, 8, 8, 8, 2],
+    ]
+    assert blocks.map_of(states, alone=False)[0, 0, 0].tolist() == [3, 3, 5, 8, 8, 0]
+
+
+def test_joined_masks_are_those_of_both():
+    (a, of_a), (b, of_b) = list(TEXTS.items())[1:3]
+    one, other = made(a, of_a[0]), made(b, of_b[0])
+    array = cupyfa.block_mask(of_a[1], backend="simulator")
+    for joined, seen in (
+        (one & other, of_a[1] & of_b[1]),
+        (one | other, of_a[1] | of_b[1]),
+        (~one, ~of_a[1]),
+        (array & cupyfa.block_mask(of_b[1], backend="simulator"), of_a[1] & of_b[1]),
+        (~array | other & made("key > 9 if query > 3 else key < 2"), None),
+    ):
+        if seen is None:
+            seen = ~of_a[1] | (of_b[1] & np.where(QUERY > 3, KEY > 9, KEY < 2))
+        assert joined.states(32, 16)[0, 0].tolist() == expected(seen, 32, 16)
+
+
+def test_axes_that_the_text_does_not_name_are_one():
+    assert made(batch=3, heads=4).states(64, 64).shape == (1, 1, 3, 3)
+    assert made("key <= query + head", heads=4).states(64, 64).shape == (1, 4, 3, 3)
+    padding = cupyfa.block_mask(np.ones((2, 1, 1, N), bool), M=M, heads=4, backend="simulator")
+    assert (padding.batch, padding.heads, padding.M, padding.N) == (2, 4, M, N)
+    assert padding.states(64, 64).shape == (2, 1, 3, 3)
+
+
+def test_density_and_drawings(tmp_path):
+    mask = made("key <= query", M=512, N=512)
+    assert mask.density == 10 / 16
+    assert str(mask).splitlines()[1:] == ["|░   |", "|█░  |", "|██░ |", "|███░|"]
+    assert "density 0.625" in str(mask) and "M=512" in repr(mask)
+    assert str(made("key <= query", M=100_000, N=100_000)).count("\n") <= 64
+    of_heads = made("key < 256 + head", M=512, N=512, heads=2)
+    assert str(of_heads).splitlines()[1] == "|██░ |"
+    cupyfa.draw_blocks(mask, tmp_path / "mask.svg")
+    drawn = (tmp_path / "mask.svg").read_text()
+    assert "key &lt;= query, density 0.625" in drawn
+    assert {"key", "query"} <= assert_readable(plots._tiles(mask, "A mask"))
+
+
+def test_arrays_are_copied():
+    doc = DOC.copy()
+    mask = made("doc[query] == doc[key]", {"doc": doc})
+    doc[:] = 0
+    assert mask.states(64, 64)[0, 0].tolist() == expected(DOC[QUERY] == DOC[KEY], 64, 64)
+
+
+def test_empty_sizes():
+    for sizes in ({"M": 0}, {"N": 0}):
+        assert made(**sizes).density == 0
+        assert "density" in str(made(**sizes))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: made("key <= nowhere"), "there is no 'nowhere'"),
+        (lambda: made("key + 1"), "mask_mod is a condition"),
+        (lambda: made("doc[key] > 0", {"doc": DOC, "more": 1}), "no text reads more"),
+        (lambda: made("block_mask_x > key", {"block_mask_x": 1}), "rename it"),
+        (lambda: cupyfa.block_mask(mask_mod="key > 3", M=4), "give M and N"),
+        (lambda: cupyfa.block_mask(), "give a bool array, or an expression"),
+        (lambda: cupyfa.block_mask(DOC), "give an array of bool"),
+        (lambda: cupyfa.block_mask(np.ones((3, 4), bool), M=5), "let them be equal"),
+        (lambda: made(M=-1), "sizes are 0 to"),
+        (lambda: made() & made(N=7), "differ in M or N"),
+        (lambda: made(heads=2) | made(heads=3), "differ in heads"),
+        (lambda: made(heads=2) | made("key > head"), "make it with heads=2"),
+        (lambda: made("doc[key] > 0", {"doc": DOC[:9]}).density, "index 9"),
+    ],
+)
+def test_wrong_block_masks(wrong, message):
+    with pytest.raises((ValueError, TypeError), match=message.replace("(", r"\(")):
+        wrong()
+
+
+def test_a_block_mask_is_joined_with_block_masks_only():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        made() & np.ones((M, N), bool)
+
+
+def test_a_simulator_is_no_device():
+    assert blocks.block_mask(np.ones((3, 3), bool), backend=backend_named("simulator")).density == 1
