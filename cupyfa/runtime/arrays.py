@@ -139,7 +139,9 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
         for name, array in with_planned_shapes(plan, inputs).items()
     }
     return {
-        name: array if _has_aligned_rows(plan, name, array) else _with_aligned_rows(array)
+        name: array
+        if _has_aligned_rows(plan, name, array)
+        else _with_aligned_rows(array, repeats=name not in plan.boxed)
         for name, array in seen.items()
     }
 
@@ -188,9 +190,10 @@ def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:
     return all(x % pair == 0 for x in starts)
 
 
-def _with_aligned_rows(array: Any) -> Any:
-    """A copy; an axis along which all elements are the same one stays so."""
-    repeated = [n > 1 and stride == 0 for n, stride in zip(array.shape, array.strides)]
+def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
+    """A copy. If it ``repeats``, an axis along which all elements are the same one stays so."""
+    axes = zip(array.shape, array.strides)
+    repeated = [repeats and n > 1 and stride == 0 for n, stride in axes]
     once = array[tuple(slice(1) if x else slice(None) for x in repeated)]
     width = aligned_width(array.shape[-1], array.dtype.itemsize)
     # An array of the same library, whose memory begins at a multiple of 16 bytes.
