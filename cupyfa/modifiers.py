@@ -106,6 +106,11 @@ class Modifiers:
         return bool(self._reads_places or self.arrays or self.dropout)
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether a bias or mask has an element for every key, or pair."""
+        return any(x.name in (BIAS, MASK) and x.shape[-1] > 1 for x in self.arrays)
+
+    @property
     def features(self) -> list[str]:
         alone = [x for x in _WITHOUT_TEXT if self._has(x)]
         return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone

@@ -269,3 +269,16 @@ def test_an_index_outside_of_its_array_is_an_error(outside):
     message = f"reads index {outside} of an axis of size 4 of table in score_mod"
     with pytest.raises(SimulatorFault, match=message):
         attend("simulator", score_mod="score + table[doc[key]]", captured=captured, check=False)
+
+
+@pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns"])
+def test_tiles_for_arrays_of_pairs(kernel):
+    record = cupyfa.kernel(kernel)
+    sizes = {"heads": 32, "M": 4096, "d": 64, "dtype": "bfloat16"}
+
+    def tile(**arrays):
+        return record.tiles_for(Problem.of_sizes(**sizes, **arrays), "90", 132)[0]
+
+    of_pairs = record.choice.of_pairs[64][0]
+    assert tile(bias="1hmn") == tile(mask="11mn") == tile(mask="b11n") == of_pairs
+    assert of_pairs not in (tile(), tile(alibi_slopes="h"), tile(bias="1hm1"))
