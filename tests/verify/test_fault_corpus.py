@@ -63,7 +63,11 @@ def test_a_ring_that_wraps_needs_few_samples(tmp_path, monkeypatch, fault):
     found(broken_kernels.broken(tmp_path, fault), samples=16, seed=1)
 
 
-def test_there_are_faults_of_every_family():
+def test_there_are_faults_of_every_family(tmp_path):
+    for i, fault in enumerate(FAULTS):  # raises for a text that the kernels no longer have
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        broken_kernels.broken(folder, fault)
     assert len(FAULTS) >= 60
     assert len({str(fault) for fault in FAULTS}) == len(FAULTS)
     kernels = {fault.kernel for fault in FAULTS}
