@@ -171,7 +171,7 @@ def attention(
     captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
         bool, whole numbers or floats; an index has to be inside its axis.
     sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
-        value. It takes a share of the softmax and counts in lse; -infinity is none.
+        value. The softmax and lse include it; -infinity has no effect.
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
@@ -179,7 +179,7 @@ def attention(
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
-    options: those of these that are no arrays, as one AttentionOptions.
+    options: all options that are not arrays, as one AttentionOptions.
     kernel: a name of ``kernels()``, a Kernel, or "auto".
     backend: "cuda", "simulator", "auto", or a Simulator with settings of its own.
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
@@ -363,9 +363,9 @@ def attention_vjp(
     Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. With ``return_lse`` it
     returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse
     too. ``kernel`` is the argument of ``attention``, ``backward_kernel`` and ``deterministic`` are
-    those of ``attention_backward``; the other arguments go to both, and of ``own`` each kernel
-    takes what its record has. The pullback keeps references to q, k, v, out and lse, and may be
-    called several times; it uses their contents at that time.
+    those of ``attention_backward``; the other arguments go to both, and each kernel gets the arrays
+    of ``own`` that its record declares. The pullback keeps references to q, k, v, out and lse, and
+    may be called several times; it uses their contents at that time.
     """
     if not options.keys() <= _OF_BOTH.keys():
         if given := options.keys() & {"return_own", "out", "grads"}:
@@ -446,8 +446,8 @@ def plan(
 
     alibi_slopes, bias, mask, sink and arrays of ``captured`` are forms: a shape, (1, 8, 64, 64),
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
-    "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, of which only the form
-    counts.
+    "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
+    taken.
 
     Raises what ``attention`` raises.
     """
@@ -475,9 +475,9 @@ def dropout_mask(
 ) -> Array:
     """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
 
-    heads are those of q. The probability is rounded to multiples of 1/65536. Whether a pair is kept
-    depends on its batch element, head, query and key, the seed and the offset alone: a part of a
-    larger mask is the mask of the part. Another seed or offset gives other, independent bits.
+    ``heads`` counts the heads of q. The probability is rounded to multiples of 1/65536. Only batch
+    element, head, query, key, seed and offset decide whether a pair is kept, not M and N. Another
+    seed or offset gives independent bits.
 
     Raises ValueError or TypeError for wrong arguments.
 

@@ -27,6 +27,7 @@ from cupyfa.numerics import ranges
 from cupyfa.numerics.modification import Modifications
 from cupyfa.options import AttentionOptions
 from cupyfa.planner import mods
+from cupyfa.planner.evaluate import SIZES
 from cupyfa.planner.plan import Argument, Plan, PlannedLaunch
 from cupyfa.problem import Problem
 from cupyfa.runtime import launcher
@@ -346,10 +347,8 @@ def _of_array(
         if asked is not None and n not in (1, asked) and not (asked == 1 and name in _PLACE_OF):
             raise ValueError(f"mask has shape {array.shape}, and {name}={asked}; let them be equal")
         sizes.append(max(n, asked or 1) if n else 0)
-    index = ", ".join(
-        "0" if n == 1 else place for place, n in zip(("batch", "head", "query", "key"), array.shape)
-    )
-    return BlockMask(_expression(f"array[{index}]"), {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
+    text = _expression(f"array[{modifiers.indices(array.shape)}]")
+    return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
 
 
 def _expression(text: str) -> Expression:
@@ -497,7 +496,7 @@ def _pairs_by_kernel(
 def _plan(p: Problem, count: int, constants: Mapping[str, int]) -> Plan:
     """The plan of one launch for some tiles, which is no kernel of the ladder."""
     value, inside = mods.value(p)
-    sizes = np.array((p.M, p.N, 0, 0), [(x, "i4") for x in ("M", "N", "left", "right")])
+    sizes = np.array((p.M, p.N, 0, 0), SIZES)
     threads = int(CLASSIFY.threads(p, SimpleNamespace()))
     step = PlannedLaunch(
         launch=CLASSIFY,

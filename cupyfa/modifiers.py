@@ -182,12 +182,12 @@ def _score_texts(
     if ALIBI in operands:
         yield alibi_text(operands[ALIBI])
     if BIAS in operands:
-        yield _text(BIAS, f"score + {BIAS}[{_index(operands[BIAS])}]")
+        yield _text(BIAS, f"score + {BIAS}[{indices(operands[BIAS].shape)}]")
 
 
 def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> Iterator[Expression]:
     if MASK in operands:
-        yield _text(MASK, f"{MASK}[{_index(operands[MASK])}]")
+        yield _text(MASK, f"{MASK}[{indices(operands[MASK].shape)}]")
     if options.mask_mod is not None:
         yield options.mask_mod
 
@@ -201,9 +201,9 @@ def alibi_text(slopes: Operand, factor: str = "") -> Expression:
     return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
 
 
-def _index(operand: Operand) -> str:
-    """The indices of a pair; 0 where the same elements serve a whole axis."""
-    return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, operand.shape))
+def indices(shape: Sequence[int]) -> str:
+    """The indices of a pair in a text; 0 where the same elements serve a whole axis."""
+    return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
 def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:

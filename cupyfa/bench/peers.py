@@ -177,10 +177,11 @@ def _torch(
 def _scaled_dot_product(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
+    """scaled_dot_product_attention by the kernel of a name."""
     attention = import_module("torch.nn.attention")
     kernel = getattr(attention.SDPBackend, _TORCH[name])
     mask = torch_masks.one_array(torch, p, arrays, device)
-    options = {"scale": p.scale, "enable_gqa": p.heads != p.kv_heads}
+    options = _usual(p)
     options |= _causal(name, p) if mask is None else {"attn_mask": mask}
 
     def attend(*inputs: Any) -> Any:
@@ -197,8 +198,12 @@ def _flex(
     module = import_module("torch.nn.attention.flex_attention")
     on_gpu = device.type == "cuda"
     attention = torch.compile(module.flex_attention) if on_gpu else module.flex_attention
-    options = {"scale": p.scale, "enable_gqa": p.heads != p.kv_heads}
-    return partial(attention, **options, **torch_masks.flex(torch, module, p, arrays, device))
+    return partial(attention, **_usual(p), **torch_masks.flex(torch, module, p, arrays, device))
+
+
+def _usual(p: Problem) -> dict[str, Any]:
+    """The arguments of both; older versions of torch do not know enable_gqa."""
+    return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
 
 
 def _causal(name: str, p: Problem) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyfa.errors import Unsupported
 from cupyfa.expressions import FUNCTIONS, Expression
-from cupyfa.modifiers import BIAS, MASK
+from cupyfa.modifiers import BIAS, DLSE, MASK, SINK
 from cupyfa.options import NO_WINDOW
 from cupyfa.problem import Problem
 
@@ -40,8 +40,8 @@ def flex(
     torch: Any, module: Any, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> dict[str, Any]:
     """The arguments of flex_attention for the texts of a problem, and for its mask."""
-    known = {name.removeprefix("mods."): x for name, x in arrays.items() if "." in name}
-    unread = [x.name for x in p.modifiers.arrays if x.name in ("sink", "dlse")]
+    known = {name.removeprefix("mods."): x for name, x in arrays.items()}
+    unread = [x.name for x in p.modifiers.arrays if x.name in (SINK, DLSE)]
     if unread:
         raise Unsupported(f"its attention has no {', '.join(unread)}")
     known |= p.modifiers.numbers | {"queries": p.M, "keys": p.N, "first": p.first_position}
