@@ -34,7 +34,7 @@ from cupyfa.options import (
 )
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import MOST, Problem, sizes_of
+from cupyfa.problem import MOST, TEXTS, Problem, sizes_of
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
@@ -527,7 +527,6 @@ _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
 _ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE)
-_TEXTS = ("score_mod", "mask_mod")
 # What attention_vjp hands to both passes.
 _OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
 _ARRAYS = {
@@ -582,7 +581,7 @@ def _traced(how: How) -> How:
     if not any(map(callable, how[_OWN_AT + 1 :])):
         return how
     asked = {
-        name: Expression.of(name, x) if name in _TEXTS and callable(x) else x
+        name: Expression.of(name, x) if name in TEXTS and callable(x) else x
         for name, x in zip(OPTIONS, how[_OWN_AT + 1 :])
     }
     return (*how[: _OWN_AT + 1], *asked.values())
