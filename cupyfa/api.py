@@ -79,6 +79,7 @@ _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and op
 
 
 Array = np.ndarray[Any, Any]
+_QKV = ("q", "k", "v")
 
 
 @overload
@@ -276,6 +277,7 @@ def compile_backward(
     own: Own | None = None,
     return_own: Sequence[str] = (),
     dlse: Any = None,
+    wrt: Sequence[str] = _QKV,
     **keywords: Unpack[_Modified],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
@@ -284,7 +286,7 @@ def compile_backward(
     other arguments are those of ``attention_backward``. The Prepared is called as
     ``prepared(dout, q, k, v, out, lse, grads=None)``, with ``dlse=`` if it was made with one.
     """
-    how = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
+    how = ("backward", kernel, backend, options, layout, tiles, deterministic, _own_of(wrt))
     given, asked = _without_arrays(keywords)
     if dlse is not None:
         given["dlse"] = _like_lse(dlse, lse) if dtype is None else dlse
@@ -309,6 +311,7 @@ def attention_backward(
     own: Own | None = None,
     return_own: Sequence[str] = (),
     dlse: Any = None,
+    wrt: Sequence[str] = _QKV,
     grads: Any = None,
     check: bool = False,
     **keywords: Unpack[_Modified],
@@ -318,19 +321,20 @@ def attention_backward(
     q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
     the shape of out. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
-    of lse, of its shape and dtype; by default it is 0. ``grads`` are three arrays for the results,
-    each None for a new one. ``own`` and ``return_own`` are as for ``attention``.
+    of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
+    returned: q, k, v and sink. ``grads`` has an array for each of them, or None for a new one.
+    ``own`` and ``return_own`` are as for ``attention``.
 
-    Returns dq, dk and dv with the shapes of q, k and v, then the arrays of ``return_own``; dk and
-    dv are sums over the query heads that share a key head. The gradient of a row that sees no key
-    is 0.
+    Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
+    dtypes of their arrays, then the arrays of ``return_own``; dk and dv are sums over the query
+    heads that share a key head. The gradient of a row that sees no key is 0.
 
     Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but
     has to be.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
-    how: How = ("backward", kernel, backend, options, layout, tiles, deterministic, _NO_OWN)
+    how: How = ("backward", kernel, backend, options, layout, tiles, deterministic, _own_of(wrt))
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
     if keywords or dlse is not None:
         given, asked = _without_arrays(keywords)
@@ -356,11 +360,13 @@ def attention_vjp(
     backward_kernel: str | Kernel = "auto",
     own: Own | None = None,
     return_lse: bool = False,
+    wrt: Sequence[str] = _QKV,
     **options: Unpack[_Common],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """The attention of q, k and v, and the function that computes its gradients.
 
-    Returns out and ``pullback``; ``pullback(dout)`` gives dq, dk and dv. With ``return_lse`` it
+    Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
+    dk and dv. With ``return_lse`` it
     returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse
     too. ``kernel`` is the argument of ``attention``, ``backward_kernel`` and ``deterministic`` are
     those of ``attention_backward``; the other arguments go to both, and each kernel gets the arrays
@@ -385,6 +391,7 @@ def attention_vjp(
             kernel=backward_kernel,
             own=backward,
             dlse=dlse,
+            wrt=wrt,
             **options,
         )
 
@@ -522,7 +529,7 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 # arrays that are asked for, the numbers that texts read, and a block mask; and the values of
 # OPTIONS, of which softmax has none.
 How = tuple[Any, ...]
-_NO_OWN: tuple[Any, ...] = (), (), (), None
+_NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
@@ -653,7 +660,7 @@ def _prepared(
     else:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
-        operands = _operands(inputs, own[2])
+        operands = _operands(inputs, own[2], own[4])
         if blocks is not None:
             chosen, alone = blocks.options(chosen), chosen.mask_mod is None
             operands += (*blocks.operands(arrays=True), *blocks.operands(arrays=False))
@@ -668,10 +675,8 @@ def _prepared(
             ("lse", lse, problem.dtype.sums),
         ):
             _check_like(name, inputs[name], shape, of)
-        results = [
-            Result(f"d{name.upper()}", tuple(inputs[name].shape), f"d{name} of grads")
-            for name in "qkv"
-        ]
+        _check_wrt(own[4], inputs)
+        results = [_gradient(name, inputs) for name in own[4]]
     elif not flag:  # return_lse
         del results[1]
     require_one_device(backend, {modifiers.name_of(name): x for name, x in inputs.items()})
@@ -726,9 +731,9 @@ def _with_operands(
     operands += [modifiers.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     named = [x for x in operands if x.is_array]
-    before, asked, *_ = how[_OWN_AT]
+    before, asked, _, _, wrt = how[_OWN_AT]
     others = tuple(x for x in operands if not x.is_array)
-    made = (*before, *(x.input for x in named)), asked, others, blocks
+    made = (*before, *(x.input for x in named)), asked, others, blocks, wrt
     like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
 
@@ -764,9 +769,9 @@ def _with_forms(
         own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
         found.insert(own, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
     named = [x for x in found if x.is_array]
-    before, asked, *_ = how[_OWN_AT]
+    before, asked, _, _, wrt = how[_OWN_AT]
     numbers = tuple(x for x in found if not x.is_array)
-    made = (*before, *(x.input for x in named)), asked, numbers, blocks
+    made = (*before, *(x.input for x in named)), asked, numbers, blocks, wrt
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), [(x.shape, x.numpy) for x in named]
 
 
@@ -791,7 +796,35 @@ def _like_lse(dlse: Any, lse: Any) -> Any:
     return dlse
 
 
-def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[Operand, ...]:
+def _gradient(name: str, inputs: Mapping[str, Any]) -> Result:
+    if name in _QKV:
+        return Result(f"d{name.upper()}", tuple(inputs[name].shape), f"d{name} of grads")
+    shape = tuple(inputs[f"mods.{name}"].shape)
+    return Result(modifiers.gradient_of(name), shape, f"d{name} of grads")
+
+
+def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
+    """What a call has besides its arrays: the names of those whose gradients it gives."""
+    if wrt is _QKV:
+        return _NO_OWN
+    if isinstance(wrt, str) or not all(isinstance(x, str) for x in wrt):
+        raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
+    if len(set(wrt)) < len(wrt) or not wrt:
+        raise ValueError(f"wrt is {tuple(wrt)}; give at least one name, and each once")
+    return (*_NO_OWN[:-1], tuple(wrt))
+
+
+def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
+    able = (*_QKV, *(x for x in modifiers.DIFFERENTIABLE if f"mods.{x}" in inputs))
+    if unable := [x for x in wrt if x not in able]:
+        raise ValueError(
+            f"wrt names {', '.join(unable)}; of this call it can name {', '.join(able)}"
+        )
+
+
+def _operands(
+    inputs: Mapping[str, Any], numbers: tuple[Operand, ...], wrt: Sequence[str]
+) -> tuple[Operand, ...]:
     lead, given = tuple(inputs["q"].shape[:-3]), []
     for name, array in inputs.items():
         own = name.removeprefix("mods.")
@@ -800,7 +833,8 @@ def _operands(inputs: Mapping[str, Any], numbers: tuple[Operand, ...]) -> tuple[
         if name == f"mods.{modifiers.DLSE}":
             array = array.reshape(prod(lead), *array.shape[-2:])
         if own != name:
-            given.append(modifiers.of_value(own, array))
+            made = modifiers.of_value(own, array)
+            given.append(replace(made, gradient=True) if own in wrt else made)
     return (*given, *numbers)
 
 

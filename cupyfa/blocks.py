@@ -67,7 +67,7 @@ class BlockMask:
         self._lock, self._kept = threading.RLock(), dict[Any, Any]()
         # What a call with this mask alone says of its arrays (see api.How): one object, which
         # the next call recognises.
-        self.alone = (), (), (), self
+        self.alone = (), (), (), self, ("q", "k", "v")
         _ = self._problem  # raises for texts and arrays that do not fit
 
     @property

@@ -22,6 +22,7 @@ from cupyfa.options import AttentionOptions
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 _WITHOUT_TEXT = (SINK, DLSE)
+DIFFERENTIABLE = (SINK,)  # arrays whose gradients kernels give
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -38,12 +39,14 @@ class Operand:
 
     name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
     same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
+    gradient: whether the backward operation gives its gradient.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
     value: float | int | bool | None = None
+    gradient: bool = False
 
     @property
     def captured(self) -> Captured:
@@ -68,6 +71,11 @@ class Operand:
     def input(self) -> str:
         """What the inputs of operations call it."""
         return f"mods.{self.name}"
+
+
+def gradient_of(name: str) -> str:
+    """What the outputs of operations call the gradient of an array."""
+    return f"d_{name}"
 
 
 def name_of(name: str) -> str:
@@ -113,7 +121,8 @@ class Modifiers:
     @property
     def features(self) -> list[str]:
         alone = [x for x in _WITHOUT_TEXT if self._has(x)]
-        return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone
+        asked = ["wrt"] * any(x.gradient for x in self.arrays)
+        return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
 
     @property
     def _reads_places(self) -> bool:

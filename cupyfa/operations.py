@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.modifiers import Operand
+from cupyfa.modifiers import SINK, Operand, gradient_of
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.numerics.modification import Modifications
@@ -107,7 +107,7 @@ class Operation:
 
     def bytes(self, p: Problem) -> int:
         """The fewest bytes moved: every input is read once, every output is written once."""
-        moved = [*self.inputs_of(p).values(), *(Input(*x) for x in self.outputs.values())]
+        moved = [*self.inputs_of(p).values(), *self.outputs_of(p).values()]
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
@@ -115,10 +115,16 @@ class Operation:
         read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
         return {name: x for name, x in self.inputs.items() if x.when(p)} | read
 
+    def outputs_of(self, p: Problem) -> dict[str, Input]:
+        """The outputs of a problem, with the gradients of arrays that its texts read."""
+        asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
+        made = {gradient_of(x.name): Input(partial(_form, x), x.dtype) for x in asked}
+        return {name: Input(*of) for name, of in self.outputs.items()} | made
+
     def axes_of(self, p: Problem) -> dict[str, str]:
-        """The axes of every input that a problem has, and of every output."""
-        inputs = {name: x.axes_for(p) for name, x in self.inputs_of(p).items()}
-        return inputs | {name: axes for name, (axes, _) in self.outputs.items()}
+        """The axes of every input and output that a problem has."""
+        every = self.inputs_of(p) | self.outputs_of(p)
+        return {name: x.axes_for(p) for name, x in every.items()}
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
@@ -132,7 +138,7 @@ class Operation:
         return Excerpt(batch, head, here)
 
     def _is_of_keys(self, output: str) -> bool:
-        return "kv_heads" in self.outputs[output][0].split()
+        return output in self.outputs and "kv_heads" in self.outputs[output][0].split()
 
 
 def visible_scores(p: Problem) -> int:
@@ -225,7 +231,11 @@ def _expected_gradients(
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
         dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
         how = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
-        return tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink)
+        found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink)
+        return {
+            r: {gradient_of(SINK) if x == "dsink" else x: y for x, y in of.items()}
+            for r, of in found.items()
+        }
 
     if excerpt is None:
         return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))

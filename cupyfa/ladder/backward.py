@@ -15,7 +15,7 @@ from cupyfa.ladder.common import (
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES
+from cupyfa.modifiers import KEY_TILES, SINK, Operand
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
@@ -553,7 +553,28 @@ WGMMA_TWO_PASS = rung(
     unordered=(),
 )
 
-KERNELS = (
+_KERNELS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
     *(WGMMA_COLUMNS, WGMMA_TWO_PASS),
 )
+
+# The gradients of arrays that change scores, which every kernel gives by launches of their own.
+SINK_GRADIENT = Launch(
+    "sink_gradient",
+    args="O dO lse d_sink.data M batch mods",
+    grid=lambda p, c: (p.heads, len(_sink(p).shape) > 1 and p.batch or 1),
+    threads=lambda p, c: THREADS,
+    when=lambda p: bool((sink := _sink(p)) and sink.gradient),
+)
+
+
+def _sink(p: Problem) -> Operand | None:
+    return next((x for x in p.modifiers.arrays if x.name == SINK), None)
+
+
+def with_gradients(kernel: Kernel) -> Kernel:
+    launches = (*kernel.launches, SINK_GRADIENT)
+    return replace(kernel, launches=launches, features=(*kernel.features, "wrt"))
+
+
+KERNELS = tuple(map(with_gradients, _KERNELS))

@@ -32,7 +32,7 @@ Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
-FEATURES = (*OPTION_FEATURES, "sink", "dlse", "gqa", "strides", "lse", "dv")
+FEATURES = (*OPTION_FEATURES, "sink", "dlse", "wrt", "gqa", "strides", "lse", "dv")
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other architecture has
 MOST_BOX_ROWS = 256

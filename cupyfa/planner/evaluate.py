@@ -78,10 +78,9 @@ class _Planner:
         }
         # An operation's lse is left out if the kernel does not compute it.
         has_lse = "lse" in kernel.features
-        outputs = self.operation.outputs.items()
         self.outputs = {
-            name: (Input(*of).shape(problem), Input(*of).dtype(problem))
-            for name, of in outputs
+            name: (x.shape(problem), x.dtype(problem))
+            for name, x in self.operation.outputs_of(problem).items()
             if name != "lse" or has_lse
         }
 

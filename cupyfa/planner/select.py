@@ -305,7 +305,10 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
     return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
 
 
-_MEANING = {"places": "places (masks, and scores that depend on arrays or positions)"}
+_MEANING = {
+    "places": "places (masks, and scores that depend on arrays or positions)",
+    "wrt": "wrt (gradients of arrays that change scores)",
+}
 
 
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.modifiers import name_of
+from cupyfa.modifiers import gradient_of, name_of
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
@@ -115,7 +115,7 @@ class Prepared:
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         self._views = {
             name: partial(_reshaped, plan.arrays[name][0])
-            if name in own or name.startswith("mods.")
+            if name in own or name.startswith(("mods.", gradient_of("")))
             else partial(viewed, plan.problem, layout, axes)
             for name, axes in operation.axes_of(plan.problem).items()
         }
@@ -255,14 +255,16 @@ class Prepared:
                 raise TypeError("attention has no grads=; use out=")
             return self._all_new if out is None else (out, *self._others)
         if out is not None:
-            raise TypeError("attention_backward has no out=; use grads=, three arrays")
+            raise TypeError("attention_backward has no out=; use grads=, an array for each gradient")
         if grads is None:
             return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._given:
             many = isinstance(grads, tuple | list)
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
+            names = [str(x.given).removesuffix(" of grads") for x in self._results if x.given]
             raise TypeError(
-                f"grads {what}; give the three arrays for dq, dk and dv, each None for a new one"
+                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, each None for a "
+                "new one"
             )
         return (*grads, *self._all_new[len(grads) :])
 

@@ -568,6 +568,7 @@ __device__ __forceinline__ Element of_pair(const Element* pair, bool second) {
 // In pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time.
 template <class Element, int rank, bool in_pairs = false>
 struct Array {
+  using Type = Element;
   const Element* data;
   long long stride[rank];
   int size[rank];

@@ -1,0 +1,45 @@
+// sink_gradient: the gradient of the sinks, which have a weight in every row but no value.
+//
+// dsink = -sum of exp(sink - lse) * D over the rows of a head, D = rowsum(dO * O) - dlse, as delta.cu
+// has it; of sinks [heads] over all batch elements. Each sum has a fixed order.
+//
+//   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink, as the sinks
+//   grid (heads, batch of the sinks)    block (threads), a warp for each row
+//   the host sets: scalar, real, dv, threads, shared_bytes, has_dlse
+#include <attention/texts.cuh>
+#include <backward/parts/gradient_of_lse.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared but the sums of warps");
+
+using Element = decltype(Mods::sink_)::Type;
+
+extern "C" __global__ __launch_bounds__(threads) void sink_gradient(
+    Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, Element* d_sink, int M,
+    int batch, Mods mods) {
+  constexpr int warps = threads / warp_size;
+  __shared__ real sums[warps];
+  const int head = blockIdx.x, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int first = blockIdx.y, end = gridDim.y > 1 ? first + 1 : batch;
+  real total = 0;
+  for (int b = first; b < end; ++b) {
+    const real sink = sink_of(mods.sink_, b, head);
+    for (int row = warp; row < M; row += warps) {
+      const scalar* output = O.row(b, head, row);
+      const scalar* gradient = dO.row(b, head, row);
+      real delta = 0;
+      for (int col = lane; col < dv; col += warp_size)
+        delta += real(output[col]) * real(gradient[col]);
+      delta = warp_sum(delta) - gradient_of_lse(mods, b, head, row);
+      const real sum = *lse.row(b, head, row);
+      if (sum != -infinity) total -= exp(sink - sum) * delta;
+    }
+  }
+  if (lane == 0) sums[warp] = total;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int i = 1; i < warps; ++i) total += sums[i];
+  d_sink[blockIdx.y * gridDim.x + head] = Element(total);
+}
