@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import dtype_named
+from cupyfa.dtypes import DTYPES, dtype_named
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -815,7 +815,9 @@ def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
-    able = (*_QKV, *(x for x in modifiers.DIFFERENTIABLE if f"mods.{x}" in inputs))
+    read = (x for x in inputs if x.startswith("mods.") and x != f"mods.{modifiers.DLSE}")
+    floats = (x for x in read if str(inputs[x].dtype) in DTYPES)
+    able = (*_QKV, *(x.removeprefix("mods.") for x in floats))
     if unable := [x for x in wrt if x not in able]:
         raise ValueError(
             f"wrt names {', '.join(unable)}; of this call it can name {', '.join(able)}"

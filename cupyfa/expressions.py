@@ -525,14 +525,18 @@ class Expression:
         self,
         bounded: Callable[[ast.expr, str, int], bool],
         kinds: Mapping[str, Captured] | None = None,
+        slot: Callable[[str], int | None] = lambda array: None,
     ) -> str:
         """The expression in C++, for attention/expression.cuh.
+
+        ``slot(array)`` is called for each access: the number of its derivative on the tape, or None
+        for an array without one.
 
         ``bounded(index, array, axis)`` says whether an index may leave its axis. A captured name
         x is x_ in C++, where no name is a keyword or one of the header's. Without ``kinds`` whole
         numbers are computed in 64 bits where captured ones are.
         """
-        return _Printer(_Rules(self.option, kinds), bounded).result(self.tree)
+        return _Printer(_Rules(self.option, kinds), bounded, slot).result(self.tree)
 
 
 def cpp_name(captured: str) -> str:
@@ -584,6 +588,7 @@ class _Printer:
 
     rules: _Rules
     bounded: Callable[[ast.expr, str, int], bool]
+    slot: Callable[[str], int | None]
 
     def result(self, tree: ast.expr) -> str:
         return self.print(tree) if self.rules.option in MASKS else self._number(tree)
@@ -611,13 +616,19 @@ class _Printer:
             for axis, index in enumerate(_indices(node))
             for text in [self.print(index)]
         )
-        return f"{cpp_name(array)}.read({', '.join(indices)})"
+        given = ", ".join(indices)
+        if (slot := self.slot(array)) is not None:
+            return f"tape.template read<{slot}>({cpp_name(array)}, {given})"
+        return f"{cpp_name(array)}.read({given})"
 
     def _binop(self, node: ast.BinOp) -> str:
         op = node.op
         if isinstance(op, ast.Div):
             return f"({self._number(node.left)} / {self._number(node.right)})"
-        if (capped := _capped(node)) is not None:
+        capped = _capped(node)
+        if capped is not None and not any(
+            isinstance(x, ast.Subscript) for x in ast.walk(node.left)
+        ):
             return f"capped({self._number(capped)}, {self._number(node.left)})"
         if self._is_fused(node):
             return self._fused(node)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from keyword import iskeyword
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from cupyfa.options import AttentionOptions
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 _WITHOUT_TEXT = (SINK, DLSE)
-DIFFERENTIABLE = (SINK,)  # arrays whose gradients kernels give
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -103,6 +103,16 @@ class Modifiers:
     @property
     def arrays(self) -> tuple[Operand, ...]:
         return tuple(x for x in self.operands if x.is_array)
+
+    @property
+    def differentiated(self) -> tuple[Operand, ...]:
+        """The arrays of texts whose gradients are asked for."""
+        return tuple(x for x in self.arrays if x.gradient and x.name not in _WITHOUT_TEXT)
+
+    @property
+    def elements(self) -> int:
+        """How many elements those have together."""
+        return sum(prod(x.shape) for x in self.differentiated)
 
     @property
     def numbers(self) -> dict[str, float]:

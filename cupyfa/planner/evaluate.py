@@ -156,7 +156,7 @@ class _Planner:
                 name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
                 for name, rows in launch.boxes.items()
             },
-            mods=mods.header(p),
+            mods=mods.header(p, taped="gradients" in launch.args.split()),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
         )
@@ -204,7 +204,8 @@ class _Planner:
 
     def inside(self, name: str) -> tuple[tuple[str, int], ...]:
         """The arrays in an argument that is a struct."""
-        return mods.value(self.problem)[1] if name == "mods" else ()
+        structs = {"mods": mods.value, "gradients": mods.gradients}
+        return structs[name](self.problem)[1] if name in structs else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
         """The axes of an array whose strides a Tensor has for batch, head and row."""
@@ -333,6 +334,7 @@ def _values(p: Problem) -> dict[str, Any]:
         "scale": p.dtype.sums.type(p.scale),
         "sizes": np.array((p.M, p.N, *ends.values()), SIZES),
         "mods": mods.value(p)[0],
+        "gradients": mods.gradients(p)[0],
     }
 
 

@@ -1,14 +1,15 @@
 """The texts of a problem in C++, and struct Mods: the arrays and numbers of texts and dropout."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.expressions import Captured, Expression, cpp_name
-from cupyfa.modifiers import ALIBI, NONE, Modifiers, Operand, alibi_text
+from cupyfa.modifiers import ALIBI, NONE, Modifiers, Operand, alibi_text, gradient_of
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.problem import Problem
 
@@ -26,8 +27,11 @@ _UNIT = "unit"  # a member: 1 / scale
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
-def header(p: Problem) -> str:
-    """What is declared above a kernel's file for the texts of a problem."""
+def header(p: Problem, *, taped: bool = False) -> str:
+    """What is declared above a kernel's file for the texts of a problem.
+
+    taped: also the function of the modified score that notes its derivatives by elements of arrays.
+    """
     found = p.modifiers
     if found == NONE:
         return "struct Mods {};"
@@ -40,6 +44,7 @@ def header(p: Problem) -> str:
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
             _function(p, "score_text", found.score),  # both, because compilers look names up
             _function(p, "mask_text", found.mask),  # also in branches that they discard
+            *([_tape(p)] if taped else []),
         ]
     )
 
@@ -73,6 +78,17 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             record[name] = number
     arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
     return record, tuple(arrays)
+
+
+def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """struct Gradients, the arrays of the gradients that are asked for; see ``value``."""
+    found = p.modifiers.differentiated
+    if not found:
+        return _EMPTY, ()
+    fields = [(gradient_of(x.name), array_type(len(x.shape))) for x in found]
+    record = np.zeros((), np.dtype(fields, align=True))
+    inside = ((name, record.dtype.fields[name][1]) for name, _ in fields)  # type: ignore[index]
+    return record, tuple(inside)
 
 
 def of_products(p: Problem) -> bool:
@@ -121,16 +137,55 @@ def _names_position(found: Modifiers) -> bool:
     return any("position" in x.positions for x in (*found.score, *found.mask))
 
 
-def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
-    """The function that applies texts, one after the other."""
+def _tape(p: Problem) -> str:
+    """What text_gradients.cu reads of the texts of a problem."""
+    found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
+    accesses: list[str] = []
+
+    def slot(array: str) -> int | None:
+        if array not in of:
+            return None
+        accesses.append(array)
+        return len(accesses) - 1
+
+    function = _function(p, "score_text", p.modifiers.score, slot)
+    members = (f" {_member(x)} {gradient_of(x.name)};" for x in found)
+    sizes = [prod(x.shape) for x in found]
+    starts = [sum(sizes[:i]) for i in range(len(found))]
+    return "\n".join(
+        [
+            f"struct Gradients {{{''.join(members)} }};",
+            f"constexpr int accesses = {len(accesses)}, arrays = {len(found)};",
+            f"constexpr long long elements = {p.modifiers.elements};",
+            f"constexpr int array_of[] = {{{', '.join(str(of.index(x)) for x in accesses)}}};",
+            f"constexpr long long starts[] = {{{', '.join(map(str, starts))}}};",
+            "using Slopes = Tape<accesses>;",
+            function,
+            "template <class Body>",
+            "__device__ __forceinline__ void for_gradients(const Gradients& gradients, Body body) {",
+            *(f"  body({i}, gradients.{gradient_of(x.name)});" for i, x in enumerate(found)),
+            "}",
+        ]
+    )
+
+
+def _function(
+    p: Problem,
+    name: str,
+    texts: tuple[Expression, ...],
+    slot: Callable[[str], int | None] | None = None,
+) -> str:
+    """The function that applies texts, one after the other; with ``slot`` on a tape."""
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
     is_score = name == "score_text"
     result, first = ("Score", "Score score, ") if is_score else ("bool", "")
+    if slot is not None:
+        result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "
     read = {x for text in texts for x in text.captured}
     by_name = {x.name: x for x in found.operands if x.name in read}
     lines = [
-        f"template <{'class Score, ' * is_score}class Key>",
+        f"template <{'class Score, ' * (is_score and slot is None)}class Key>",
         f"__device__ __forceinline__ {result} {name}(",
         f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
@@ -141,12 +196,13 @@ def _function(p: Problem, name: str, texts: tuple[Expression, ...]) -> str:
     def bounded(index: ast.expr, array: str, axis: int) -> bool:
         return not _fits(p, index, by_name[array].shape[axis])
 
-    if is_score and of_products(p):
+    if is_score and slot is None and of_products(p):
         lines.append(f"  const auto {cpp_name(_UNIT)} = Real(mods.{_UNIT});")
         texts = (alibi_text(by_name[ALIBI], _UNIT),)
         kinds[_UNIT] = Captured(_UNIT, "float", 0)
     if is_score:
-        lines += [f"  score = {x.cpp(bounded, kinds)};" for x in texts]
+        note = slot or (lambda array: None)
+        lines += [f"  score = {x.cpp(bounded, kinds, note)};" for x in texts]
         lines.append("  return score;\n}")
     else:
         shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)

@@ -255,7 +255,9 @@ class Prepared:
                 raise TypeError("attention has no grads=; use out=")
             return self._all_new if out is None else (out, *self._others)
         if out is not None:
-            raise TypeError("attention_backward has no out=; use grads=, an array for each gradient")
+            raise TypeError(
+                "attention_backward has no out=; use grads=, an array for each gradient"
+            )
         if grads is None:
             return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._given:

@@ -1,7 +1,7 @@
 // sink_gradient: the gradient of the sinks, which have a weight in every row but no value.
 //
-// dsink = -sum of exp(sink - lse) * D over the rows of a head, D = rowsum(dO * O) - dlse, as delta.cu
-// has it; of sinks [heads] over all batch elements. Each sum has a fixed order.
+// dsink = -sum of exp(sink - lse) * D over the rows of a head, D = rowsum(dO * O) - dlse, as
+// delta.cu has it; of sinks [heads] over all batch elements. Each sum has a fixed order.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink, as the sinks
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
@@ -16,9 +16,11 @@ static_assert(shared_bytes == 0, "nothing is shared but the sums of warps");
 
 using Element = decltype(Mods::sink_)::Type;
 
-extern "C" __global__ __launch_bounds__(threads) void sink_gradient(
-    Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, Element* d_sink, int M,
-    int batch, Mods mods) {
+extern "C" __global__ __launch_bounds__(threads) void sink_gradient(Tensor<const scalar> O,
+                                                                    Tensor<const scalar> dO,
+                                                                    Tensor<const real> lse,
+                                                                    Element* d_sink, int M,
+                                                                    int batch, Mods mods) {
   constexpr int warps = threads / warp_size;
   __shared__ real sums[warps];
   const int head = blockIdx.x, warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;

@@ -581,7 +581,38 @@ struct Array {
     return read_from<0>(data, 0, indices...);
   }
 
+  // The number of that element in an array without strides.
+  template <class... Indices>
+  __device__ __forceinline__ long long place(const Indices&... indices) const {
+    return place_from<0>(0, indices...);
+  }
+
+  // Sets it, in an array that may be written.
+  __device__ __forceinline__ void write(long long place, double value) const {
+    long long at = 0;
+    for (int axis = rank - 1; axis >= 0; --axis) {
+      at += place % size[axis] * (axis + 1 == rank ? 1 : stride[axis]);
+      place /= size[axis];
+    }
+    const_cast<Element*>(data)[at] = Element(real(value));
+  }
+
  private:
+  template <int axis>
+  __device__ __forceinline__ long long place_from(long long before) const {
+    return before;
+  }
+  template <int axis, class I, class... Rest>
+  __device__ __forceinline__ long long place_from(long long before, const I& index,
+                                                  const Rest&... rest) const {
+    long long own;
+    if constexpr (is_index<I>)
+      own = int(index);
+    else
+      own = inside(index, axis);
+    return place_from<axis + 1>(before * size[axis] + own, rest...);
+  }
+
   // `more` is what the positions' constants add to the address: the immediate offset of the load.
   template <int axis>
   __device__ __forceinline__ auto read_from(const Element* there, long long more) const {
@@ -604,4 +635,19 @@ struct Array {
     return index.within(size[axis]);
   }
   __device__ __forceinline__ long long inside(long long index, int) const { return index; }
+};
+
+// The elements that a text reads of arrays, each with the derivative of the score by it.
+template <int count>
+struct Tape {
+  using Number = Dual<1 + count>;  // derivatives by the score, then by each element
+  long long place[count];
+
+  template <int slot, class Array, class... Indices>
+  __device__ __forceinline__ Number read(const Array& array, const Indices&... indices) {
+    place[slot] = array.place(indices...);
+    Number x = number(array.read(indices...));
+    x.slope[1 + slot] = 1;
+    return x;
+  }
 };

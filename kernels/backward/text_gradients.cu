@@ -1,0 +1,64 @@
+// text_gradients: the gradients of arrays that texts read, such as a bias or slopes.
+//
+// A score x = text(scale * q·k, a[i], …) moves with every element that the text reads. With
+// P = exp(x - lse), the gradient of x is P * (dP - D), D = rowsum(dO * O) - dlse, and an element
+// gets that times dx / da[i], from all pairs that read it.
+//
+// It runs twice: to find the largest term of each array, then to add all terms.
+//
+//   Q, O, dO [batch, heads, M, d or dv]    K, V [batch, kv_heads, N, d or dv]    lse [batch, heads,
+//   M] grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row the host sets:
+//   scalar, real, d, dv, threads, shared_bytes, finds_largest, has_dlse, options and the tape of
+//   the texts
+#include <attention/score.cuh>
+#include <backward/parts/exact_sums.cuh>
+#include <backward/parts/gradient_of_lse.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+extern "C" __global__ __launch_bounds__(threads) void text_gradients(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> O,
+    Tensor<const scalar> dO, Tensor<const real> lse, unsigned long long* largest, long long* sums,
+    unsigned* flags, int bits, Sizes sizes, int heads, int group, real scale, Mods mods,
+    Gradients gradients) {
+  constexpr int rows = threads / warp_size;
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, rows), heads);
+  const int row = tile * rows + threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  if (row >= extent.M) return;
+  const real sum = *lse.row(batch, head, row);
+  if (sum == -infinity) return;
+
+  const scalar *query = Q.row(batch, head, row), *output = O.row(batch, head, row);
+  const scalar* gradient = dO.row(batch, head, row);
+  real delta = 0;
+  for (int col = lane; col < dv; col += warp_size) delta += real(output[col]) * real(gradient[col]);
+  delta = warp_sum(delta) - gradient_of_lse(mods, batch, head, row);
+
+  const ExactSums exact = {largest, sums, flags, bits};
+  for (int key = extent.kv_begin(row) + lane; key < extent.kv_end(row); key += warp_size) {
+    if (!extent.shown(row, key)) continue;
+    const scalar* of_key = K.row(batch, head / group, key);
+    const scalar* value = V.row(batch, head / group, key);
+    real product = 0, dP = 0;
+    for (int i = 0; i < d; ++i) product += real(query[i]) * real(of_key[i]);
+    for (int i = 0; i < dv; ++i) dP += real(gradient[i]) * real(value[i]);
+
+    Slopes tape;
+    const Slopes::Number x = score_text(Slopes::Number(product * scale), tape, mods, batch, head,
+                                        Index(row), Index(key), extent.M, extent.N);
+    const real p = exp(x.value - sum);
+    if (p == 0) continue;  // a slope may be infinite there
+    const real dx = p * (extent.dropped(dP, row, key) - delta);
+#pragma unroll
+    for (int i = 0; i < accesses; ++i) {
+      const real term = dx * x.slope[1 + i];
+      if (finds_largest)
+        exact.note(array_of[i], term);
+      else
+        exact.add(array_of[i], starts[array_of[i]] + tape.place[i], term);
+    }
+  }
+}
