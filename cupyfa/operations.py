@@ -231,11 +231,10 @@ def _expected_gradients(
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
         dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
         how = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
-        found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink)
-        return {
-            r: {gradient_of(SINK) if x == "dsink" else x: y for x, y in of.items()}
-            for r, of in found.items()
-        }
+        wrt = {x.name: inputs[x.input] for x in p.modifiers.differentiated if excerpt is None}
+        found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink, wrt=wrt)
+        names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
+        return {r: {names.get(x, x): y for x, y in of.items()} for r, of in found.items()}
 
     if excerpt is None:
         return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))

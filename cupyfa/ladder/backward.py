@@ -562,7 +562,7 @@ _KERNELS = (
 SINK_GRADIENT = Launch(
     "sink_gradient",
     args="O dO lse d_sink.data M batch mods",
-    grid=lambda p, c: (p.heads, len(_sink(p).shape) > 1 and p.batch or 1),
+    grid=lambda p, c: (p.heads, (len(_sink(p).shape) > 1 and p.batch) or 1),
     threads=lambda p, c: THREADS,
     when=lambda p: bool((sink := _sink(p)) and sink.gradient),
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -149,6 +149,29 @@ class Modifications:
             return replace(number, value=np.broadcast_to(number.value, scores.shape).copy())
         return number
 
+    @np.errstate(all="ignore")
+    def accesses(
+        self,
+        scores: Array,
+        place: Place,
+        masked: Array | None,
+        names: Collection[str],
+        *,
+        error: Array | None = None,
+        eps: float | None = None,
+    ) -> Iterator[tuple[str, tuple[Array, ...], Number]]:
+        """Every reading of an element of these arrays: the array, the indices, the modified scores.
+
+        The slope of these is the derivative by the element. error, eps: as of `number`.
+        """
+        for text in self.score_steps:
+            for node in _elements(text.tree, names):
+                number, at = Number(scores.astype(np.float64, copy=False), error=error), ()
+                for step in self.score_steps:
+                    walk = _Walk(self, step, place, masked, number, eps, seed=node)
+                    number, at = walk.real(step.tree), walk.at or at
+                yield _name_of(node), at, number
+
     def applied_to(self, scores: Array, visible: Array | None = None) -> Array:
         """Scores [batch, heads, M, N] after all steps; -inf where a pair is hidden.
 
@@ -161,6 +184,19 @@ class Modifications:
 
 
 NONE = Modifications()
+
+
+def _elements(tree: ast.expr, names: Collection[str]) -> list[ast.expr]:
+    """The nodes that read an element of these arrays."""
+    found = [x for x in ast.walk(tree) if isinstance(x, ast.Subscript)]
+    inner = {id(x.value) for x in found}  # a[i] of a[i][j]
+    return [x for x in found if id(x) not in inner and _name_of(x) in names]
+
+
+def _name_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id  # type: ignore[attr-defined]  # the rules leave names alone
 
 
 class _Walk:
@@ -177,8 +213,11 @@ class _Walk:
         masked: Array | None,
         score: Number | None,
         eps: float | None,
+        seed: ast.expr | None = None,
     ) -> None:
+        """``seed``: the element by which slopes are derivatives; then ``at`` has its indices."""
         self.mods, self.text, self.place, self.score, self.eps = mods, text, place, score, eps
+        self.seed, self.at = seed, ()
         self.live = None if masked is None else ~masked
 
     def visit(self, node: ast.expr) -> Number:
@@ -236,6 +275,7 @@ class _Walk:
 
     def _element(self, node: ast.expr) -> Number:
         indices: list[ast.expr] = []
+        is_seed = node is self.seed
         while isinstance(node, ast.Subscript):
             part = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             node, indices = node.value, [*part, *indices]
@@ -247,6 +287,8 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
+        if is_seed:
+            self.at, found.slope = at, 1.0
         if any(x.error is not None for x in numbers):  # which element is read is not known
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
             found.error = other if found.value.dtype.kind == "b" else np.where(other, np.inf, 0.0)

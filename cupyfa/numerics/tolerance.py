@@ -219,9 +219,12 @@ def expected_gradients(
     roundings: Roundings = (None,),
     dlse: Array | None = None,
     sink: Array | None = None,
+    wrt: Mapping[str, Array] | None = None,
     **score: Any,
 ) -> ExpectedOfEach:
     """The gradients "dQ", "dK" and "dV" with their bounds, and "dsink" if there is a sink.
+
+    Also those of the arrays ``wrt`` that texts read, by their names.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
     dlse are their gradients; the others are those of `expected_attention`. dK and dV are sums over
@@ -233,6 +236,7 @@ def expected_gradients(
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
     sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
+    arrays = _ArrayGradients(wrt or {}, kernels, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
     for tile in reference.tiles(q, k, v, sink=sink, **score):
         grad, its_out, its_lse, its_dlse = (
             reference.flat(x)[tile.where].astype(np.float64)
@@ -247,6 +251,7 @@ def expected_gradients(
             reference.flat(into["dQ"])[tile.where] = dq
             reference.add_to_heads(reference.flat(into["dK"]), tile, dk)
             reference.add_to_heads(reference.flat(into["dV"]), tile, dv)
+        arrays.add(work)
         if work.step.dsink is not None:
             sinks.reshape(-1)[tile.where[0]] += work.step.dsink.sum(-1)
             for r, kernel in kernels.items():
@@ -261,6 +266,10 @@ def expected_gradients(
             bounds[r]["dsink"] = of_sinks[r].sum(over)
             dtype_of_sink = str(sink.dtype)
             _add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
+    for name, array in arrays.given.items():
+        value[name] = arrays.value[name]
+        for r in kernels:
+            bounds[r][name] = arrays.bound(r, name, str(array.dtype))
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -499,19 +508,9 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     step = work.step
     P, dP, dS = (np.abs(_finite(x)) for x in (step.P, step.dP_delta, step.dS))
 
-    modified = None
-    if work.tile.mods.score_steps:
-        modified = _ModifiedScores(work.tile, kernel, work.score_size, differentiated=True)
-        exponent = modified.shift + eps * (work.exponent_size + 2) + modified.by_design
-    else:
-        exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
-        exponent = eps * (exponent + work.exponent_size + 2)
-        exponent += by_design
-    p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
-    g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
-    ds = p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1)
+    p, g, ds, modified = _errors_before_slopes(work, kernel)
     if modified is not None:
-        ds *= modified.slope
+        ds = ds * modified.slope
         ds += (eps * modified.slope + modified.slope_error) * (P + p) * (dP + g)
 
     over_keys, over_rows = (
@@ -536,6 +535,89 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
         for bound, axis in zip(bounds, (-1, -2, -2)):
             bound[lost.any(axis)] = np.inf
     return bounds
+
+
+def _errors_before_slopes(
+    work: _BackwardWork, kernel: Arithmetic
+) -> tuple[Array, Array, Array, _ModifiedScores | None]:
+    """The errors of P, of dP - D and of their product, and those of modified scores."""
+    eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, work.tile.v.shape[-1]
+    P, dP = (np.abs(_finite(x)) for x in (work.step.P, work.step.dP_delta))
+    modified = None
+    if work.tile.mods.score_steps:
+        modified = _ModifiedScores(work.tile, kernel, work.score_size, differentiated=True)
+        exponent = modified.shift + eps * (work.exponent_size + 2) + modified.by_design
+    else:
+        exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
+        exponent = eps * (exponent + work.exponent_size + 2)
+        exponent += by_design
+    p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
+    g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
+    return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
+
+
+class _ArrayGradients:
+    """The gradients of arrays that texts read, and their bounds.
+
+    given: the arrays by name. pairs: of all batch elements and heads.
+
+    A kernel adds multiples of a power of two, so that sums are exact: each term is off by half of
+    2**-61 of the largest one times 64 * pairs, rounded up to a power of two.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic], pairs: int
+    ) -> None:
+        self.given, self.kernels = given, kernels
+        self.value = {name: np.zeros(x.shape) for name, x in given.items()}
+        self.bounds = {r: {name: np.zeros(x.shape) for name, x in given.items()} for r in kernels}
+        self.terms = {name: np.zeros(x.shape) for name, x in given.items()}
+        self.largest = dict.fromkeys(given, 0.0)
+        self.step = 2.0 ** ((64 * pairs).bit_length() - 61)
+
+    def add(self, work: _BackwardWork) -> None:
+        """Adds the terms of a tile."""
+        if not self.given:
+            return
+        tile, step = work.tile, work.step
+        scores, shape = (tile.q @ tile.k.mT) * tile.scale, step.P.shape
+        dx, counts = step.P * step.dP_delta, ~step.left_out & (step.P != 0)
+        for name, at, number in tile.mods.accesses(scores, tile.place, tile.masked, self.given):
+            term = np.where(counts, dx * _or_0(number.slope), 0.0)
+            index = tuple(np.broadcast_to(x, shape) for x in at)
+            np.add.at(self.value[name], index, term)
+            np.add.at(self.terms[name], index, counts)
+            largest = np.abs(_finite(term)).max(initial=0.0)
+            self.largest[name] = max(self.largest[name], float(largest))
+        for r, kernel in self.kernels.items():
+            self._add_bounds(work, kernel, self.bounds[r])
+
+    def _add_bounds(
+        self, work: _BackwardWork, kernel: Arithmetic, bounds: dict[str, Array]
+    ) -> None:
+        tile, step, eps = work.tile, work.step, float(kernel.accumulator.eps)
+        scores = (tile.q @ tile.k.mT) * tile.scale
+        p, g, ds, modified = _errors_before_slopes(work, kernel)
+        size = (np.abs(_finite(step.P)) + p) * (np.abs(_finite(step.dP_delta)) + g)
+        given, _ = _score_errors(work.score_size, tile, kernel)
+        lost = _lost_pairs(work, modified, kernel.tiny)
+        how = {"error": given * (kernel.eps / eps), "eps": eps}
+        for name, at, number in tile.mods.accesses(
+            scores, tile.place, tile.masked, self.given, **how
+        ):
+            slope = np.abs(_finite(np.broadcast_to(_or_0(number.slope), size.shape)))
+            of_slope = eps * np.broadcast_to(_or_0(number.slope_error), size.shape)
+            bound = slope * ds + (2 * eps * slope + of_slope) * size + kernel.tiny
+            if lost is not None:
+                bound = np.where(lost, np.inf, bound)
+            bound = np.where(step.left_out, 0.0, bound)
+            np.add.at(bounds[name], tuple(np.broadcast_to(x, size.shape) for x in at), bound)
+
+    def bound(self, rounding: Any, name: str, dtype: str) -> Array:
+        """The bound of a gradient that is rounded to the dtype of its array."""
+        found = self.bounds[rounding][name] + self.terms[name] * self.largest[name] * self.step
+        _add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
+        return found
 
 
 def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, tiny: float) -> Any:
