@@ -501,8 +501,7 @@ class _BackwardWork:
 
 def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Array, Array]:
     """The terms of a tile in the bounds of dQ, dK and dV, without the rounding of results."""
-    dv, scale = work.tile.v.shape[-1], abs(work.tile.scale)
-    eps, tiny = float(kernel.accumulator.eps), kernel.tiny
+    scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
     unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
     step = work.step

@@ -161,8 +161,8 @@ def _tape(p: Problem) -> str:
             f"constexpr long long starts[] = {{{', '.join(map(str, starts))}}};",
             "using Slopes = Tape<accesses>;",
             function,
-            "template <class Body>",
-            "__device__ __forceinline__ void for_gradients(const Gradients& gradients, Body body) {",
+            "template <class Body> __device__ __forceinline__",
+            "void for_gradients(const Gradients& gradients, Body body) {",
             *(f"  body({i}, gradients.{gradient_of(x.name)});" for i, x in enumerate(found)),
             "}",
         ]

@@ -110,6 +110,8 @@ class Prepared:
         self._forms = tuple(form(backend, x) for x in inputs.values())
         self._results = tuple(results)
         self._given = sum(x.given is not None for x in results)
+        self._is_forward = operation.name != "backward"
+        self._is_one = self._is_forward and len(results) == 1  # gradients are a tuple
         self._all_new: tuple[Any, ...] = (None,) * len(results)
         self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
@@ -198,7 +200,7 @@ class Prepared:
         except backend.failures:
             with backend.working_on(arrays[0]):
                 raise
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if self._is_one else tuple(results)
 
     def _fixed(self, addresses: tuple[int, ...], stream: int, space: Space) -> tuple[Any, Any]:
         """Launches with fixed addresses, and the memory of their arguments and temporaries."""
@@ -238,7 +240,7 @@ class Prepared:
                 launch()
         if spare is not None:
             repeat.spares.append(spare)
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if self._is_one else tuple(results)
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -250,7 +252,7 @@ class Prepared:
 
     def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
         """The caller's array for each result, ``out`` or three ``grads``; None for a new one."""
-        if self._given == 1:
+        if self._is_forward:
             if grads is not None:
                 raise TypeError("attention has no grads=; use out=")
             return self._all_new if out is None else (out, *self._others)
@@ -372,7 +374,7 @@ class Prepared:
         if all(map(is_, views, targets)):
             return self._in_general(arrays, targets, check, progress)
         results = self.run(arrays, views, check=check, progress=progress)
-        if len(targets) == 1:
+        if self._is_one:
             return targets[0]
         return tuple(x if mine is None else mine for x, mine in zip(results, targets))
 
@@ -405,7 +407,7 @@ class Prepared:
                 if mine is not None and mine is not result:
                     mine[...] = result
         results = [x if mine is None else mine for mine, x in zip(targets, made)]
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if self._is_one else tuple(results)
 
     def _written_in_place(
         self, targets: Sequence[Any], inputs: Mapping[str, Any]

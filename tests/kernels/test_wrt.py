@@ -1,0 +1,162 @@
+"""Gradients of arrays that change scores: biases, slopes, sinks and captured arrays."""
+
+import numpy as np
+import pytest
+from helpers.problems import first_of_families
+
+import cupyfa
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.dtypes import dtype_named
+from cupyfa.ladder import LADDER
+
+KERNELS = [k for k in LADDER["backward"].values() if "places" in k.features]
+TEXT = "cap[head] * tanh(score / cap[head]) + slope[head] * score * key + table[head, bucket[key]]"
+ARRAYS = ("bias", "alibi_slopes", "sink", "slope", "table", "cap")
+M, N, HEADS, D = 20, 30, 4, 8
+
+
+def drawn(dtype="float64", seed=0):
+    """dout, q, k and v, and the arrays that texts read."""
+    rng, of = np.random.default_rng(seed), dtype_named(dtype)
+    shapes = (2, HEADS, M, D), (2, HEADS, M, D), (2, 2, N, D), (2, 2, N, D)
+    arrays = [rng.standard_normal(x).astype(of.numpy) for x in shapes]
+    read = {
+        "bias": rng.standard_normal((1, HEADS, M, N)).astype(of.numpy),
+        "alibi_slopes": rng.random(HEADS).astype(of.sums),
+        "sink": rng.standard_normal((2, HEADS)).astype(of.sums),
+        "slope": rng.standard_normal(HEADS).astype(of.sums) / 10,
+        "table": rng.standard_normal((HEADS, 5)).astype(of.numpy),
+        "cap": (2 + rng.random(HEADS)).astype(of.sums),
+    }
+    return arrays, read
+
+
+def options(read, **more):
+    own = {x: read[x] for x in ("bias", "alibi_slopes", "sink")}
+    captured = {x: read[x] for x in ("slope", "table", "cap")}
+    captured["bucket"] = np.arange(N) // 6
+    return {**own, "score_mod": TEXT, "captured": captured, "causal": True, **more}
+
+
+def gradients(kernel, dtype, wrt=ARRAYS, backend="simulator", **more):
+    (dout, q, k, v), read = drawn(dtype)
+    how = options(read, **more)
+    forward = {x: y for x, y in how.items() if x not in ("dlse", "check", "grads", "deterministic")}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, backend=backend, kernel="fa2", **forward)
+    return cupyfa.attention_backward(
+        *(dout, q, k, v, out, lse), wrt=wrt, kernel=kernel, backend=backend, **how
+    )
+
+
+@pytest.mark.parametrize("kernel", first_of_families(KERNELS))
+def test_every_kernel(backend, kernel):
+    dtype = usual_dtype(kernel)
+    found = gradients(
+        kernel, dtype, (*ARRAYS, "v"), backend, check=True, dropout=0.2, dropout_seed=1
+    )
+    _, read = drawn(dtype)
+    for name, x in zip(ARRAYS, found):
+        assert (x.shape, x.dtype) == (read[name].shape, read[name].dtype)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_gradients_are_those_of_finite_differences(name):
+    (dout, q, k, v), read = drawn()
+    dlse = np.random.default_rng(1).standard_normal((2, HEADS, M))
+    on = {"backend": "simulator", "kernel": "fa2"}
+
+    def loss(step):
+        moved = {**read, name: read[name] + step}
+        out, lse = cupyfa.attention(q, k, v, return_lse=True, **options(moved), **on)
+        return (out * dout).sum() + (lse * dlse).sum()
+
+    (found,) = gradients("two_pass", "float64", (name,), dlse=dlse)
+    rng = np.random.default_rng(2)
+    for _ in range(2):
+        step = 1e-5 * rng.standard_normal(read[name].shape)
+        change = (loss(step) - loss(-step)) / 2
+        np.testing.assert_allclose((found * step).sum(), change, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(M, N), (1, 1, M, N), (2, 1, 1, N), (2, HEADS, M, 1), (HEADS, M, N), (1, 1, 1, 1)],
+    ids=str,
+)
+def test_a_bias_that_is_broadcast_gets_the_sum(shape):
+    (dout, q, k, v), _ = drawn()
+    bias = np.random.default_rng(3).standard_normal(shape)
+    on = {"backend": "simulator", "causal": True}
+
+    def of(bias):
+        out, lse = cupyfa.attention(q, k, v, bias=bias, return_lse=True, kernel="fa2", **on)
+        how = {"wrt": ("bias",), "kernel": "two_pass", "bias": bias, **on}
+        return cupyfa.attention_backward(dout, q, k, v, out, lse, **how)[0]
+
+    full = of(np.ascontiguousarray(np.broadcast_to(bias, (2, HEADS, M, N))))
+    axes = tuple(i for i, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
+    expected = full.sum(axis=axes, keepdims=True).reshape(shape)
+    np.testing.assert_allclose(of(bias), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_vjp_prepared_calls_and_grads():
+    (dout, q, k, v), read = drawn("float32")
+    on = {"backend": "simulator", **options(read)}
+    expected = gradients("two_pass", "float32", ("table", "q"))
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
+    wrt = {"wrt": ("table", "q"), "kernel": "two_pass"}
+    _, pullback = cupyfa.attention_vjp(
+        *(q, k, v), wrt=("table", "q"), kernel="fa2", backward_kernel="two_pass", **on
+    )
+    prepared = cupyfa.compile_backward(dout, q, k, v, out, lse, **wrt, **on)
+    captured = {x: y for x, y in on["captured"].items() if np.ndim(y)}
+    arrays = {x: on[x] for x in ("bias", "alibi_slopes", "sink")}
+    wide = np.empty((HEADS, 10), np.float32)[:, ::2]  # strides that are not dense
+    given = cupyfa.attention_backward(*(dout, q, k, v, out, lse), grads=(wide, None), **wrt, **on)
+    assert given[0] is wide
+    for found in (
+        pullback(dout),
+        prepared(dout, q, k, v, out, lse, captured=captured, **arrays),
+        given,
+    ):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_infinite_and_nan_terms_stay_where_they_are(backend):
+    (dout, q, k, v), read = drawn("float32")
+    dout[0, 1, 5] = np.nan
+    on = {"backend": backend, "bias": read["bias"], "kernel": "fa2"}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **on)
+    on["kernel"] = "two_pass"
+    (found,) = cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=("bias",), **on)
+    assert np.isnan(found[0, 1, 5]).all()
+    found[0, 1, 5] = 0
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.gpu
+def test_every_run_gives_the_same_bits(cuda):
+    first = gradients("two_pass", "float32", ARRAYS, cuda, deterministic=True)
+    for _ in range(20):
+        for x, y in zip(gradients("two_pass", "float32", ARRAYS, cuda), first):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "wrt, message",
+    [
+        (("q", "bucket"), "wrt names bucket; of this call it can name q, k, v, alibi_slopes, bias"),
+        (("q", "q"), "give at least one name, and each once"),
+        ((), "give at least one name"),
+        ("bias", "wrt is 'bias'; give names"),
+    ],
+)
+def test_wrong_names_are_refused(wrt, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        gradients("two_pass", "float32", wrt)
+
+
+def test_kernels_without_gradients_of_arrays_are_refused():
+    with pytest.raises(cupyfa.Unsupported, match="does not support places"):
+        gradients("baseline_backward", "float32", ("bias",))
