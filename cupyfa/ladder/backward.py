@@ -13,9 +13,10 @@ from cupyfa.ladder.common import (
     row_tiles,
     rung,
 )
+from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES, SINK, Operand
+from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
@@ -553,73 +554,8 @@ WGMMA_TWO_PASS = rung(
     unordered=(),
 )
 
-_KERNELS = (
+_RUNGS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
     *(WGMMA_COLUMNS, WGMMA_TWO_PASS),
 )
-
-# The gradients of arrays that change scores, which every kernel gives by launches of their own.
-SINK_GRADIENT = Launch(
-    "sink_gradient",
-    args="O dO lse d_sink.data M batch mods",
-    grid=lambda p, c: (p.heads, (len(_sink(p).shape) > 1 and p.batch) or 1),
-    threads=lambda p, c: THREADS,
-    when=lambda p: bool((sink := _sink(p)) and sink.gradient),
-)
-
-
-def of_elements(p: Problem, c: SimpleNamespace) -> int:
-    return max(1, min(cdiv(p.modifiers.elements, THREADS), 4096))
-
-
-def bits(p: Problem, c: SimpleNamespace) -> int:
-    """An element of an array gets fewer than 2**bits terms, of all pairs in 64 accesses."""
-    return (64 * p.batch * p.heads * p.M * p.N).bit_length()
-
-
-def text_launch(entry: str, args: str, grid: Formula, **constants: bool) -> Launch:
-    return Launch(
-        entry,
-        args=args,
-        grid=grid,
-        threads=lambda p, c: THREADS,
-        numbers={"bits": bits} if "bits" in args.split() else {},
-        constants={name: lambda p, c, value=x: value for name, x in constants.items()},
-        when=lambda p: bool(p.modifiers.differentiated),
-    )
-
-
-TEXT_SUMS = "text_largest.data text_sums.data text_flags.data"
-TEXT_SCRATCH = {
-    "text_largest": (lambda p, c: 8 * len(p.modifiers.differentiated), "byte"),
-    "text_sums": (lambda p, c: 8 * p.modifiers.elements, "byte"),
-    "text_flags": (lambda p, c: 4 * p.modifiers.elements, "byte"),
-}
-TEXT_GRADIENTS = (
-    text_launch("clear_text_sums", f"{TEXT_SUMS} gradients", of_elements),
-    *(
-        text_launch(
-            "text_gradients",
-            f"Q K V O dO lse {TEXT_SUMS} bits sizes heads group scale mods gradients",
-            lambda p, c: cdiv(p.M, THREADS // WARP) * p.heads * p.batch,
-            finds_largest=finds_largest,
-        )
-        for finds_largest in (True, False)
-    ),
-    text_launch("round_text_sums", f"{TEXT_SUMS} bits gradients", of_elements),
-)
-
-
-def _sink(p: Problem) -> Operand | None:
-    return next((x for x in p.modifiers.arrays if x.name == SINK), None)
-
-
-def with_gradients(kernel: Kernel) -> Kernel:
-    launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
-    if "places" in kernel.features:
-        launches, scratch = (*launches, *TEXT_GRADIENTS), {**scratch, **TEXT_SCRATCH}
-    features = (*kernel.features, "wrt")
-    return replace(kernel, launches=launches, scratch=scratch, features=features)
-
-
-KERNELS = tuple(map(with_gradients, _KERNELS))
+KERNELS = tuple(map(with_gradients, _RUNGS))

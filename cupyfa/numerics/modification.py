@@ -166,7 +166,8 @@ class Modifications:
         """
         for text in self.score_steps:
             for node in _elements(text.tree, names):
-                number, at = Number(scores.astype(np.float64, copy=False), error=error), ()
+                number = Number(scores.astype(np.float64, copy=False), error=error)
+                at: tuple[Array, ...] = ()
                 for step in self.score_steps:
                     walk = _Walk(self, step, place, masked, number, eps, seed=node)
                     number, at = walk.real(step.tree), walk.at or at
@@ -217,7 +218,8 @@ class _Walk:
     ) -> None:
         """``seed``: the element by which slopes are derivatives; then ``at`` has its indices."""
         self.mods, self.text, self.place, self.score, self.eps = mods, text, place, score, eps
-        self.seed, self.at = seed, ()
+        self.seed = seed
+        self.at: tuple[Array, ...] = ()
         self.live = None if masked is None else ~masked
 
     def visit(self, node: ast.expr) -> Number:

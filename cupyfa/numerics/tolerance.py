@@ -600,10 +600,9 @@ class _ArrayGradients:
         size = (np.abs(_finite(step.P)) + p) * (np.abs(_finite(step.dP_delta)) + g)
         given, _ = _score_errors(work.score_size, tile, kernel)
         lost = _lost_pairs(work, modified, kernel.tiny)
-        how = {"error": given * (kernel.eps / eps), "eps": eps}
-        for name, at, number in tile.mods.accesses(
-            scores, tile.place, tile.masked, self.given, **how
-        ):
+        error = given * (kernel.eps / eps)
+        pairs = scores, tile.place, tile.masked
+        for name, at, number in tile.mods.accesses(*pairs, self.given, error=error, eps=eps):
             slope = np.abs(_finite(np.broadcast_to(_or_0(number.slope), size.shape)))
             of_slope = eps * np.broadcast_to(_or_0(number.slope_error), size.shape)
             bound = slope * ds + (2 * eps * slope + of_slope) * size + kernel.tiny
