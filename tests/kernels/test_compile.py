@@ -161,6 +161,26 @@ TEXTS = {
     "curved dropout": ({"dropout": 0.1, "dropout_seed": 1, "softcap": 30.0}, (SLOPES,)),
 }
 DLSE = Operand("dlse", "float32", (1, H, M))
+GRADIENTS = (
+    *(Operand(name, "float32", (H,), gradient=True) for name in ("sink", "alibi_slopes")),
+    Operand("bias", "bfloat16", (1, H, M, 1), gradient=True),
+    Operand("slope", "float64", (H,), gradient=True),
+)
+
+
+def plan_of_gradients(name, dtype, d=64):
+    """The plan of a kernel that gives the gradients of arrays too."""
+    plain = Problem.of_sizes(batch=1, heads=H, M=M, d=d, dtype=dtype)
+    options = AttentionOptions(score_mod="tanh(score) * slope[head]", dropout=0.1, dropout_seed=1)
+    problem = replace(plain, options=options, operands=(*GRADIENTS, DLSE))
+    return planning.plan(LADDER["backward"][name], problem, limits_of("90"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_arrays_compile(dtype):
+    for launch in plan_of_gradients("two_pass", dtype).launches:
+        if "gradient" in launch.entry or "text" in launch.entry:
+            assert compile_launch(launch, "80").warnings == ()
 
 
 @pytest.mark.each_choice
@@ -185,6 +205,7 @@ def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     for name, *sizes, others in without_spills():
         names |= {launch.entry for launch in planned(name, *sizes, **others)}
+    names |= {launch.entry for launch in plan_of_gradients("two_pass", "float32").launches}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
     launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}

@@ -77,6 +77,7 @@ COPIES = REPAIR + "; asynchronous copies of rows, aligned or not"
 SLICES = COPIES + "; slices of d, dv and keys pass through one ring"
 HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
+TEXTS = "all that texts compute with"
 LONGER = {
     "backward/mma_columns": (1080, GRADIENTS),
     "backward/mma_slices_backward_scores": (922, GRADIENTS),
@@ -85,6 +86,8 @@ LONGER = {
     "backward/wgmma_columns": (1383, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_columns_wide": (1449, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_two_pass_columns_wide": (1156, f"{HOPPER}; {GRADIENTS}"),
+    "backward/sink_gradient": (952, TEXTS),
+    "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (735, COPIES),
     "forward/mma_pipelined": (949, COPIES),
     "forward/mma_slices": (970, SLICES),

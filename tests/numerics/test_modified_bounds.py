@@ -240,12 +240,12 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
         excerpt = Excerpt(1, 3, slice(5, 11))
         for operation in (OPERATIONS["forward"], OPERATIONS["backward"]):
             whole, part = (operation.reference(inputs, p, [None], x)[None] for x in (None, excerpt))
-            assert whole.keys() - part.keys() <= {"dsink"}
+            assert whole.keys() - part.keys() <= {"d_sink"}
             for name in part:
                 rows = operation.place(name, excerpt, p)
                 for x, y in zip(part[name], whole[name]):
                     np.testing.assert_allclose(x, rows.of(y), rtol=1e-6, atol=1e-12)
-        assert whole["dsink"].value.shape == sink.shape
+        assert whole["d_sink"].value.shape == sink.shape
 
 
 @pytest.mark.parametrize("text", ["where(key == 3, 1e30, score) * 1e30", "score - 1e30 * 1e30"])

@@ -21,7 +21,7 @@ from helpers.problems import FORWARD, name, planned
 from helpers.threads import in_threads
 
 import cupyfa
-from cupyfa import Simulator, Unsupported
+from cupyfa import Problem, Simulator, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Matmul
@@ -600,7 +600,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
         host = (np.array(array) for array in (factor * o, *x, o, lse))
         wanted, *_ = cupyfa.attention_backward(*host, **options | {"backend": Simulator()})
         np.testing.assert_array_equal(dq, wanted)
-    launches = len(LADDER["backward"]["two_pass"].launches)
+    launches = len(LADDER["backward"]["two_pass"].steps(Problem.of(*x)))
     assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
     for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
         cupyfa.attention_backward(o, *x, o, lse, **options | change)
