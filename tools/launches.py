@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 import cupy
+import numpy as np
 
+import cupyfa
 from cupyfa import Problem
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.dtypes import dtype_named
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.runtime.arrays import readable_inputs
@@ -43,6 +47,9 @@ def main(names):
         for problem in dict.fromkeys(others):  # those of a softmax know no d
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
+    for kernel in chosen.values():
+        if "places" in kernel.features:
+            launch_modified(kernel)
 
 
 def has_ring(kernel):
@@ -64,6 +71,28 @@ def launch(backend, kernel, problem):
     run(backend, plan, inputs, outputs)
     for array in outputs.values():
         backend.download(array)
+
+
+def launch_modified(kernel):
+    """A call with texts, arrays that they read, sinks, dropout and a block mask.
+
+    Some of its rows and keys see nothing. A backward kernel computes gradients of the arrays, too.
+    """
+    rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel))
+    M, N = SEVERAL["M"], SEVERAL["N"]
+    shapes = ((1, 2, M, 64), (1, 1, N, 64), (1, 1, N, 64), (1, 2, M, N))
+    q, k, v, bias = (cupy.asarray(rng.standard_normal(x).astype(of.numpy)) for x in shapes)
+    slope, sink = (cupy.asarray(rng.random(2).astype(of.sums)) for _ in range(2))
+    mask = cupyfa.block_mask(mask_mod="key <= position and query >= 64 and key >= 40", M=M, N=N)
+    how = {"mask": mask, "bias": bias, "sink": sink, "dropout": 0.2, "dropout_seed": 1}
+    how |= {"score_mod": "score * slope[head]", "captured": {"slope": slope}}
+    forward = kernel.name if kernel.operation == "forward" else "fa2"
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel=forward, **how)
+    if kernel.operation == "backward":
+        wrt = ("q", "k", "v", "bias", "slope", "sink")
+        cupyfa.attention_backward(
+            *(cupy.ones_like(out), q, k, v, out, lse), wrt=wrt, kernel=kernel, **how
+        )
 
 
 if __name__ == "__main__":
