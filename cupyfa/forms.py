@@ -17,8 +17,8 @@ from cupyfa.expressions import Expression
 from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK, Operand, of_value, operand
 from cupyfa.options import OptionKeywords
 
-CAPTURED = "captured"
-NAMES = (*OWN_ARRAYS, CAPTURED)  # arguments that give forms
+CAPTURED, WRT = "captured", "wrt"
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT)  # arguments that give forms, or say what is done with them
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -43,6 +43,7 @@ class Keywords(OptionKeywords, total=False):
     mask: Any
     sink: Any
     captured: Mapping[str, Any] | None
+    wrt: str | Sequence[str] | None
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
@@ -50,7 +51,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers. A bias has by default the problem's dtype,
-        other floats have float32.
+        other floats have float32. ``wrt`` are names, as "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
@@ -66,7 +67,29 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
     more = [_captured(name, form, named) for name, form in captured.items()]
-    return (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
+    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
+    return differentiated(every, given.get(WRT) or ())
+
+
+def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
+    """The operands of which those that ``wrt`` names have gradients, and no others.
+
+    It may name q, k and v, too, whose gradients kernels compute in any case. Raises ValueError for
+    other names.
+    """
+    names = [x.strip() for x in wrt.split(",")] if isinstance(wrt, str) else list(wrt)
+    every = tuple(found)
+    able = (*"qkv", *(x.name for x in every if x.is_differentiable))
+    if unable := [str(x) for x in names if x not in able]:
+        raise ValueError(
+            f"wrt names {', '.join(unable)}; of these arrays it can name {', '.join(able)}"
+        )
+    return tuple(replace(x, gradient=x.name in names) for x in every)
+
+
+def names_of_gradients(found: Iterable[Operand]) -> str:
+    """The value of ``wrt`` that gives the gradients of these operands; empty if there are none."""
+    return ",".join(x.name for x in found if x.gradient)
 
 
 def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
@@ -148,7 +171,9 @@ def is_form(text: str) -> bool:
 
 def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
     """The texts of operands by name, which give them again in a problem of these sizes."""
-    return {x.name: _shown(x, sizes) for x in found}
+    every = tuple(found)
+    wrt = names_of_gradients(every)
+    return {x.name: _shown(x, sizes) for x in every} | ({WRT: wrt} if wrt else {})
 
 
 def _shown(x: Operand, sizes: Sequence[int]) -> str:
@@ -167,7 +192,9 @@ def _shown(x: Operand, sizes: Sequence[int]) -> str:
 def command_line(found: Iterable[Operand], sizes: Sequence[int]) -> list[str]:
     """The options of the command line for operands."""
     return [
-        f"--{name.replace('_', '-')}={text}" if name in OWN_ARRAYS else f"--captured={name}={text}"
+        f"--captured={name}={text}"
+        if name not in (*OWN_ARRAYS, WRT)
+        else f"--{name.replace('_', '-')}={text}"
         for name, text in shown(found, sizes).items()
     ]
 

@@ -63,6 +63,11 @@ class Operand:
         return self.value is None
 
     @property
+    def is_differentiable(self) -> bool:
+        """Whether the backward operation can give its gradient."""
+        return self.is_array and self.captured.kind == "float" and self.name != DLSE
+
+    @property
     def in_pairs(self) -> bool:
         """Whether kernels read two keys of a row at a time, from rows that are aligned."""
         return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2

@@ -88,17 +88,19 @@ class Problem:
         mask: Any = None,
         sink: Any = None,
         captured: Mapping[str, Any] | None = None,
+        wrt: str | Sequence[str] | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
-        alibi_slopes, bias, mask, sink, captured: forms of arrays, as ``forms.operands`` has them.
+        alibi_slopes, bias, mask, sink, captured, wrt: forms of arrays, and those whose gradients a
+        backward kernel gives, as ``forms.operands`` has them.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, keywords)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-        given["captured"] = captured
+        given |= {"captured": captured, "wrt": wrt}
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
         return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
 
@@ -136,15 +138,17 @@ class Problem:
         others = {name: value for name, value in record.items() if name not in OPTIONS}
         others["dtype"] = dtype_named(record["dtype"])
         others["operands"] = tuple(
-            Operand(name, dtype, tuple(shape), value)
-            for name, dtype, shape, value in others.get("operands", ())
+            Operand(name, dtype, tuple(shape), *more)
+            for name, dtype, shape, *more in others.get("operands", ())
         )
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
         plain = {**vars(self), "dtype": self.dtype.name}
         del plain["options"]
-        plain["operands"] = tuple((x.name, x.dtype, x.shape, x.value) for x in self.operands)
+        plain["operands"] = tuple(
+            (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
+        )
         texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
@@ -177,6 +181,15 @@ class Problem:
         read = {*OWN_ARRAYS, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)
+
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        """The arrays that change scores whose gradients a backward kernel gives."""
+        return tuple(x.name for x in self.operands if x.gradient)
+
+    def with_wrt(self, names: Sequence[str]) -> Problem:
+        """The problem with the gradients of these arrays, besides those of q, k and v."""
+        return replace(self, operands=forms.differentiated(self.operands, names))
 
     def resized(self, **sizes: int) -> Problem:
         """The problem with other sizes, and with arrays that fit them."""

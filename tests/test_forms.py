@@ -1,5 +1,6 @@
 """Forms of arrays that texts read: on the command line, in cases, and in files of failures."""
 
+import re
 import shlex
 
 import numpy as np
@@ -12,7 +13,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.verify import failures
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import RIGHT, Stored
-from cupyfa.verify.shrink import _smaller
+from cupyfa.verify.shrink import _smaller, shrunk
 from cupyfa.verify.tasks import Task, perform
 
 SIZES = {"batch": 2, "heads": 4, "M": 10, "N": 7, "d": 8, "dtype": "float16"}
@@ -123,6 +124,45 @@ def test_a_stored_case_and_its_command_have_the_same_arrays(tmp_path):
     words = shlex.split(command)[1:]
     row = cli(*words, "--format", "json")
     assert '"arrays": "alibi_slopes=f32[bh] bias=f64[b1mn]' in row.stdout
+
+
+WRT = {"wrt": "k,bias,slope", "score_mod": "score * slope[head]", "sink": "h", "bias": "1hmn"}
+WRT |= {"captured": {"slope": "f32[heads]"}}
+
+
+def test_gradients_of_arrays_are_named_on_the_command_line_and_in_files(tmp_path):
+    p = Problem.of_sizes(**{**SIZES, "dtype": "float32"}, **WRT)
+    assert p.wrt == ("bias", "slope") and str(p).endswith("slope=f32[4] wrt=bias,slope")
+    case = Case("backward", p, seed=2)
+    *_, outcome = perform(Simulator(), Task(case, ("two_pass",), keep=True))
+    judged = [x.name for x in outcome.verdicts]
+    assert judged == ["dQ", "dK", "dV", "d_bias", "d_slope"] and outcome.kind == RIGHT
+    command = failures.command(case, outcome, {"backend": "simulator"})
+    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
+    again = cupyfa.replay(file, backend="simulator")
+    assert again.stored.case == case and again.now == outcome
+    assert "\nd_slope           error" in cli(*shlex.split(command)[1:]).stdout
+    kept = shrunk(case, lambda x: "bias" in x.problem.wrt).problem
+    assert kept.wrt == ("bias",) and [x.name for x in kept.operands] == ["bias"]
+
+
+@pytest.mark.parametrize(
+    "kernel, wrt, message",
+    [
+        (
+            "two_pass",
+            "bias,slop",
+            "wrt names slop; of these arrays it can name q, k, v, bias, slope",
+        ),
+        ("fa2", "bias", "fa2 .* does not support wrt \\(gradients of arrays"),
+    ],
+)
+def test_wrong_gradients_are_refused(kernel, wrt, message):
+    given = ("--bias", "--score-mod", "score * slope[head]", "--captured", "slope=f32[heads]")
+    code = 3 if kernel == "fa2" else 2
+    assert re.search(
+        message, cli("run", kernel, *SIMULATOR, *given, "--wrt", wrt, code=code).stderr
+    )
 
 
 @pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])

@@ -246,7 +246,12 @@ class _Measuring:
         return self.case.inputs(self.backend)
 
     def judge(self, plan: Plan) -> Judge:
-        """The judge of a kernel with its own reference, or of all others, on the first's inputs."""
+        """The judge of a kernel with its own reference, or of all others, on the first's inputs.
+
+        It judges the gradients of arrays that change scores only if it judges all rows.
+        """
+        if not self.is_judged_whole:
+            plan = replace(plan, problem=plan.problem.with_wrt(()))
         excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
         if not plan.kernel.is_plain:
             return Judge.of(plan, self.inputs_of(plan.kernel), excerpts)
@@ -256,6 +261,12 @@ class _Measuring:
 
     def inputs_of(self, kernel: Kernel) -> dict[str, np.ndarray]:
         return self.case.completed(self.inputs, kernel)
+
+    @cached_property
+    def is_judged_whole(self) -> bool:
+        """Whether the reference of all rows does not take long."""
+        case = self.case
+        return sampling.excerpts(case.problem.with_wrt(()), case.seed, case.operation) == [None]
 
     def note(self, text: str) -> None:
         """Warns once, even if several problems give the same text."""
@@ -337,11 +348,11 @@ class _Measuring:
     ) -> tuple[float, Sequence[Verdict]]:
         """The share of all rows that are judged, and the verdicts on them.
 
-        Where a reference of the kernel's own would take long, the rows are those of a smaller
-        problem.
+        Where a reference of the kernel's own would take long, or that of gradients that are sums
+        over all rows, the rows are those of a smaller problem.
         """
         case, p = self.case, plan.problem
-        if plan.kernel.reference and sampling.excerpts(p, case.seed, case.operation) != [None]:
+        if (plan.kernel.reference or p.wrt) and not self.is_judged_whole:
             case = replace(case, problem=sampling.smaller(plan))
             plan = plan_of(plan.kernel, case.problem, self.backend.limits, **plan.constants)
             inputs = case.inputs(self.backend, plan.kernel)

@@ -67,6 +67,8 @@ def peer(
     with _reasons(label(name), p):
         if others:
             raise Unsupported(f"its attention has no {', '.join(others)} here")
+        if p.wrt:
+            raise Unsupported(f"its gradients of {', '.join(p.wrt)} are not timed here")
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
             gradient = arrays["dO"] if operation == "backward" else None

@@ -206,7 +206,13 @@ def array_options(command: Command) -> Command:
         help="A number that the texts of --score-mod and --mask-mod name, cap=30.0, or the dtype "
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
-    return _with(command, *made, captured)
+    wrt = click.option(
+        _long(forms.WRT),
+        metavar="NAMES",
+        help="Backward kernels: arrays whose gradients are computed besides those of q, k and v, "
+        "as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
+    )
+    return _with(command, *made, captured, wrt)
 
 
 def _captured(given: Sequence[str]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
-from cupyfa.forms import NAMES, Keywords
+from cupyfa.forms import NAMES, WRT, Keywords
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
@@ -379,7 +379,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
-        return "places" in kernel.features
+        return ("wrt" if name == WRT else "places") in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)
 

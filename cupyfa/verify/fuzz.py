@@ -203,7 +203,16 @@ class Fuzz:
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
-        return Problem.of_sizes(**sizes, d=d, dv=dv, **given)
+        p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
+        return p if self.arrays else self._differentiated(p, turns)
+
+    def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
+        """The problem with the gradients of some of its arrays, where the kernel gives such."""
+        able = [x.name for x in p.operands if x.is_differentiable]
+        if self._operation != "backward" or not self._has("wrt") or not able:
+            return p
+        some = turns.random("wrt itself").sample(able, len(able) // 2)
+        return p.with_wrt(turns.choose("wrt", (able, able, some)))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
@@ -360,6 +369,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "mask array": MASK in arrays,
         "sink": SINK in arrays,
         "dropout": p.options.dropout > 0,
+        "gradients of arrays": bool(p.wrt),
     }
 
 

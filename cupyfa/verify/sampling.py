@@ -93,7 +93,8 @@ class Judge:
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
     """The excerpts to judge a problem by: [None], all of it, if that is quick.
 
-    Otherwise the first and last rows of the first and last head, and at least two random ones.
+    Otherwise the first and last rows of the first and last head, and at least two random ones. The
+    gradients of arrays that change scores are sums over all rows, so they are judged as a whole.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
@@ -104,7 +105,7 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
 
     in_all = p.batch * p.heads
     whole = work(in_all * p.M * p.N, in_all * p.M + p.batch * p.kv_heads * p.N)
-    if whole <= _WORK or p.M <= _ROWS:
+    if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt):
         return [None]
     each = work(_ROWS * p.N, _ROWS + p.N)
     if gradients:  # the excerpt of dK and dV needs all rows of a group

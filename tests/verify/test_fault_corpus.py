@@ -63,6 +63,17 @@ def test_a_ring_that_wraps_needs_few_samples(tmp_path, monkeypatch, fault):
     found(broken_kernels.broken(tmp_path, fault), samples=16, seed=1)
 
 
+@pytest.mark.slow
+def test_a_fault_of_gradients_of_arrays_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
+    right, wrong = "extent.dropped(dP, row, key) - delta", "extent.dropped(dP, row, key)"
+    file = "backward/text_gradients.cu"
+    fault = broken_kernels.Fault("two_pass", file, "delta is left out", right, wrong, "", None)
+    how = {"bias": "1hmn", "sink": "h", "wrt": "q,bias,sink", "samples": 2}
+    (first, *_), _ = found(broken_kernels.broken(tmp_path, fault), **how)
+    assert first.outcome.worst.name == "d_bias" and "--wrt=bias,sink" in first.command
+
+
 def test_there_are_faults_of_every_family(tmp_path):
     for i, fault in enumerate(FAULTS):  # raises for a text that the kernels no longer have
         folder = tmp_path / str(i)

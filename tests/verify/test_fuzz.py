@@ -150,6 +150,7 @@ def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
         assert len({(p.options, tuple(x.name for x in p.operands)) for p in modified}) >= 3
         assert 8 <= len(modified) <= 16  # of 64
         assert sum(p.options.dropout > 0 for p in drawn) == 8
+        assert any(p.wrt for p in drawn) == (kernel == "two_pass")
     given = {"options": {"mask_mod": "x[key] > 0"}, "arrays": {"captured": {"x": "i8[N]"}}}
     if kernel != "v3":
         for i in range(4):
