@@ -652,7 +652,7 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array:
 def _add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
     """Adds the error of rounding the results to a dtype, where the bound is not exactly 0."""
     dtype = _finfo(name)
-    narrow = name in _NARROW
+    narrow = float(dtype.eps) > float(kernel.accumulator.eps)
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
     least = float(dtype.smallest_subnormal) if narrow else 0.0
     size = np.abs(_finite(value))

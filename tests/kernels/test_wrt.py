@@ -8,6 +8,8 @@ import cupyfa
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.dtypes import dtype_named
 from cupyfa.ladder import LADDER
+from cupyfa.operations import OPERATIONS
+from cupyfa.verify.case import Case
 
 KERNELS = [k for k in LADDER["backward"].values() if "places" in k.features]
 TEXT = "cap[head] * tanh(score / cap[head]) + slope[head] * score * key + table[head, bucket[key]]"
@@ -133,6 +135,14 @@ def test_infinite_and_nan_terms_stay_where_they_are(backend):
     assert np.isnan(found[0, 1, 5]).all()
     found[0, 1, 5] = 0
     assert np.isfinite(found).all()
+
+
+def test_bounds_allow_for_arrays_of_a_narrower_dtype():
+    p = cupyfa.Problem.of_sizes(M=5, N=6, d=4, dtype="float64", bias="f32[1hmn]", wrt="bias")
+    inputs = Case("backward", p).inputs()
+    expected = OPERATIONS["backward"].reference(inputs, p, [None])[None]["d_bias"]
+    rounded = expected.value.astype(np.float32)
+    assert (abs(rounded - expected.value) <= expected.bound).all() and rounded.any()
 
 
 @pytest.mark.gpu
