@@ -20,7 +20,7 @@ from cupyfa.errors import described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.modifiers import Operand
+from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
     OPTIONS,
@@ -130,8 +130,8 @@ def attention(
     captured: Mapping[str, Any] | None = None,
     sink: Any = None,
     dropout: float = 0.0,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
+    dropout_seed: Any = None,
+    dropout_offset: Any = None,
     precision: Precision | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
@@ -176,7 +176,9 @@ def attention(
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
-        bits, choose the weights: ``dropout_mask`` shows them.
+        bits and by default 0, choose the weights: ``dropout_mask`` shows them. Each may also be an
+        array of one whole number, NumPy's or CuPy's, which kernels read when they run: so a
+        captured CUDA graph takes other weights each time. Of it the lowest 64 and 32 bits count.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -213,12 +215,19 @@ def attention(
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
-    if not (alibi_slopes is bias is mask is sink is captured is None):
-        if isinstance(mask, BlockMask) and alibi_slopes is bias is sink is captured is None:
-            how = (*how[:_OWN_AT], mask.alone, *how[_OWN_AT + 1 :])
-        else:
+    if not (
+        alibi_slopes is bias is mask is sink is captured is dropout_seed is dropout_offset is None
+    ):
+        seeds = dropout_seed, dropout_offset
+        if not (alibi_slopes is bias is sink is captured is None) or any(map(is_array, seeds)):
             given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-            how, arrays = _with_operands(how, arrays, {**given, "captured": captured})
+            given |= {"captured": captured, **_arrays_of(dict(zip(modifiers.SEEDS, seeds)))}
+            how = *how[: -len(seeds)], *(0 if is_array(x) else x for x in seeds)
+            how, arrays = _with_operands(how, arrays, given)
+        elif isinstance(mask, BlockMask):
+            how = (*how[:_OWN_AT], mask.alone, *how[_OWN_AT + 1 :])
+        elif mask is not None:
+            how, arrays = _with_operands(how, arrays, {"mask": mask})
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
     return _call(how, arrays, out, None, check, progress)
@@ -533,7 +542,7 @@ _NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
-_ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE)
+_ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.SEEDS)
 # What attention_vjp hands to both passes.
 _OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
 _ARRAYS = {
@@ -722,7 +731,8 @@ def _with_operands(
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     blocks, given = _blocks(given)
-    found = {x: _seen(how[2], x, given[x]) for x in _ARRAYS_OF_CALLS if given.get(x) is not None}
+    names = _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(modifiers.SEEDS)]
+    found = {x: _seen(how[2], x, given[x]) for x in names if given.get(x) is not None}
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
@@ -747,9 +757,24 @@ def _blocks(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]
 
 
 def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that are arrays or numbers of texts, and the others."""
+    """Arguments that are arrays or numbers of texts, and the others.
+
+    In place of seeds that are arrays the others have 0.
+    """
     given = {name: x for name, x in keywords.items() if name in _MORE and x is not None}
-    return given, {name: x for name, x in keywords.items() if name not in _MORE}
+    seeds = _arrays_of({name: keywords.get(name) for name in modifiers.SEEDS})
+    asked = {name: x for name, x in keywords.items() if name not in _MORE}
+    return {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
+
+
+def _arrays_of(seeds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in seeds.items() if is_array(x)}
+
+
+def _has_dropout(how: How) -> bool:
+    """Whether a call drops weights, so that arrays of a seed are read; wrong options may."""
+    options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
+    return bool(getattr(options, "dropout", None) or asked.get("dropout"))
 
 
 def _with_forms(
@@ -760,7 +785,8 @@ def _with_forms(
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
     blocks, given = _blocks(given)
     sizes = batch, heads, M, sizes_of("k", inputs["k"], layout)[2]
-    others = {name: x for name, x in given.items() if name != modifiers.DLSE}
+    unread = () if _has_dropout(how) else modifiers.SEEDS
+    others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
     found = list(forms.operands(others, sizes, dtype))
     if (dlse := given.get(modifiers.DLSE)) is not None:
         lse = inputs["lse"]

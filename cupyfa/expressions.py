@@ -76,7 +76,10 @@ _ARGUMENTS = dict.fromkeys(FUNCTIONS, 1) | {"min": 2, "max": 2, "where": 3}
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
 TAKEN = KNOWN | {"inf", "nan"}
 # Names in the texts that the host writes, and of what else calls take.
-OF_ARGUMENTS = ("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap", "dropout")
+OF_ARGUMENTS = (
+    *("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap"),
+    *("dropout", "dropout_seed", "dropout_offset"),
+)
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
-from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK, Operand, of_value, operand
+from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SEEDS, SINK, Operand, of_value, operand
 from cupyfa.options import OptionKeywords
 
 CAPTURED, WRT = "captured", "wrt"
@@ -50,12 +50,13 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
-        of ``captured`` a mapping of such, or of numbers. A bias has by default the problem's dtype,
-        other floats have float32. ``wrt`` are names, as "q,bias": see ``differentiated``.
+        of ``captured`` a mapping of such, or of numbers; of SEEDS an array. A bias has by default
+        the problem's dtype, other floats have float32. ``wrt`` are names, as "q,bias": see
+        ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - set(NAMES)):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -63,6 +64,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         for name in OWN_ARRAYS
         if (form := given.get(name)) is not None and form is not False
     ]
+    found += [of_value(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')

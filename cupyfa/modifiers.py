@@ -22,7 +22,9 @@ from cupyfa.options import AttentionOptions
 
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
-_WITHOUT_TEXT = (SINK, DLSE)
+SEED, OFFSET = "dropout_seed", "dropout_offset"
+SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -88,7 +90,8 @@ def name_of(name: str) -> str:
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
-    return name if own == name else own if own in (*OWN_ARRAYS, DLSE) else f"captured {own}"
+    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS)
+    return own if known else f"captured {own}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in _WITHOUT_TEXT if self._has(x)]
+        alone = [x for x in (SINK, DLSE) if self._has(x)]
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
         return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
 
@@ -181,13 +184,13 @@ def modifiers(
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
         by_name["softcap"] = Operand("softcap", "float64", (), options.softcap)
-    for name in (*OWN_ARRAYS, DLSE):
+    for name in (*OWN_ARRAYS, DLSE, *SEEDS):
         if name in by_name:
             _check_own(by_name[name], sizes)
     score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
     read = {name for text in (*score, *mask) for name in text.captured}
     for text in (*score, *mask):
-        own = (*OWN_ARRAYS, DLSE, "softcap") if text.option in ("score_mod", "mask_mod") else ()
+        own = OF_ARGUMENTS if text.option in ("score_mod", "mask_mod") else ()
         text.check({name: x.captured for name, x in by_name.items() if name not in own})
     if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
@@ -239,12 +242,17 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
     elif name == DLSE:
         fits = shape == sizes[:3]
         wanted = f"that of lse, here {sizes[:3]}"
+    elif name in SEEDS:
+        fits, wanted = shape == (1,), "() or (1,)"
     else:
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
     if not fits:
         raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
-    if (kind == "bool") != (name == MASK) or kind == "int":
+    if name in SEEDS:
+        if kind != "int":
+            raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")
+    elif (kind == "bool") != (name == MASK) or kind == "int":
         wanted = "bool, where True is seen" if name == MASK else "of a floating-point dtype"
         other = "; numbers to add are a bias" if name == MASK and kind == "float" else ""
         raise TypeError(f"{name} is {operand.dtype}; it must be {wanted}: convert it{other}")
@@ -289,8 +297,13 @@ def of_value(name: str, given: Any) -> Operand:
             "native byte order: convert it"
         )
     if not given.shape:
-        return of_value(name, given.item())
+        return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())
     return Operand(name, dtype, tuple(map(int, given.shape)))
+
+
+def is_array(given: Any) -> bool:
+    """Whether it is an array, of one element too; NumPy's scalars are numbers."""
+    return hasattr(given, "shape") and not isinstance(given, np.generic)
 
 
 def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:

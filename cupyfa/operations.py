@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.modifiers import SINK, Operand, gradient_of
+from cupyfa.modifiers import OFFSET, SEED, SINK, Operand, gradient_of
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.numerics.modification import Modifications
@@ -172,7 +172,11 @@ def modifications(
         queries=p.M,
         keys=p.N,
         first=first,
-        dropout=Dropout.of(p.options, p.heads),
+        dropout=Dropout.of(
+            *(p.options, p.heads),
+            seed=inputs.get(f"mods.{SEED}"),
+            offset=inputs.get(f"mods.{OFFSET}"),
+        ),
     )
 
 

@@ -69,8 +69,8 @@ class OptionKeywords(TypedDict, total=False):
     score_mod: Text
     mask_mod: Text
     dropout: float
-    dropout_seed: int | None
-    dropout_offset: int
+    dropout_seed: Any  # an int, or an array of one
+    dropout_offset: Any
 
 
 def _read_precision(value: Any) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
-from cupyfa.modifiers import OWN_ARRAYS, Modifiers, Operand
+from cupyfa.modifiers import OWN_ARRAYS, SEEDS, Modifiers, Operand, is_array
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -94,13 +94,17 @@ class Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
         alibi_slopes, bias, mask, sink, captured, wrt: forms of arrays, and those whose gradients a
-        backward kernel gives, as ``forms.operands`` has them.
+        backward kernel gives, as ``forms.operands`` has them; dropout_seed and dropout_offset may
+        be arrays.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
-        known, chosen = dtype_named(dtype), AttentionOptions.of(options, keywords)
+        asked = dict[str, Any](keywords)
+        seeds = {name: asked[name] for name in SEEDS if is_array(asked.get(name))}
+        asked |= dict.fromkeys(seeds, 0)
+        known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-        given |= {"captured": captured, "wrt": wrt}
+        given |= {"captured": captured, "wrt": wrt, **(seeds if chosen.dropout else {})}
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
         return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
 
@@ -178,7 +182,7 @@ class Problem:
         if name in OPTIONS:
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        read = {*OWN_ARRAYS, *(x for text in texts for x in text.captured)} - {name}
+        read = {*OWN_ARRAYS, *SEEDS, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)
 

@@ -40,11 +40,15 @@ class Dropout:
     heads: int
 
     @classmethod
-    def of(cls, options: AttentionOptions, heads: int) -> Dropout | None:
-        """The dropout that options ask for, if any."""
+    def of(
+        cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
+    ) -> Dropout | None:
+        """The dropout that options ask for, if any; arrays replace their seed and offset."""
         if not options.dropout or options.dropout_seed is None:
             return None
-        return cls(options.dropout, options.dropout_seed, options.dropout_offset, heads)
+        own = options.dropout_seed if seed is None else _bits(seed, 64)
+        number = options.dropout_offset if offset is None else _bits(offset, 32)
+        return cls(options.dropout, own, number, heads)
 
     @property
     def least(self) -> int:
@@ -81,6 +85,11 @@ class Dropout:
         return (
             np.where(key >> 3 & 1, word >> np.uint64(16), word) & np.uint64(0xFFFF)
         ) >= self.least
+
+
+def _bits(array: Array, count: int) -> int:
+    """The lowest bits of a whole number in an array."""
+    return int(array.item()) & (2**count - 1)
 
 
 def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:

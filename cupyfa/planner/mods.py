@@ -9,7 +9,16 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.expressions import Captured, Expression, cpp_name
-from cupyfa.modifiers import ALIBI, NONE, Modifiers, Operand, alibi_text, gradient_of
+from cupyfa.modifiers import (
+    ALIBI,
+    NONE,
+    OFFSET,
+    SEED,
+    Modifiers,
+    Operand,
+    alibi_text,
+    gradient_of,
+)
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.problem import Problem
 
@@ -44,6 +53,7 @@ def header(p: Problem, *, taped: bool = False) -> str:
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
             _function(p, "score_text", found.score),  # both, because compilers look names up
             _function(p, "mask_text", found.mask),  # also in branches that they discard
+            *([_dropout_function(found)] if found.dropout else []),
             *([_tape(p)] if taped else []),
         ]
     )
@@ -113,6 +123,25 @@ def _dropout(p: Problem) -> tuple[Any, ...]:
     given = Dropout.of(p.options, p.heads)
     assert given is not None
     return given.round_keys, given.offset, given.least << 16, given.heads, given.factor
+
+
+def _dropout_function(found: Modifiers) -> str:
+    """The function that gives struct Dropout, with what lies in memory."""
+    read = {
+        SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
+        OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
+    }
+    given = [text for name, text in read.items() if any(x.name == name for x in found.arrays)]
+    if not given:
+        return "__device__ __forceinline__ const Dropout& dropout_of(const Mods& mods) {\n" + (
+            "  return mods.dropout;\n}"
+        )
+    return "\n".join(
+        [
+            "__device__ __forceinline__ Dropout dropout_of(const Mods& mods) {",
+            *("  Dropout made = mods.dropout;", *(f"  {x}" for x in given), "  return made;\n}"),
+        ]
+    )
 
 
 def _members(p: Problem) -> list[str]:

@@ -191,3 +191,95 @@ def test_wrong_numbers_are_refused(function, given, error, message):
 def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout_seed=5, dropout_offset=3) == AttentionOptions()
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
+
+
+# A seed and an offset in memory, and the numbers that they are.
+IN_MEMORY = (
+    ({"dropout_seed": np.array([2**40 + 7]), "dropout_offset": np.array(3, np.uint32)}, DROPOUT),
+    (
+        {"dropout_seed": np.array(-5), "dropout_offset": np.array([-1])},
+        {"dropout_seed": 2**64 - 5, "dropout_offset": 2**32 - 1},
+    ),
+    ({"dropout_seed": np.array([2**63 + 9], np.uint64)}, {"dropout_seed": 2**63 + 9}),
+    (
+        {"dropout_seed": 7, "dropout_offset": np.array([3])},
+        {"dropout_seed": 7, "dropout_offset": 3},
+    ),
+)
+
+
+def results(kernel, backend, **given):
+    """What a kernel computes with dropout, of random inputs."""
+    dtype = DTYPES[usual_dtype(kernel)].numpy
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (
+        rng.standard_normal((1, heads, 35, 16)).astype(dtype) for heads in (2, 1, 1, 2)
+    )
+    how = {"dropout": 0.3, "backend": backend, "causal": True, **given}
+    if kernel.operation == "forward":
+        return (cupyfa.attention(q, k, v, kernel=kernel, **how),)
+    of_forward = {**how, "kernel": "fa2" if usual_dtype(kernel) == "float32" else "mma_pipelined"}
+    wrt = ("k", "v")  # sums for q come in any order
+    return cupyfa.attention_vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
+
+
+def same_in_memory(kernel, backend, turn):
+    given, numbers = IN_MEMORY[turn]
+    numbers = {name: numbers[name] for name in numbers if name != "dropout"}
+    for one, other in zip(results(kernel, backend, **given), results(kernel, backend, **numbers)):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("turn, kernel", [(0, "fa2"), (1, "mma_pipelined")])
+def test_a_seed_in_memory(backend, turn, kernel):
+    same_in_memory(next(k for k in KERNELS if k.name == kernel), backend, turn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
+def test_a_seed_in_memory_of_every_kernel(backend, at, kernel):
+    same_in_memory(kernel, backend, at % 4)
+
+
+def test_prepared_calls_read_a_seed_each_time(backend):
+    rng = np.random.default_rng(3)
+    q, k, v, dout = rng.standard_normal((4, 1, 2, 20, 8))
+    seed, offset = np.array([1]), np.array(2)
+    how = {"dropout": 0.5, "backend": backend}
+    options = AttentionOptions(dropout=0.5, dropout_seed=77)  # in its place is an array
+    given = {"dropout_seed": seed, "dropout_offset": offset}
+    prepared = cupyfa.compile(q, k, v, return_lse=True, options=options, backend=backend, **given)
+    out, lse = prepared(q, k, v, **given)
+    same = {"deterministic": True}
+    back = cupyfa.compile_backward(dout, q, k, v, out, lse, **same, **how, **given)
+    for of_seed, of_offset in ((1, 2), (5, 2), (5, 9)):
+        seed[0], offset[()] = of_seed, of_offset
+        how |= {"dropout_seed": of_seed, "dropout_offset": of_offset}
+        out, lse = prepared(q, k, v, **given)
+        np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
+        expected = cupyfa.attention_backward(dout, q, k, v, out, lse, **same, **how)
+        np.testing.assert_array_equal(back(dout, q, k, v, out, lse, seed, offset), expected)
+    cupyfa.attention(q, k, v, check=True, dropout=0.5, backend=backend, **given)
+    by_shape = cupyfa.compile(
+        q.shape, k.shape, v.shape, dtype="float64", dropout=0.5, backend=backend, **given
+    )
+    given["dropout_offset"] = offset.reshape(1)
+    np.testing.assert_array_equal(by_shape(q, k, v, **given), out)
+    plan = cupyfa.plan(M=20, d=8, heads=2, backend=backend, dropout=0.5, **given)
+    assert [x.name for x in plan.problem.operands] == ["dropout_seed", "dropout_offset"]
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        (np.array([1, 2]), ValueError, r"dropout_seed has shape \(2,\); .* must be \(\) or \(1,\)"),
+        (np.array([1.0]), TypeError, "dropout_seed is float64; it must be of whole numbers"),
+        (np.array(True), TypeError, "dropout_seed is bool; it must be of whole numbers"),
+    ],
+    ids=str,
+)
+def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
+    x = np.zeros((1, 2, 3), F)
+    with pytest.raises(error, match=message):
+        cupyfa.attention(x, x, x, dropout=0.5, dropout_seed=given, backend=backend)
+    cupyfa.attention(x, x, x, dropout=0.0, dropout_seed=given, backend=backend)  # nobody reads it

@@ -127,6 +127,34 @@ def test_a_prepared_call_in_a_graph():
     cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, causal=True))
 
 
+def test_a_graph_reads_seeds_each_time():
+    import cupy
+
+    q, k, v, dout = on_device(*arrays(2, 4, 100, 64), arrays(2, 4, 100, 64)[0])
+    seed, offset = cupy.array([5]), cupy.array(7, np.uint32)
+    how = {"dropout": 0.3, "dropout_seed": seed, "dropout_offset": offset}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
+    grads = tuple(map(cupy.empty_like, (q, k, v)))
+    forward = cupyfa.compile(q, k, v, **how)
+    backward = cupyfa.compile_backward(dout, q, k, v, out, lse, deterministic=True, **how)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        forward(q, k, v, seed, offset, out=out)
+        backward(dout, q, k, v, out, lse, seed, offset, grads=grads)
+        graph = stream.end_capture()
+    for number in (5, 2**40 + 1):
+        seed[0], offset[...] = number, number % 1000
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        how = {"dropout": 0.3, "dropout_seed": number, "dropout_offset": number % 1000}
+        cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
+        expected = cupyfa.attention_backward(dout, q, k, v, out, lse, deterministic=True, **how)
+        for one, other in zip(grads, expected):
+            cupy.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("kernel", ["mma_pipelined", "mma_split_kv", "fa2", "wgmma", "auto"])
 def test_eight_threads_with_their_own_streams(kernel):
     import cupy

@@ -2,7 +2,8 @@
 // Dropout. Whether a weight is kept is a function of its batch, head, query and key and of a seed
 // and an offset: the same in every kernel with any tiles, in the backward pass and in NumPy
 // (cupyfa/numerics/dropout.py). The host includes this above a kernel if there is dropout; struct
-// Mods then has a member `dropout`.
+// Mods then has a member `dropout`, and dropout_of(mods) gives it with the seed and offset, which
+// may lie in memory: a captured graph reads them in each launch.
 //
 // Philox 4x32-10 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405).
 // They serve 8 pairs with 16 bits each: queries q and q + 8 and keys k, k + 1, k + 8 and k + 9,
@@ -11,6 +12,7 @@
 
 #include <tile/warp.cuh>
 
+struct Mods;
 constexpr int patch = 16;  // rows and keys of a product that lanes have bits for at a time
 
 struct Bits {
@@ -42,6 +44,14 @@ struct Dropout {
   int heads;
   real factor;  // 1 / (1 - probability)
 
+  __device__ __forceinline__ void take_seed(unsigned long long seed) {
+#pragma unroll
+    for (unsigned i = 0; i < 10; ++i) {
+      round_keys[2 * i] = unsigned(seed) + i * 0x9E3779B9u;
+      round_keys[2 * i + 1] = unsigned(seed >> 32) + i * 0xBB67AE85u;
+    }
+  }
+
   __device__ __forceinline__ Bits bits(int batch, int head, int query, int key) const {
     return philox(unsigned(key) & ~9u, unsigned(query) & ~8u, unsigned(batch * heads + head),
                   offset, round_keys);
@@ -61,7 +71,7 @@ template <int heads = 1, int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const Place& place,
                                          int row, int key, Body body) {
   static_assert(n % 2 == 0, "bits are for 16 keys");
-  const auto& dropout = place.mods.dropout;
+  const auto& dropout = dropout_of(place.mods);
   key += j * patch;
 #pragma unroll
   for (int i = 0; i < m; ++i, row += patch) {
@@ -99,7 +109,7 @@ template <int count, class Place, class Body>
 __device__ __forceinline__ void for_transposed(const float (&)[count], const Place& place, int row,
                                                int key, Body body) {
   static_assert(count % 8 == 0, "bits are for 16 rows");
-  const auto& dropout = place.mods.dropout;
+  const auto& dropout = dropout_of(place.mods);
   const bool odd = key & 1;
 #pragma unroll
   for (int first = 0; first < count; first += 8) {

@@ -78,7 +78,7 @@ struct Seat<true, Arrays> {
   template <class T>
   __device__ __forceinline__ T dropped(T x, int query, int key) const {
     if constexpr (has_dropout)
-      return mods.dropout.keeps(batch, head, query, key) ? x * T(mods.dropout.factor) : T(0);
+      return dropout_of(mods).keeps(batch, head, query, key) ? x * T(mods.dropout.factor) : T(0);
     return x;
   }
   // What kept weights are multiplied by.
