@@ -24,6 +24,7 @@ from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
     OPTIONS,
+    PLAIN,
     AttentionOptions,
     Causal,
     OptionKeywords,
@@ -578,15 +579,46 @@ def _call(
     except TypeError:  # an argument that cannot be hashed, and will be refused
         prepared = None
     if prepared is None:
-        prepared = _prepared(how, backend, arrays, keep=False)
-        if not any(x.path.is_absolute() for x in prepared.plan.launches):  # own files may change
-            if len(backend.known) >= _MOST_KNOWN:
-                backend.known.clear()
-            backend.known[key] = prepared
+        prepared = _planned(how, backend, arrays, forms)
+        _remember(backend, key, prepared)
     elif backend.stream is not None and {type(x) for x in how if x is not backend} <= _FIXED:
         recent[operation] = how, prepared
     targets = prepared.targets(out, grads)
     return prepared.run(arrays, targets, check=check, progress=progress)
+
+
+def _planned(
+    how: How, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
+) -> Prepared:
+    """A call whose like was not seen before, or only with other numbers in texts and dropout."""
+    operation, kernel, _, options, layout, tiles, flag, own, *asked = how
+    of_texts = operation != "softmax" and isinstance(kernel, str)
+    chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked))) if of_texts else PLAIN
+    before, results, numbers, *others = own
+    if not numbers and chosen.softcap is None and not chosen.dropout:
+        return _prepared(how, backend, arrays, keep=False)
+    named = tuple((x.name, x.dtype) for x in numbers)
+    key = (
+        *(operation, forms, kernel, chosen.form, layout, flag, before, results, named),
+        *(*others, repr(tiles)),
+    )
+    try:
+        like = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        like = None
+    if like is not None:
+        return like.with_numbers(chosen, numbers)
+    prepared = _prepared(how, backend, arrays, keep=False)
+    _remember(backend, key, prepared)
+    return prepared
+
+
+def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:
+    if any(x.path.is_absolute() for x in prepared.plan.launches):  # own files may change
+        return
+    if len(backend.known) >= _MOST_KNOWN:
+        backend.known.clear()
+    backend.known[key] = prepared
 
 
 def _traced(how: How) -> How:

@@ -371,6 +371,13 @@ class AttentionOptions:
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """What of them decides plans and texts of kernels: not the numbers in struct Mods."""
+        alike = {"softcap": self.softcap is not None, "dropout": self.dropout > 0}
+        alike |= {"dropout_seed": False, "dropout_offset": False}
+        return tuple(alike.get(name, getattr(self, name)) for name in OPTIONS)
+
+    @property
     def right(self) -> int | None:
         """How many keys right of its position a query sees; None if all."""
         return 0 if self.causal else self.window[1]

@@ -1,6 +1,7 @@
 """Evaluates the formulas of a record: launches, scratch and outputs, as plain integers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from math import isfinite, prod
 from pathlib import Path
@@ -40,6 +41,22 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
                 "choose others, or leave them to the plan"
             )
     return _Planner(kernel, problem, limits, constants).plan()
+
+
+def with_numbers(plan: Plan, problem: Problem) -> Plan:
+    """The plan of a problem of the same ``form`` with other numbers of texts and of dropout.
+
+    No formula of the ladder depends on them: only struct Mods has them.
+    """
+    value = mods.value(problem)[0]
+
+    def changed(step: PlannedLaunch | Matmul) -> PlannedLaunch | Matmul:
+        if isinstance(step, Matmul):
+            return step
+        made = (replace(x, value=value) if x.name == "mods" else x for x in step.arguments)
+        return replace(step, arguments=tuple(made))
+
+    return replace(plan, problem=problem, steps=tuple(map(changed, plan.steps)))
 
 
 def source_path(kernel: Kernel, launch: Launch) -> Path:

@@ -5,10 +5,13 @@ keeps launches whose addresses are fixed. Everything that runs a plan goes this 
 and benchmarks, on CUDA and in the simulator.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -116,7 +119,7 @@ class Launcher:
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
         written = {*plan.outputs, *plan.scratch}
-        self._steps: list[Callable[[], _Arguments | _Operands]] = [
+        self._steps: list[partial[Any]] = [
             partial(_Operands, backend, plan, step, _operands(step, arrays, place))
             if isinstance(step, Matmul)
             else partial(
@@ -127,6 +130,17 @@ class Launcher:
             for step in plan.steps
             if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
         ]
+
+    def with_numbers(self, plan: Plan) -> Launcher:
+        """The same launches with the numbers of another plan; see planner.evaluate."""
+        other = copy(self)
+        other._mine = threading.local()
+        steps = (x for x in plan.steps if isinstance(x, Matmul) or all(x.grid))
+        other._steps = [
+            make if isinstance(step, Matmul) else _with_values(make, step)
+            for step, make in zip(steps, self._steps)
+        ]
+        return other
 
     def __call__(self, addresses: Sequence[int], stream: int | None) -> None:
         """Launches the steps in a stream of the current device."""
@@ -196,6 +210,21 @@ def _launch(
             if form == "map"
         ),
     )
+
+
+def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
+    """A launch with the values of another step, and the arrays that it has."""
+    backend, launch = make.args
+    values = list(launch.values)
+    for at, argument in enumerate(step.arguments):
+        if argument.value is None:
+            continue
+        value = np.array(argument.value)
+        before = np.frombuffer(values[at], value.dtype, 1)[0]
+        for name in (x.removeprefix("mods.") for x, _ in argument.arrays):
+            value[name] = before[name]
+        values[at] = value.tobytes()
+    return partial(_Arguments, backend, launch._replace(values=tuple(values)))
 
 
 def _operands(

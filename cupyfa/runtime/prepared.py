@@ -1,6 +1,10 @@
 """Prepared calls: the plan is made and the kernels are compiled; only the arrays are missing."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
 from math import prod
@@ -10,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.modifiers import gradient_of, name_of
+from cupyfa.modifiers import Operand, gradient_of, name_of
+from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
+from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
 from cupyfa.runtime import guard, transfer
@@ -138,6 +144,22 @@ class Prepared:
         self._kernels: Kernels | None = None  # for calls without the launcher
         if keep and self._launcher is None:
             self._kernels = compiled(backend, plan)
+
+    def with_numbers(self, options: AttentionOptions, numbers: Sequence[Operand]) -> Prepared:
+        """The same call with other numbers of texts and of dropout.
+
+        ``options`` have the same form, and ``numbers`` are all that a caller gives.
+        """
+        p, by_name = self.plan.problem, {x.name: x for x in numbers}
+        names = ("softcap", *DROPOUT)
+        changed = replace(p.options, **{name: getattr(options, name) for name in names})
+        operands = tuple(by_name.get(x.name, x) for x in p.operands)
+        other = copy(self)
+        other.plan = with_numbers(self.plan, replace(p, options=changed, operands=operands))
+        other._pieces, other._repeats = None, Repeats(self._backend)
+        if self._launcher is not None:
+            other._launcher = self._launcher.with_numbers(other.plan)
+        return other
 
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
         """What the function returns for these arrays.

@@ -14,6 +14,7 @@ from cupyfa.analysis.resources import limits_of
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
+from cupyfa.planner.evaluate import with_numbers
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
@@ -228,3 +229,48 @@ def test_one_given_constant_takes_the_first_tile_that_keeps_the_rules():
     assert plan("fa2", tiles={"Br": np.int64(16)}, M=10, d=8).constants["Br"] == 16
     with pytest.raises(ValueError, match="minimal with Br=64, Bc=.* breaks its rule: Br <= Bc"):
         plan("minimal", tiles={"Br": 64}, M=10, d=8)
+
+
+NUMBERS = (
+    {"softcap": 30.0, "dropout": 0.1, "dropout_seed": 1, "captured": {"x": 2.0, "n": 3}},
+    {"softcap": 0.5, "dropout": 0.7, "dropout_seed": 2**63, "captured": {"x": -1.5, "n": 0}},
+)
+
+
+@pytest.mark.parametrize("d", [64, 200])
+def test_other_numbers_of_texts_change_their_struct_alone(d):
+    texts = {"score_mod": "score * x", "mask_mod": "key % 5 != n", "bias": "1hmn", "causal": True}
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 300, "N": 500, "d": d}
+    tried = 0
+    for kernel in [k for group in LADDER.values() for k in group.values()]:
+        if not {"dropout", "places"} <= set(kernel.features):
+            continue
+        given = {**sizes, **texts, "dtype": usual_dtype(kernel)}
+        one, other = (Problem.of_sizes(**given, **x) for x in NUMBERS)
+        try:
+            found, expected = (planning.plan(kernel, x, H100) for x in (one, other))
+        except Unsupported:
+            continue
+        assert repr(found) != repr(expected)
+        assert repr(with_numbers(found, expected.problem)) == repr(expected)
+        tried += 1
+    assert tried > 20
+
+
+def test_calls_with_other_numbers_are_not_planned_again(backend, monkeypatch):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 2, 20, 8))
+    how = {"kernel": "fa2", "backend": backend, "score_mod": "score * x"}
+    numbers = [
+        {"softcap": c, "dropout": p, "dropout_seed": s, "captured": {"x": x}}
+        for c, p, s, x in ((30.0, 0.1, 1, 2.0), (0.5, 0.7, 2**63, -1.5))
+    ]
+    expected = [cupyfa.compile(q, k, v, **how, **x)(q, k, v) for x in numbers]
+    cupyfa.attention(q, k, v, **how, **{**numbers[0], "softcap": 7.0})
+    monkeypatch.setattr(planning, "plan", None)
+    for given, out in zip(numbers, expected):
+        np.testing.assert_array_equal(cupyfa.attention(q, k, v, **how, **given), out)
+    with pytest.raises(ValueError, match="softcap is -1"):
+        cupyfa.attention(q, k, v, **how, **{**numbers[0], "softcap": -1})
+    with pytest.raises(TypeError, match="is not callable"):  # a whole number is another text
+        cupyfa.attention(q, k, v, **how, **{**numbers[0], "captured": {"x": 3}})
