@@ -464,7 +464,7 @@ def plan(
     alibi_slopes, bias, mask, sink and arrays of ``captured`` are forms: a shape, (1, 8, 64, 64),
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
-    taken.
+    taken. A mask may also be a ``block_mask`` itself.
 
     Raises what ``attention`` raises.
     """
@@ -472,12 +472,16 @@ def plan(
     chosen = AttentionOptions.of(options, dict(zip(OPTIONS, _values(plan, asked))))
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     sizes |= {"kv_heads": kv_heads, "dtype": dtype}
+    blocks, arrays = _blocks(arrays)
     problem = Problem.of_sizes(**sizes, options=chosen, **arrays)
+    if blocks is not None:
+        problem = blocks.masked(problem)
     limits = limits or backend_named(backend).limits
     if own is not None:
         kernel = _with_floats(_record_with_own(kernel, own), own)
     record = planning.select(kernel, "forward", problem, limits)
-    return planning.plan(record, problem, limits, **_given(tiles))
+    made = planning.plan(record, problem, limits, **_given(tiles))
+    return made if blocks is None else blocks.planned(made, limits)
 
 
 def dropout_mask(
@@ -702,11 +706,9 @@ def _prepared(
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked)))
         operands = _operands(inputs, own[2], own[4])
-        if blocks is not None:
-            chosen, alone = blocks.options(chosen), chosen.mask_mod is None
-            operands += (*blocks.operands(arrays=True), *blocks.operands(arrays=False))
-            blocks.check(Problem.of(q, k, v, layout=layout))
         problem = Problem.of(*(q, k, v), options=chosen, layout=layout, operands=operands)
+        if blocks is not None:
+            problem = blocks.masked(problem)
         out, lse = (*q.shape[:-1], v.shape[-1]), _rows_of(q, layout)
         results = [Result("O", out, "out"), Result("lse", lse, None)]
     if operation == "backward":
@@ -729,23 +731,14 @@ def _prepared(
         bound: dict[str, Any] = {}
         if blocks is not None:
             on_host = not backend.owns(arrays[0])
-            maps = blocks.maps(plan, backend, on_host, alone)
-            plan = _with_maps(plan, limits, maps)
+            maps = blocks.maps(plan, backend, on_host, alone=chosen.mask_mod is None)
+            plan = blocks.planned(plan, limits)
             bound = {**blocks.arrays(backend, on_host), **maps}
         if not record.is_plain:
             lead = () if operation == "softmax" else inputs["q"].shape[:-3]
             inputs |= _own_arrays(record, problem, inputs, backend if of_shapes else None, lead)
             results += _own_results(record, problem, own[1], lead)
         return Prepared(backend, plan, inputs, results, layout=layout, keep=keep, bound=bound)
-
-
-def _with_maps(plan: Plan, limits: Limits, maps: Mapping[str, Any]) -> Plan:
-    """The plan of the same tiles that goes by maps of them."""
-    if not maps:
-        return plan
-    found = (modifiers.of_value(name.removeprefix("mods."), x) for name, x in maps.items())
-    problem = replace(plan.problem, operands=(*plan.problem.operands, *found))
-    return planning.plan(plan.kernel, problem, limits, **plan.constants)
 
 
 # What modifies scores

@@ -26,11 +26,12 @@ from cupyfa.modifiers import KEY_TILES, Operand
 from cupyfa.numerics import ranges
 from cupyfa.numerics.modification import Modifications
 from cupyfa.options import AttentionOptions
-from cupyfa.planner import mods
+from cupyfa.planner import mods, select
 from cupyfa.planner.evaluate import SIZES
-from cupyfa.planner.plan import Argument, Plan, PlannedLaunch
+from cupyfa.planner.plan import Argument, Limits, Plan, PlannedLaunch
 from cupyfa.problem import Problem
 from cupyfa.runtime import launcher
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt, backend_named
 
@@ -141,17 +142,16 @@ class BlockMask:
 
     # What a call takes of it
 
-    def options(self, chosen: AttentionOptions) -> AttentionOptions:
-        """The options of a call with this mask."""
+    def masked(self, p: Problem) -> Problem:
+        """The problem of a call with this mask. Raises ValueError for one of other sizes."""
+        self._check(p)
         text = _renamed(self.text.text, {x: _PREFIX + x for x in self.captured})
-        if chosen.mask_mod is not None:
-            text = f"({text}) and ({chosen.mask_mod.text})"
-        return replace(chosen, mask_mod=Expression.of("mask_mod", text))
-
-    def operands(self, *, arrays: bool) -> tuple[Operand, ...]:
-        """The arrays, or the numbers, that its text reads in a call."""
-        every = (replace(x, name=_PREFIX + x.name) for x in self._operands)
-        return tuple(x for x in every if x.is_array == arrays)
+        if p.options.mask_mod is not None:
+            text = f"({text}) and ({p.options.mask_mod.text})"
+        options = replace(p.options, mask_mod=Expression.of("mask_mod", text))
+        mine = [replace(x, name=_PREFIX + x.name) for x in self._operands]
+        mine.sort(key=lambda x: not x.is_array)
+        return replace(p, options=options, operands=(*p.operands, *mine))
 
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
         """Its arrays by their names in a call, where the call's are."""
@@ -161,8 +161,7 @@ class BlockMask:
             if x.is_array
         }
 
-    def check(self, p: Problem) -> None:
-        """Raises ValueError for a problem of other sizes."""
+    def _check(self, p: Problem) -> None:
         sizes = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, (p.batch, p.heads, p.M, p.N)))
         own = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, self.sizes))
         if (self.M, self.N) != (p.M, p.N):
@@ -190,6 +189,10 @@ class BlockMask:
             key = name, str(p.dtype.sums), *map(int, size), self._position(p), alone
             found[f"mods.{name}"] = self._placed(backend, on_host, key, self._map)
         return found
+
+    def planned(self, plan: Plan, limits: Limits) -> Plan:
+        """The plan of a call with this mask, whose kernel goes by its maps."""
+        return select.with_maps(plan, limits, [self.text])
 
     # How it is found out
 
@@ -330,6 +333,29 @@ def block_mask(
     text = Expression.of("mask_mod", mask_mod)
     own = {name: _copied(name, x) for name, x in given.items()}
     return BlockMask(text, own, tuple(sizes), backend)  # type: ignore[arg-type]
+
+
+def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs on the host as the kernel of a plan reads them.
+
+    Those of a problem with a block mask get the maps of the plan's tiles.
+    """
+    p, found = plan.problem, dict(inputs)
+    if any(x.name in modifiers.MAPS for x in p.operands):
+        found |= _of_inputs(p, inputs, backend).maps(plan, backend, on_host=True, alone=True)
+    return readable_inputs(plan, found)
+
+
+def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> BlockMask:
+    """The block mask of all masks of a problem."""
+    texts, own = p.modifiers.mask, {modifiers.MASK: f"{_PREFIX}array"}
+    text = _expression(" and ".join(f"({_renamed(x.text, own)})" for x in texts))
+    captured = {
+        own.get(x.name, x.name): _copied(x.name, inputs[x.input]) if x.is_array else x.value
+        for x in p.modifiers.operands
+        if any(x.name in text.captured for text in texts)
+    }
+    return BlockMask(text, captured, (p.batch, p.heads, p.M, p.N), backend)
 
 
 def _of_array(

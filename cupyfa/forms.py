@@ -17,8 +17,9 @@ from cupyfa.expressions import Expression
 from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SEEDS, SINK, Operand, of_value, operand
 from cupyfa.options import OptionKeywords
 
-CAPTURED, WRT = "captured", "wrt"
-NAMES = (*OWN_ARRAYS, CAPTURED, WRT)  # arguments that give forms, or say what is done with them
+CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
+# Arguments that give forms, or say what is done with the arrays.
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -44,6 +45,7 @@ class Keywords(OptionKeywords, total=False):
     sink: Any
     captured: Mapping[str, Any] | None
     wrt: str | Sequence[str] | None
+    block_mask: bool | None
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.modifiers import OFFSET, SEED, SINK, Operand, gradient_of
+from cupyfa.modifiers import MAPS, OFFSET, SEED, SINK, Operand, gradient_of
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.numerics.modification import Modifications
@@ -167,7 +167,7 @@ def modifications(
     return Modifications(
         score_steps=texts.score,
         mask_steps=texts.mask,
-        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays},
+        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays if x.name not in MAPS},
         position=p.first_position,
         queries=p.M,
         keys=p.N,

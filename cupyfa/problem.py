@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
-from cupyfa.modifiers import OWN_ARRAYS, SEEDS, Modifiers, Operand, is_array
+from cupyfa.modifiers import MAPS, MASK, OWN_ARRAYS, SEEDS, Modifiers, Operand, is_array
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -31,7 +31,8 @@ class Problem:
     ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
     softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
-    numbers that texts read.
+    numbers that texts read. With ``block_mask`` its masks are a block mask together: plans go by
+    maps of tiles, which are made of the inputs (``blocks.readable``).
     """
 
     batch: int
@@ -46,6 +47,7 @@ class Problem:
     shift: int = 0
     is_softmax: bool = False
     operands: tuple[Operand, ...] = ()
+    block_mask: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -62,6 +64,8 @@ class Problem:
             )
         _check_precision(self.precision, self.dtype)
         _ = self.modifiers  # raises for texts and arrays that do not fit
+        if self.block_mask and not self.has_mask:
+            object.__setattr__(self, "block_mask", False)
         with np.errstate(over="ignore"):
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
@@ -89,13 +93,14 @@ class Problem:
         sink: Any = None,
         captured: Mapping[str, Any] | None = None,
         wrt: str | Sequence[str] | None = None,
+        block_mask: bool | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
         alibi_slopes, bias, mask, sink, captured, wrt: forms of arrays, and those whose gradients a
         backward kernel gives, as ``forms.operands`` has them; dropout_seed and dropout_offset may
-        be arrays.
+        be arrays. With block_mask, mask and mask_mod are a block mask.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
@@ -106,7 +111,8 @@ class Problem:
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
         given |= {"captured": captured, "wrt": wrt, **(seeds if chosen.dropout else {})}
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
-        return cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
+        p = cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
+        return p.in_blocks(block_mask)
 
     @classmethod
     def of(
@@ -172,9 +178,12 @@ class Problem:
         """The problem with other options; with texts or forms of arrays in place of all its own."""
         if not arrays and not any(name in options for name in TEXTS):
             return self.with_options(**options)
+        arrays = dict(arrays)
+        in_blocks = arrays.pop(forms.BLOCK_MASK, None)
         given = forms.operands(arrays, self._of_scores, self.dtype.name)
         changed = {**dict.fromkeys(TEXTS), **options}
-        return replace(self, options=replace(self.options, **changed), operands=given)
+        p = replace(self, options=replace(self.options, **changed), operands=given)
+        return p.in_blocks(in_blocks)
 
     def without(self, name: str) -> Problem:
         """The problem without an option or an array, and without what that alone reads."""
@@ -185,6 +194,22 @@ class Problem:
         read = {*OWN_ARRAYS, *SEEDS, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether an array or a text hides pairs."""
+        return self.options.mask_mod is not None or any(x.name == MASK for x in self.operands)
+
+    def in_blocks(self, asked: bool | None = True) -> Problem:
+        """The problem with a block mask, if that is asked for. Raises ValueError without a mask."""
+        if asked and not self.has_mask:
+            raise ValueError("block_mask is for masks, and there is none; give mask_mod or mask")
+        return replace(self, block_mask=bool(asked))
+
+    def without_maps(self) -> Problem:
+        """The problem without the maps of tiles of one kernel."""
+        kept = tuple(x for x in self.operands if x.name not in MAPS)
+        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -210,13 +235,16 @@ class Problem:
 
     @property
     def _arrays_shown(self) -> list[str]:
-        return [f"{name}={x}" for name, x in forms.shown(self.operands, self._of_scores).items()]
+        p = self.without_maps()
+        shown = [f"{name}={x}" for name, x in forms.shown(p.operands, self._of_scores).items()]
+        return [*shown, *[forms.BLOCK_MASK] * self.block_mask]
 
     def command_line(self) -> list[str]:
         """The options of the command line for its options and arrays."""
         return [
             *self.options.command_line(),
-            *forms.command_line(self.operands, self._of_scores),
+            *forms.command_line(self.without_maps().operands, self._of_scores),
+            *["--block-mask"] * self.block_mask,
         ]
 
     @classmethod

@@ -21,6 +21,7 @@ from cupyfa.analysis.formulas import (
 from cupyfa.analysis.profile import TOOLS, profile
 from cupyfa.analysis.resources import gpu, limits_of
 from cupyfa.bench import sweeps
+from cupyfa.blocks import readable
 from cupyfa.errors import DeviceError, DeviceLost, Unsupported, warn
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
@@ -181,7 +182,7 @@ def _run(backend: Backend, plan: Plan) -> None:
     zeros = {
         name: np.zeros(x.shape(p), x.dtype(p)) for name, x in plan.operation.inputs_of(p).items()
     }
-    inputs = {name: backend.upload(x) for name, x in readable_inputs(plan, zeros).items()}
+    inputs = {name: backend.upload(x) for name, x in readable(backend, plan, zeros).items()}
     outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
     run(backend, plan, readable_inputs(plan, inputs), outputs)
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cupyfa import blocks
 from cupyfa.api import unknown_argument
 from cupyfa.bench import sweeps, timing
 from cupyfa.errors import DeviceError, Unsupported
@@ -23,7 +24,6 @@ from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.source import ROOT
-from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import run
 from cupyfa.runtime.select import backend_named
@@ -160,7 +160,7 @@ def launch_twice(kernel: str, case: Case, constants: Mapping[str, int]) -> None:
     record = record_named(kernel)
     plan = plan_of(record, case.problem, backend.limits, **constants)
     with backend.working_on(None):
-        readable = readable_inputs(plan, case.inputs(backend, plan.kernel))
+        readable = blocks.readable(backend, plan, case.inputs(backend, plan.kernel))
         inputs = timing.placed(backend, readable, {})
         outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
         for _ in range(2):

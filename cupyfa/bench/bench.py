@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa import blocks
 from cupyfa.bench import peaks, peers, sweeps, timing
 from cupyfa.bench.results import BASELINE, BEFORE, Measurement
 from cupyfa.bench.watch import Watch
@@ -28,7 +29,6 @@ from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of, select
-from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
@@ -322,7 +322,7 @@ class _Measuring:
         try:
             with backend.working_on(None):
                 used: Any = timing.resources(backend, plan)
-                readable = readable_inputs(plan, self.inputs_of(kernel))
+                readable = blocks.readable(backend, plan, self.inputs_of(kernel))
                 with self.watch.calls():
                     self.watch.begins(_call(entry.row))
                     results = run_guarded(backend, plan, readable, {})
@@ -357,7 +357,8 @@ class _Measuring:
             plan = plan_of(plan.kernel, case.problem, self.backend.limits, **plan.constants)
             inputs = case.inputs(self.backend, plan.kernel)
             with self.backend.working_on(None):
-                results = run_guarded(self.backend, plan, readable_inputs(plan, inputs), {})
+                mine = blocks.readable(self.backend, plan, inputs)
+                results = run_guarded(self.backend, plan, mine, {})
             judge = Judge.of(plan, inputs)
         else:
             judge = self.judge(plan)

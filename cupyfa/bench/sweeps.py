@@ -44,6 +44,8 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in OPTIONS:
         option = OPTIONS[name]
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
+    if name == forms.BLOCK_MASK:
+        return name, [forms.value_of(value.strip()) is True for value in values.split(",")]
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:

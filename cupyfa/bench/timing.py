@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.modifiers import MAPS
 from cupyfa.planner import source
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.arrays import extent
@@ -165,7 +166,8 @@ def placed(
     """The inputs on the backend, from ``memory`` if they are there."""
     arrays = {}
     for name, array in inputs.items():
-        key = (name, array.shape, array.strides, array.dtype)
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # of each kernel
+        key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)
         arrays[name] = memory[key]

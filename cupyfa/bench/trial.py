@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa import blocks
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.watch import Watch
@@ -18,7 +19,6 @@ from cupyfa.operations import exact_attention
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import Problem
-from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
@@ -59,7 +59,7 @@ def trial(
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
     in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
     """
-    watch, readable = watch or Watch(), readable_inputs(plan, inputs)
+    watch, readable = watch or Watch(), blocks.readable(backend, plan, inputs)
     begins = partial(watch.begins, f"{plan.kernel.name} on {plan.problem}")
     used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
     with watch.calls():
@@ -124,7 +124,7 @@ def accuracy(
         plain, _ = exact_attention(inputs, problem)
         for record in chosen:
             plan = plan_of(record, problem, backend.limits)
-            mine = readable_inputs(plan, case.completed(inputs, record))
+            mine = blocks.readable(backend, plan, case.completed(inputs, record))
             exact = plain
             if record.reference:
                 exact = plan.operation.reference(mine, plan.problem, [None])[None]["O"].value

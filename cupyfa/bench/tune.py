@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa import errors, store
+from cupyfa import blocks, errors, store
 from cupyfa.bench import sweeps, timing
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.watch import Watch
@@ -23,7 +23,6 @@ from cupyfa.planner.plan import Plan, Tuned
 from cupyfa.planner.select import candidates, folder_of, plan as plan_of, select
 from cupyfa.problem import SIZES
 from cupyfa.runtime import environment, guard
-from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
@@ -177,7 +176,7 @@ class _Tuning:
     def inputs(self) -> dict[str, np.ndarray]:
         plan = self.plans[0]
         case = Case(plan.kernel.operation, plan.problem)
-        return readable_inputs(plan, case.inputs(self.backend, plan.kernel))
+        return case.inputs(self.backend, plan.kernel)
 
     def is_hung(self, plan: Plan) -> bool:
         """Whether the plan did not return in an earlier process."""
@@ -233,10 +232,11 @@ class _Tuning:
             raise lost  # the next call skips this candidate
 
     def timed(self, plans: Sequence[Plan], **how: Any) -> list[list[float]]:
-        calls = [
-            replay(self.backend, x, timing.arrays_of(self.backend, x, self.inputs, self.memory))
-            for x in plans
-        ]
+        calls = []
+        for plan in plans:
+            readable = blocks.readable(self.backend, plan, self.inputs)
+            arrays = timing.arrays_of(self.backend, plan, readable, self.memory)
+            calls.append(replay(self.backend, plan, arrays))
         begins = partial(self.watch.begins_one_of, list(map(_call, plans)))
         with self.watch.calls():
             return timing.measure(self.backend, calls, cold=True, begins=begins, **how)
@@ -343,7 +343,7 @@ def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     for launch in checked.programs:  # compiles, which is no part of the call
         backend.prepare(launch)
     watch.begins(_call(plan))
-    guard.checked(backend, checked, readable_inputs(checked, inputs), {})
+    guard.checked(backend, checked, blocks.readable(backend, checked, inputs), {})
 
 
 def _is_sound(fact: Any) -> bool:

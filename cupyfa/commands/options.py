@@ -212,7 +212,13 @@ def array_options(command: Command) -> Command:
         help="Backward kernels: arrays whose gradients are computed besides those of q, k and v, "
         "as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
     )
-    return _with(command, *made, captured, wrt)
+    blocks = click.option(
+        _long(forms.BLOCK_MASK),
+        is_flag=True,
+        default=None,
+        help="Make --mask and --mask-mod a block mask, whose empty tiles kernels skip.",
+    )
+    return _with(command, *made, captured, blocks, wrt)
 
 
 def _captured(given: Sequence[str]) -> dict[str, Any] | None:

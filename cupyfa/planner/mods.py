@@ -1,7 +1,7 @@
 """The texts of a problem in C++, and struct Mods: the arrays and numbers of texts and dropout."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -9,8 +9,10 @@ import numpy as np
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.expressions import Captured, Expression, cpp_name
+from cupyfa.ladder.tiles import cdiv
 from cupyfa.modifiers import (
     ALIBI,
+    KEY_TILES,
     NONE,
     OFFSET,
     SEED,
@@ -20,6 +22,7 @@ from cupyfa.modifiers import (
     gradient_of,
 )
 from cupyfa.numerics.dropout import Dropout
+from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 
 _ELEMENTS = {
@@ -57,6 +60,23 @@ def header(p: Problem, *, taped: bool = False) -> str:
             *([_tape(p)] if taped else []),
         ]
     )
+
+
+def maps(plan: Plan, texts: Iterable[Expression]) -> tuple[Operand, ...]:
+    """The maps of what these texts hide by which the kernel of a plan skips tiles.
+
+    A batch or heads of 1 serve all, where no text names the batch element or the head.
+    """
+    p, names = plan.problem, {name for text in texts for name in text.positions}
+    if 0 in (p.batch, p.heads, p.M, p.N):
+        return ()
+    batch, heads = p.batch if "batch" in names else 1, p.heads if "head" in names else 1
+    found = []
+    for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
+        lines, tiles = cdiv(p.M, rows), cdiv(p.N, keys)
+        lines, tiles = (lines, tiles) if name == KEY_TILES else (tiles, lines)
+        found.append(Operand(name, "int32", (batch, heads, lines, tiles + 2)))
+    return tuple(found)
 
 
 def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:

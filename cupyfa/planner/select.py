@@ -1,7 +1,7 @@
 """Chooses the kernel and its constants for a problem and a device, or says why there are none."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
+from cupyfa.expressions import Expression
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import nearest
 from cupyfa.operations import OPERATIONS
+from cupyfa.planner import mods
 from cupyfa.planner.evaluate import plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
@@ -75,12 +77,20 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
     does not have or that break its rules, Unsupported if kernel or device cannot do the problem.
     """
     _check_arrays(kernel)
-    problem = _with_columns(kernel, problem)
+    problem = _with_columns(kernel, problem.without_maps())
     try:
         return _first_fit(kernel, problem, limits, given)
     except Unsupported as refused:
         remedy = _remedy(kernel, problem, limits, given)
         raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
+
+
+def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
+    """The plan of the same tiles that skips those which all of these texts hide."""
+    if not (found := mods.maps(made, texts)):
+        return made
+    problem = replace(made.problem, operands=(*made.problem.operands, *found))
+    return plan_of(made.kernel, problem, limits, made.constants)
 
 
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
@@ -104,7 +114,7 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
     for constants in combined if kernel.candidates else map(dict, tiles):
         with suppress(Unsupported, ValueError):
             if constants != own.constants:
-                others.append(plan_of(kernel, own.problem, limits, constants))
+                others.append(_made(kernel, own.problem.without_maps(), limits, constants))
 
     def difference(other: Plan) -> float:
         return sum(abs(log(other.constants[x] / own.constants[x])) for x in own.constants)
@@ -280,17 +290,22 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     given = {name: int(value) for name, value in given.items()}
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the record may have changed since it was tuned
-            return plan_of(kernel, problem, limits, {**constants, **given})
+            return _made(kernel, problem, limits, {**constants, **given})
     refused: Exception | None = None
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
-            return plan_of(kernel, problem, limits, {**tile, **given})
+            return _made(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:
             refused = error
         except ValueError as error:
             refused = refused or error
     assert refused is not None, "a kernel has at least one tile"
     raise refused
+
+
+def _made(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
+    made = plan_of(kernel, problem, limits, constants)
+    return with_maps(made, limits, problem.modifiers.mask) if problem.block_mask else made
 
 
 def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[Mapping[str, int]]:

@@ -67,6 +67,7 @@ class Case:
             if (value := getattr(self, what)) not in known:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
+        object.__setattr__(self, "problem", self.problem.without_maps())
 
     def inputs(
         self, backend: Backend | None = None, kernel: Kernel | None = None

@@ -20,7 +20,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
-from cupyfa.modifiers import ALIBI, BIAS, MASK, SINK
+from cupyfa.modifiers import ALIBI, BIAS, MAPS, MASK, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
@@ -204,7 +204,10 @@ class Fuzz:
         given = self._modified(turns) | self._options(turns)
         sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
-        return p if self.arrays else self._differentiated(p, turns)
+        if self.arrays:
+            return p
+        p = p.in_blocks(p.has_mask and turns.choose("block mask", (True, False)))
+        return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
         """The problem with the gradients of some of its arrays, where the kernel gives such."""
@@ -367,6 +370,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "ALiBi": ALIBI in arrays,
         "bias": BIAS in arrays,
         "mask array": MASK in arrays,
+        "block mask": bool(arrays & {*MAPS}),
         "sink": SINK in arrays,
         "dropout": p.options.dropout > 0,
         "gradients of arrays": bool(p.wrt),

@@ -43,6 +43,8 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     for name in (*p.options.changed, *(x.name for x in p.operands if x.name in OWN_ARRAYS)):
         if name != "dropout_seed":  # which dropout needs
             yield p.without(name)
+    if p.block_mask:
+        yield p.in_blocks(False)
     yield from (p.with_wrt([x for x in p.wrt if x != name]) for name in p.wrt)
     for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():

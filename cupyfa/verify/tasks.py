@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupyfa import errors
+from cupyfa import blocks, errors
 from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
@@ -13,7 +13,6 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.verify import failures, sampling
@@ -139,7 +138,7 @@ def _outcome(
     backend: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
 ) -> Outcome:
     """The outcome of running a plan once and then ``task.reruns`` times more."""
-    readable = readable_inputs(plan, inputs)
+    readable = blocks.readable(backend, plan, inputs)
     results = run_guarded(backend, plan, readable, {})
     actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
     verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
@@ -161,7 +160,7 @@ def difference(
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
-    inputs: as ``readable_inputs`` returns them. Unordered outputs are left out: only the reference
+    inputs: as ``blocks.readable`` returns them. Unordered outputs are left out: only the reference
     judges them. The simulator runs its threads in another order each time. ``begins`` is called
     before each run.
     """
