@@ -30,6 +30,7 @@ from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
 LONG = SEVERAL | {"M": 530, "N": 550}
 WIDTHS = (64, 128, 192, 256, 320)
+NARROW = (64,)  # of kernels without tensor cores: a tool watches each of their many instructions
 CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 
 
@@ -42,7 +43,7 @@ def main(names):
         for sizes in RAGGED:
             launch(backend, kernel, problem_of(kernel, sizes, dtype))
         several = LONG if has_ring(kernel) else SEVERAL
-        wide = [several | {"d": d} for d in WIDTHS]
+        wide = [several | {"d": d} for d in (WIDTHS if "mma" in kernel.name else NARROW)]
         others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
         for problem in dict.fromkeys(others):  # those of a softmax know no d
             if planning.can(kernel, problem, backend.limits):
