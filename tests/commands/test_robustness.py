@@ -172,11 +172,11 @@ def test_a_narrow_terminal_shows_everything(own_folders, monkeypatch, columns, a
     "env",
     [
         {"HOME": None},
-        {"HOME": "/proc"},
-        {"HOME": "/etc/passwd"},
+        pytest.param({"HOME": "/proc"}, marks=pytest.mark.slow),
+        pytest.param({"HOME": "/etc/passwd"}, marks=pytest.mark.slow),
         {"HOME": "/no/where", "TMPDIR": "/no/where"},
         {"CUPYFA_CACHE_DIR": "/proc/x"},
-        {"CUPYFA_CACHE_DIR": "/etc/passwd"},
+        pytest.param({"CUPYFA_CACHE_DIR": "/etc/passwd"}, marks=pytest.mark.slow),
         {"XDG_CACHE_HOME": "/proc"},
     ],
     ids=str,
@@ -650,7 +650,7 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
-@pytest.mark.parametrize("again", [0, 0.002])
+@pytest.mark.parametrize("again", [0, pytest.param(0.002, marks=pytest.mark.slow)])
 def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
     """As ``timeout`` does: to the command and to all processes of its group."""
     at_work = tmp_path / "at work"

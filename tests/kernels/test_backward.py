@@ -197,7 +197,10 @@ def test_runs_without_atomics_give_the_same_bits(kernel):
     )
 
 
-@pytest.mark.parametrize("kernel", ["columns", "rows", "mma_columns"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["columns", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rows", "mma_columns"))],
+)
 def test_runs_with_atomics_differ_but_are_right(kernel):
     kernel = BACKWARD[kernel]
     sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}

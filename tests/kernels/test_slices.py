@@ -152,8 +152,8 @@ def test_scratch_for_sums_is_needed_only_beyond_a_span(kernel, columns):
     [
         (320, "float16", {}),
         (512, "bfloat16", {"causal": True}),
-        (1024, "bfloat16", {}),
-        (1024, "float16", {"window": (100, 0)}),
+        pytest.param(1024, "bfloat16", {}, marks=pytest.mark.slow),
+        pytest.param(1024, "float16", {"window": (100, 0)}, marks=pytest.mark.slow),
     ],
 )
 def test_products_are_not_serialized_and_nothing_spills(d, dtype, mask, tile):
