@@ -6,6 +6,7 @@ A function whose name ends in `_vjp` returns its value and a pullback, which map
 value to gradients of the arguments. `cupyfa.attention_vjp` does the same.
 
     python examples/train_transformer.py                     # learns to sort, in the simulator
+    python examples/train_transformer.py --task repeat       # documents, and a learned bias
     python examples/train_transformer.py --backend cuda --task text --plot loss.svg
 """
 
@@ -30,7 +31,11 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes: kinds of tokens, longest sequence, columns, heads, key heads and blocks."""
+    """Sizes: kinds of tokens, longest sequence, columns, heads, key heads and blocks.
+
+    With distances, learned biases of so many distances from a query to a key replace the learned
+    positions, as in T5: Raffel et al., 2019, arXiv:1910.10683. Farther keys have the last one.
+    """
 
     vocabulary: int
     length: int
@@ -40,6 +45,7 @@ class Model:
     blocks: int
     attention: str = "float32"  # the dtype of q, k and v
     backend: str = "auto"
+    distances: int = 0
 
     @property
     def d(self) -> int:
@@ -56,10 +62,11 @@ def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str,
 
     made = {
         "tokens": normal(model.vocabulary, width, math.sqrt(model.vocabulary) / 2),
-        "positions": normal(model.length, width, math.sqrt(model.length) / 2),
         "norm": np.ones(width, dtype),
         "logits": normal(width, model.vocabulary),
     }
+    if not model.distances:
+        made["positions"] = normal(model.length, width, math.sqrt(model.length) / 2)
     shrunk = 1 / math.sqrt(2 * model.blocks)
     for i in range(model.blocks):
         made |= {
@@ -70,28 +77,31 @@ def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str,
             f"{i}.up": normal(width, 4 * width),
             f"{i}.down": normal(4 * width, width, shrunk),
         }
+        if model.distances:
+            made[f"{i}.bias"] = np.zeros((model.heads, model.distances), dtype)
     return made
 
 
 def loss_and_gradients(
-    model: Model, weights: Arrays, tokens: Any, targets: Any
+    model: Model, weights: Arrays, tokens: Any, targets: Any, documents: Any = None
 ) -> tuple[float, Arrays]:
     """The mean cross-entropy of the next tokens, and its gradients.
 
-    tokens and targets are integers [batch, M]; targets of -1 are ignored.
+    tokens and targets are integers [batch, M]; targets of -1 are ignored. documents, likewise, are
+    the numbers of the documents of all tokens, which do not see each other.
     """
-    loss, pullback = loss_vjp(model, weights, tokens, targets)
+    loss, pullback = loss_vjp(model, weights, tokens, targets, documents)
     return loss, pullback()
 
 
 def loss_vjp(
-    model: Model, weights: Arrays, tokens: Any, targets: Any
+    model: Model, weights: Arrays, tokens: Any, targets: Any, documents: Any = None
 ) -> tuple[float, Callable[[], Arrays]]:
     """The loss, and a function that returns the gradients of all weights."""
-    x, embedding = embedding_vjp(weights["tokens"], weights["positions"], tokens)
+    x, embedding = embedding_vjp(weights["tokens"], weights.get("positions"), tokens)
     blocks = []
     for i in range(model.blocks):
-        x, block = block_vjp(model, weights, i, x)
+        x, block = block_vjp(model, weights, i, x, documents)
         blocks.append(block)
     x, norm = rms_norm_vjp(x, weights["norm"])
     logits, linear = linear_vjp(x, weights["logits"])
@@ -104,20 +114,22 @@ def loss_vjp(
         for block in reversed(blocks):
             dx, its = block(dx)
             grads |= its
-        grads["tokens"], grads["positions"] = embedding(dx)
-        return grads
+        return grads | embedding(dx)
 
     return loss, pullback
 
 
-def block_vjp(model: Model, weights: Arrays, i: int, x: Any) -> tuple[Any, Callable]:
+def block_vjp(
+    model: Model, weights: Arrays, i: int, x: Any, documents: Any
+) -> tuple[Any, Callable]:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def weight(name: str) -> Any:
         return weights[f"{i}.{name}"]
 
     y, norm_attention = rms_norm_vjp(x, weight("norm_attention"))
-    y, attention = attention_vjp(model, y, weight("qkv"), weight("out"))
+    bias = weights.get(f"{i}.bias")
+    y, attention = attention_vjp(model, y, weight("qkv"), weight("out"), bias, documents)
     x = x + y
     y, norm_mlp = rms_norm_vjp(x, weight("norm_mlp"))
     y, up = linear_vjp(y, weight("up"))
@@ -130,15 +142,22 @@ def block_vjp(model: Model, weights: Arrays, i: int, x: Any) -> tuple[Any, Calla
         dy, grads["up"] = up(gelu(dy))
         dy, grads["norm_mlp"] = norm_mlp(dy)
         dx = dx + dy
-        dy, grads["qkv"], grads["out"] = attention(dx)
+        dy, its = attention(dx)
+        grads |= its
         dy, grads["norm_attention"] = norm_attention(dy)
         return dx + dy, {f"{i}.{name}": grad for name, grad in grads.items()}
 
     return x + y, pullback
 
 
-def attention_vjp(model: Model, x: Any, qkv: Any, out: Any) -> tuple[Any, Callable]:
-    """Causal self-attention: q, k and v are columns of x qkv; `out` mixes the heads."""
+def attention_vjp(
+    model: Model, x: Any, qkv: Any, out: Any, bias: Any, documents: Any
+) -> tuple[Any, Callable]:
+    """Causal self-attention: q, k and v are columns of x qkv; `out` mixes the heads.
+
+    A bias [heads, distances] is added to the scores, and its gradient is one of the results.
+    Documents [batch, M] are seen one by one. Neither is ever an array of all pairs.
+    """
     batch, M, _ = x.shape
     y, project = linear_vjp(x, qkv)
     # [batch, M, heads, d] is layout "bshd": q, k and v are views of y, and nothing is transposed.
@@ -146,16 +165,27 @@ def attention_vjp(model: Model, x: Any, qkv: Any, out: Any) -> tuple[Any, Callab
     ends = model.heads, model.heads + model.kv_heads
     parts = (y[:, :, : ends[0]], y[:, :, ends[0] : ends[1]], y[:, :, ends[1] :])
     q, k, v = (part.astype(model.attention, copy=False) for part in parts)
-    o, attend = cupyfa.attention_vjp(q, k, v, causal=True, layout="bshd", backend=model.backend)
+    how: Arrays = {"causal": True, "layout": "bshd", "backend": model.backend, "captured": {}}
+    if bias is not None:
+        last = bias.shape[1] - 1
+        how["score_mod"] = "score + bias_of[head, min(max(query - key, 0), last)]"
+        how["captured"] |= {"bias_of": bias, "last": last}
+        how["wrt"] = ("q", "k", "v", "bias_of")
+    if documents is not None:
+        how["mask_mod"] = "document[batch, query] == document[batch, key]"
+        how["captured"] |= {"document": documents}
+    o, attend = cupyfa.attention_vjp(q, k, v, **how)
     o = o.reshape(batch, M, -1).astype(x.dtype, copy=False)
     y, mix = linear_vjp(o, out)
 
-    def pullback(dy: Any) -> tuple[Any, Any, Any]:
-        do, dout = mix(dy)
+    def pullback(dy: Any) -> tuple[Any, Arrays]:
+        grads: Arrays = {}
+        do, grads["out"] = mix(dy)
         do = do.reshape(batch, M, model.heads, model.d).astype(model.attention, copy=False)
-        dqkv = module_of(x).concatenate(attend(do), axis=2).astype(x.dtype, copy=False)
-        dx, dproject = project(dqkv.reshape(batch, M, -1))
-        return dx, dproject, dout
+        dq, dk, dv, *of_bias = attend(do)
+        dqkv = module_of(x).concatenate((dq, dk, dv), axis=2).astype(x.dtype, copy=False)
+        dx, grads["qkv"] = project(dqkv.reshape(batch, M, -1))
+        return dx, grads | dict(zip(["bias"], of_bias))
 
     return y, pullback
 
@@ -196,16 +226,19 @@ def gelu_vjp(x: Any) -> tuple[Any, Callable]:
 
 
 def embedding_vjp(tokens: Any, positions: Any, which: Any) -> tuple[Any, Callable]:
-    """The embedding of each token plus that of its position."""
+    """The embedding of each token, plus that of its position if positions have one."""
+    M = which.shape[1]
 
-    def pullback(dx: Any) -> tuple[Any, Any]:
+    def pullback(dx: Any) -> Arrays:
         xp = module_of(dx)
         one_hot = (which.reshape(-1, 1) == xp.arange(len(tokens))).astype(dx.dtype)
-        dpositions = xp.zeros_like(positions)
-        dpositions[: which.shape[1]] = dx.sum(0)
-        return one_hot.T @ dx.reshape(-1, dx.shape[-1]), dpositions
+        grads = {"tokens": one_hot.T @ dx.reshape(-1, dx.shape[-1])}
+        if positions is not None:
+            grads["positions"] = xp.zeros_like(positions)
+            grads["positions"][:M] = dx.sum(0)
+        return grads
 
-    return tokens[which] + positions[: which.shape[1]], pullback
+    return tokens[which] + (0 if positions is None else positions[:M]), pullback
 
 
 def cross_entropy_vjp(logits: Any, targets: Any) -> tuple[float, Callable]:
@@ -256,6 +289,30 @@ def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple
         yield whole[:, :-1], targets
 
 
+def repeating(
+    batch: int, length: int, kinds: int, every: int, seed: int = 0
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Endless batches of rows that are packed with documents of different lengths.
+
+    A document repeats `every` random tokens out of `kinds`, so all but these can be predicted.
+    Tokens, targets and the documents' numbers are [batch, length].
+    """
+    random = np.random.default_rng(seed)
+    place = np.arange(length)
+    while True:
+        starts = random.random((batch, length)) < 1 / (4 * every)
+        starts[:, 0] = True
+        documents = starts.cumsum(axis=1)
+        within = place - np.maximum.accumulate(np.where(starts, place, 0), axis=1)
+        tokens = random.integers(0, kinds, (batch, length))
+        first = place - within + within % every  # where this token was drawn
+        tokens = np.take_along_axis(tokens, first, axis=1)
+        targets = np.full_like(tokens, -1)
+        known = within[:, 1:] >= every
+        targets[:, :-1][known] = tokens[:, 1:][known]
+        yield tokens, targets, documents
+
+
 def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
     """Endless batches of pieces of a text, each with the characters that follow."""
     random = np.random.default_rng(seed)
@@ -294,7 +351,7 @@ def module_of(array: Any) -> Any:
 
 def train(
     model: Model,
-    batches: Iterator[tuple[Any, Any]],
+    batches: Iterator[tuple[Any, ...]],
     steps: int,
     *,
     rate: float = 3e-3,
@@ -312,8 +369,7 @@ def train(
     adam, losses = Adam(weights), []
     warmup = max(steps // 20, 1)
     for step in range(steps):
-        tokens, targets = (xp.asarray(x) for x in next(batches))
-        loss, grads = loss_and_gradients(model, weights, tokens, targets)
+        loss, grads = loss_and_gradients(model, weights, *map(xp.asarray, next(batches)))
         falling = 0.55 + 0.45 * math.cos(math.pi * step / steps)
         adam.step(weights, grads, rate * min((step + 1) / warmup, falling))
         losses.append(loss)
@@ -352,6 +408,8 @@ def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -
         figure.savefig(path, bbox_inches="tight", pad_inches=0.15, metadata=metadata)
 
 
+EVERY = 4  # after so many tokens a document of the task "repeat" repeats itself
+
 # Default sizes for the simulator, where a step takes a tenth of a second, and for a GPU.
 SIZES = {
     ("sort", "simulator"): dict(
@@ -360,6 +418,14 @@ SIZES = {
     ("sort", "cuda"): dict(
         steps=1000, batch=64, length=64, kinds=64, width=256, heads=4, kv_heads=2, blocks=2,
         rate=2e-3,
+    ),
+    ("repeat", "simulator"): dict(
+        steps=100, batch=4, length=32, kinds=8, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2,
+        distances=8,
+    ),
+    ("repeat", "cuda"): dict(
+        steps=500, batch=32, length=512, kinds=64, width=256, heads=4, kv_heads=2, blocks=1,
+        rate=2e-3, distances=16,
     ),
     ("text", "simulator"): dict(
         steps=300, batch=8, length=32, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2
@@ -388,6 +454,10 @@ def main() -> None:
         vocabulary, length = size["kinds"], 2 * size["length"] - 1
         batches = sorting(size["batch"], size["length"], vocabulary, size["seed"])
         blind = without_attention(*next(sorting(20_000, size["length"], vocabulary)))
+    elif options.task == "repeat":
+        vocabulary, length = size["kinds"], size["length"]
+        batches = repeating(size["batch"], length, vocabulary, EVERY, size["seed"])
+        blind = without_attention(*next(repeating(20_000, length, vocabulary, EVERY))[:2])
     else:
         text, vocabulary = characters()
         length, batches = size["length"], reading(text, size["batch"], size["length"], size["seed"])
@@ -401,6 +471,7 @@ def main() -> None:
         blocks=size["blocks"],
         attention=size["attention"],
         backend=backend,
+        distances=size.get("distances", 0),
     )
     levels = {"guessing": math.log(vocabulary), "without attention, at best": blind}
     print(f"{options.task}, batch {size['batch']}: {model}")
@@ -433,16 +504,17 @@ def arguments() -> argparse.Namespace:
         description="Train a small transformer with cupyfa's gradients.",
         epilog="Default sizes are small in the simulator and larger on a GPU.",
     )
-    parser.add_argument("--task", choices=("sort", "text"), default="sort",
-                        help="sort tokens, or learn the text of the project's pages")  # fmt: skip
+    parser.add_argument("--task", choices=("sort", "repeat", "text"), default="sort",
+                        help="sort tokens, repeat those of packed documents, or learn the text of "
+                        "the project's pages")  # fmt: skip
     parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
     parser.add_argument("--attention", choices=("float16", "float32"), default="float32",
                         help="the dtype of q, k and v")  # fmt: skip
     for name, what in {
         "steps": "training steps",
         "batch": "sequences in a step",
-        "length": "tokens to sort, or characters of a piece of text",
-        "kinds": "kinds of tokens to sort",
+        "length": "tokens to sort, or tokens or characters in a sequence",
+        "kinds": "kinds of tokens",
         "width": "columns of the model",
         "heads": "query heads",
         "kv-heads": "key heads; a divisor of heads",

@@ -37,35 +37,44 @@ def random_case(example, model, seed=0, batch=2, M=7):
     return weights, tokens, targets
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_gradients_are_finite_differences(example, kv_heads):
-    """Of every array, along a random direction."""
-    model = sizes(example, kv_heads=kv_heads)
-    weights, tokens, targets = random_case(example, model)
-    loss, grads = example.loss_and_gradients(model, weights, tokens, targets)
-    assert loss == pytest.approx(reference_loss(np, model, weights, tokens, targets), rel=1e-12)
+@pytest.mark.parametrize("kv_heads, distances", [(1, 0), (2, 0), (1, 4)])
+def test_gradients_are_finite_differences(example, kv_heads, distances):
+    """Of every array, along a random direction; with distances also of the biases of documents."""
+    model = sizes(example, kv_heads=kv_heads, distances=distances)
+    weights, *batch = random_case(example, model)
+    if distances:
+        batch.append(np.repeat([[0, 1, 2], [0, 0, 1]], [2, 3, 2], axis=1))
+    loss, grads = example.loss_and_gradients(model, weights, *batch)
+    assert loss == pytest.approx(reference_loss(np, model, weights, *batch), rel=1e-12)
     assert grads.keys() == weights.keys()
+    assert ("0.bias" in grads) != ("positions" in grads)
     random = np.random.default_rng(1)
     for name, weight in weights.items():
         way = random.standard_normal(weight.shape)
 
         def at(step, name=name, weight=weight, way=way):
             moved = {**weights, name: weight + step * way}
-            return example.loss_vjp(model, moved, tokens, targets)[0]
+            return example.loss_vjp(model, moved, *batch)[0]
 
         slope = (at(EPSILON) - at(-EPSILON)) / (2 * EPSILON)
         assert (grads[name] * way).sum() == pytest.approx(slope, rel=1e-6, abs=1e-9), name
 
 
-def reference_loss(xp, model, weights, tokens, targets):
+def reference_loss(xp, model, weights, tokens, targets, documents=None):
     """The loss with dense attention, by functions that NumPy, JAX and torch share."""
     batch, M = tokens.shape
-    mask = xp.asarray(np.tril(np.ones((M, M), bool)))
+    seen = np.tril(np.ones((batch, 1, M, M), bool))
+    if documents is not None:
+        seen &= documents[:, None, :, None] == documents[:, None, None, :]
+    mask = xp.asarray(seen)
+    distance = np.maximum(np.arange(M)[:, None] - np.arange(M), 0)
 
     def norm(x, gain):
         return x / ((x * x).mean(-1)[..., None] + 1e-5) ** 0.5 * gain
 
-    x = weights["tokens"][xp.asarray(tokens)] + weights["positions"][:M]
+    x = weights["tokens"][xp.asarray(tokens)]
+    if "positions" in weights:
+        x = x + weights["positions"][:M]
     for i in range(model.blocks):
         y = norm(x, weights[f"{i}.norm_attention"]) @ weights[f"{i}.qkv"]
         y = y.reshape(batch, M, -1, model.d).swapaxes(1, 2)
@@ -73,7 +82,11 @@ def reference_loss(xp, model, weights, tokens, targets):
         value_heads = [h + model.kv_heads for h in key_heads]
         k, v = (y[:, xp.asarray(np.array(which))] for which in (key_heads, value_heads))
         q = y[:, : model.heads]
-        weight = xp.exp(q @ k.swapaxes(2, 3) / math.sqrt(model.d)) * mask
+        score = q @ k.swapaxes(2, 3) / math.sqrt(model.d)
+        if model.distances:
+            bias = weights[f"{i}.bias"]
+            score = score + bias[:, xp.asarray(np.minimum(distance, model.distances - 1))]
+        weight = xp.exp(score) * mask
         o = weight @ v / weight.sum(-1)[..., None]
         x = x + o.swapaxes(1, 2).reshape(batch, M, -1) @ weights[f"{i}.out"]
         y = norm(x, weights[f"{i}.norm_mlp"]) @ weights[f"{i}.up"]
@@ -131,6 +144,28 @@ def test_it_learns_to_sort(example):
     losses = example.train(model, example.sorting(8, count, kinds), 100, rate=1e-2)
     assert losses[0] > math.log(kinds) - 0.5
     assert np.mean(losses[-10:]) < 0.55 < blind
+
+
+def test_it_learns_to_repeat_documents(example):
+    """By a learned bias: the key that every query needs is three tokens before it."""
+    model = sizes(example, vocabulary=4, length=16, width=16, blocks=1, distances=6)
+    model = example.Model(**{**vars(model), "attention": "float32"})
+    losses = example.train(model, example.repeating(4, 16, 4, 4), 60, rate=3e-2)
+    assert losses[0] > math.log(4) - 0.3
+    assert np.mean(losses[-5:]) < 0.5
+
+
+def test_repeating_examples(example):
+    tokens, targets, documents = next(example.repeating(50, 40, 9, 4))
+    starts = np.diff(documents, axis=1, prepend=0)
+    assert set(np.unique(starts)) == {0, 1} and (starts[:, 0] == 1).all()
+    known = targets[:, :-1] >= 0
+    assert (targets[:, :-1][known] == tokens[:, 1:][known]).all() and (targets[:, -1] == -1).all()
+    row, place = np.nonzero(known)
+    assert (targets[row, place] == tokens[row, place - 3]).all()
+    assert (documents[row, place + 1] == documents[row, place - 3]).all()
+    last = documents[:, 4:] == documents[:, :-4]
+    assert (known[:, 3:] == last).all() and 0.3 < last.mean() < 0.9
 
 
 def test_sorting_examples(example):
