@@ -425,7 +425,7 @@ SIZES = {
     ),
     ("repeat", "cuda"): dict(
         steps=500, batch=32, length=512, kinds=64, width=256, heads=4, kv_heads=2, blocks=1,
-        rate=2e-3, distances=16,
+        rate=5e-3, distances=16,
     ),
     ("text", "simulator"): dict(
         steps=300, batch=8, length=32, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2

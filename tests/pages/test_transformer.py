@@ -220,6 +220,16 @@ def test_the_program_refuses_wrong_options_at_once(example, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_it_learns_to_repeat_documents_on_a_gpu(cuda, example):
+    model = sizes(
+        example, vocabulary=16, length=64, width=64, heads=4, kv_heads=2, blocks=1,
+        attention="float16", backend="cuda", distances=8,
+    )  # fmt: skip
+    losses = example.train(model, example.repeating(16, 64, 16, 4), 300, rate=5e-3, on_device=True)
+    assert np.mean(losses[-10:]) < 1.0 < math.log(16) < losses[0] + 0.5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["float32", "float16"])
 def test_it_learns_on_a_gpu(cuda, example, attention):
     model = sizes(
