@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,37 +19,25 @@ from cupyfa import modifiers, options
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
-from cupyfa.ladder.kernel import Kernel, Launch, cdiv
-from cupyfa.modifiers import KEY_TILES, Operand
-from cupyfa.numerics import ranges
-from cupyfa.numerics.modification import Modifications
+from cupyfa.ladder.kernel import cdiv
+from cupyfa.modifiers import KEY_TILES, Operand, is_array
 from cupyfa.options import AttentionOptions
-from cupyfa.planner import mods, select
-from cupyfa.planner.evaluate import SIZES
-from cupyfa.planner.plan import Argument, Limits, Plan, PlannedLaunch
+from cupyfa.planner import select
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime import launcher
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt, backend_named
+from cupyfa.tile_maps import EMPTY, PARTIAL, DeviceMap, map_of, states_of, states_on_device
 
-EMPTY, PARTIAL, FULL = range(3)  # states of tiles
 _PREFIX = modifiers.OF_BLOCKS  # of the names of a block mask's arrays among those of a call
 _DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn
 _MOST_DRAWN = 64  # characters and lines
 _SIGNS = " ░█"  # by states
-_AT_ONCE = 1 << 20  # tiles that are read as ranges
-CLASSIFY = Launch(
-    "classify_tiles",
-    args="states.data numbers.data sizes mods",
-    grid=lambda p, c: c.count,
-    threads=lambda p, c: 128,
-    file="blocks/classify_tiles.cu",
-)
 
 
 class BlockMask:
-    """A mask with the state of its tiles; ``block_mask`` makes one. It never changes.
+    """A mask with the state of its tiles; ``block_mask`` makes one. Only ``update`` changes it.
 
     Arrays are copied. What is found out about its tiles is kept in it for later calls, for each
     device and size of tiles. ``a & b``, ``a | b`` and ``~a`` are block masks.
@@ -65,7 +51,12 @@ class BlockMask:
         backend: str | Backend,
     ) -> None:
         self.text, self.captured, self.sizes, self.backend = text, captured, sizes, backend
-        self._lock, self._kept = threading.RLock(), dict[Any, Any]()
+        self._lock = threading.RLock()
+        self._states_kept = dict[Any, np.ndarray]()
+        # Copies of arrays, by place and name, and maps by place and what they are of. Calls keep
+        # their addresses.
+        self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
+        self._updated = set[str]()  # the names of arrays in ``captured`` that may change
         # What a call with this mask alone says of its arrays (see api.How): one object, which
         # the next call recognises.
         self.alone = (), (), (), self, ("q", "k", "v")
@@ -109,7 +100,37 @@ class BlockMask:
 
     def __invert__(self) -> BlockMask:
         text = _expression(f"not ({self.text.text})")
-        return BlockMask(text, self.captured, self.sizes, self.backend)
+        return BlockMask(text, self._unchanging(), self.sizes, self.backend)
+
+    def update(self, captured: Mapping[str, Any]) -> None:
+        """Gives captured arrays other elements, and finds out about the tiles again.
+
+        captured: some of its arrays by name, of the same shapes and dtypes; a mask that was given
+        as an array is called ``array``. They are copied. Later calls use them, those of ``compile``
+        and of captured CUDA graphs too. On a GPU two launches make each map that calls have needed
+        so far, in CuPy's current stream, which may be captured; with CuPy arrays the host does not
+        wait for them. Work in other streams has to. Block masks that were joined from this one
+        before stay as they are.
+
+        Raises ValueError or TypeError for arrays unlike those before.
+        """
+        if not isinstance(captured, Mapping):
+            raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+        given = {name: self._like_before(name, _seen(name, x)) for name, x in captured.items()}
+        with self._lock:
+            for (_, name), array in self._placed.items():
+                if name in given:
+                    _write(array, given[name])
+            places = {name: array for (_, name), array in self._placed.items()}
+            new = {
+                name: places[name] if name in places else _copied(name, given[name])
+                for name in given
+            }
+            self.captured = {**self.captured, **new}
+            self._updated |= places.keys() & given.keys()
+            self._states_kept.clear()
+            for made in self._maps.values():
+                made.make()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{x}={getattr(self, x)}" for x in ("batch", "heads", "M", "N"))
@@ -156,7 +177,7 @@ class BlockMask:
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
         """Its arrays by their names in a call, where the call's are."""
         return {
-            f"mods.{_PREFIX}{x.name}": self._placed(backend, on_host, x.name, self.captured[x.name])
+            f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
             for x in self._operands
             if x.is_array
         }
@@ -186,8 +207,8 @@ class BlockMask:
         if 0 in (p.batch, p.heads, p.M, p.N):
             return found
         for name, size in plan.kernel.walks_of(p, plan.constants).items():
-            key = name, str(p.dtype.sums), *map(int, size), self._position(p), alone
-            found[f"mods.{name}"] = self._placed(backend, on_host, key, self._map)
+            how = str(p.dtype.sums), *map(int, size), self._position(p), alone
+            found[f"mods.{name}"] = self._map(backend, on_host, name, *how)
         return found
 
     def planned(self, plan: Plan, limits: Limits) -> Plan:
@@ -218,40 +239,85 @@ class BlockMask:
         """The position of query 0, where it matters."""
         return p.first_position if "position" in self.text.positions else self.N - self.M
 
-    def _placed(self, backend: Backend, on_host: bool, key: Any, made: Any) -> Any:
-        """An array in the memory of a backend, kept; ``made`` is NumPy's, or makes it."""
-        where = "host" if on_host else (backend.name, backend.device)
+    def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
+        """A captured array in the memory of the host or of a backend, kept."""
+        key = _place(backend, on_host), name
         with self._lock:
-            if (where, key) not in self._kept:
-                array = made(backend, *key) if callable(made) else made
-                self._kept[where, key] = array if on_host else backend.upload(array)
-            return self._kept[where, key]
+            if key not in self._placed:
+                array = self.captured[name]
+                there = _on_host(array) if on_host else backend.upload(array)
+                self._placed[key] = there.copy()
+            return self._placed[key]
 
-    def _map(
-        self,
-        backend: Backend,
-        name: str,
-        sums: str,
-        rows: int,
-        keys: int,
-        position: int,
-        alone: bool,
-    ) -> np.ndarray:
-        states = self._states(backend, sums, rows, keys, position)
-        return map_of(states if name == KEY_TILES else states.swapaxes(2, 3), alone)
+    def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
+        """A map of tiles in the memory of the host or of a backend, kept."""
+        key = _place(backend, on_host), name, *how
+        *tiles, alone = how
+        with self._lock:
+            if key not in self._maps:
+                self._maps[key] = (
+                    _HostMap(lambda: self._states(backend, *tiles), name, alone)
+                    if on_host or _is_host(backend)
+                    else self._device_map(backend, name, *how)
+                )
+            return self._maps[key].array
+
+    def _device_map(
+        self, backend: Backend, name: str, sums: str, rows: int, keys: int, *how: Any
+    ) -> DeviceMap:
+        position, alone = how
+        if backend.is_capturing:
+            raise ValueError(
+                "mask is a block mask whose tiles are not known yet, and they cannot be found out "
+                "while a graph is captured; compile the call before"
+            )
+        p, arrays = self._problem_at(sums, position), self._arrays(backend)
+        made = DeviceMap(backend, p, arrays, name, rows, keys, alone=alone)
+        made.make()
+        made.wait()  # for calls in other streams
+        return made
 
     def _states(
         self, backend: Backend, sums: str, rows: int, keys: int, position: int
     ) -> np.ndarray:
-        key = "states", sums, rows, keys, position
+        key = sums, rows, keys, position
         with self._lock:
-            if key not in self._kept:
-                p = replace(self._problem, shift=position - (self.N - self.M))
-                if sums == "float64":
-                    p = replace(p, dtype=DTYPES[sums])
-                own = isinstance(backend.empty((0,), np.dtype(np.uint8)), np.ndarray)
-                self._kept[key] = states_of(p, self.captured, rows, keys, None if own else backend)
-            return self._kept[key]
+            if key not in self._states_kept:
+                p = self._problem_at(sums, position)
+                self._states_kept[key] = (
+                    states_of(p, {x: _on_host(y) for x, y in self.captured.items()}, rows, keys)
+                    if _is_host(backend)
+                    else states_on_device(backend, p, self._arrays(backend), rows, keys)
+                )
+            return self._states_kept[key]
+
+    def _problem_at(self, sums: str, position: int) -> Problem:
+        """The problem of its tiles with query 0 at a position, computed in sums of a dtype."""
+        p = replace(self._problem, shift=position - (self.N - self.M))
+        return replace(p, dtype=DTYPES[sums]) if sums == "float64" else p
+
+    def _arrays(self, backend: Backend) -> dict[str, Any]:
+        """Its arrays in the memory of a backend."""
+        return {x.name: self._array(backend, False, x.name) for x in self._operands if x.is_array}
+
+    def _unchanging(self) -> dict[str, Any]:
+        """What it captures, for another block mask."""
+        return {x: y.copy() if x in self._updated else y for x, y in self.captured.items()}
+
+    def _like_before(self, name: str, given: Any) -> Any:
+        mine = {x.name: x for x in self._operands if x.is_array}
+        if name not in mine:
+            raise ValueError(
+                f"captured has {name!r}, and the arrays of this block mask are "
+                f"{', '.join(mine) or 'none'}; make another block mask for other numbers"
+            )
+        before, now = mine[name], modifiers.of_value(name, given)
+        if now != before:
+            raise ValueError(
+                f"{name} is {now.dtype} {now.shape}; it must be {before.dtype} {before.shape}, as "
+                "before: convert it, or make another block mask"
+            )
+        return given
 
     def _joined(self, other: BlockMask, sign: str) -> BlockMask:
         if not isinstance(other, BlockMask):
@@ -268,8 +334,8 @@ class BlockMask:
                     f"{short!r} names {_PLACE_OF[name]}; make it with {name}={max(a, b)}"
                 )
             sizes.append(max(a, b))
-        captured, names = dict(self.captured), {}
-        for name, x in other.captured.items():
+        captured, names = self._unchanging(), {}
+        for name, x in other._unchanging().items():
             if name in captured and captured[name] is not x:
                 names[name] = next(
                     new
@@ -358,11 +424,9 @@ def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> Block
     return BlockMask(text, captured, (p.batch, p.heads, p.M, p.N), backend)
 
 
-def _of_array(
-    array: np.ndarray, given: tuple[int | None, ...], backend: str | Backend
-) -> BlockMask:
-    if not isinstance(array, np.ndarray) or array.dtype != bool or array.ndim > 4:
-        what = described(array) if not isinstance(array, np.ndarray) else f"{array.dtype}"
+def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend) -> BlockMask:
+    if not is_array(array) or array.dtype != bool or array.ndim > 4:
+        what = f"{array.dtype}" if is_array(array) else described(array)
         raise TypeError(
             f"mask is {what}, of {np.ndim(array)} axes; give an array of bool, broadcastable to "
             "[batch, heads, M, N]"
@@ -389,15 +453,58 @@ def _seen(name: str, given: Any) -> Any:
 
 
 def _copied(name: str, given: Any) -> Any:
-    """A number, or an array as NumPy's that nobody changes."""
+    """A number, or a copy of an array where it is, which nobody changes."""
     seen = _seen(name, given)
-    if not hasattr(seen, "shape") or isinstance(seen, np.generic):
+    if not is_array(seen):
         return seen
-    array = np.array(seen.get() if hasattr(seen, "get") else seen, order="C")
-    if not array.shape:
-        return array.item()
+    if not seen.shape:
+        return seen.item()
+    if hasattr(seen, "get"):
+        return seen.copy(order="C")
+    array = np.array(seen, order="C")
     array.flags.writeable = False
     return array
+
+
+def _on_host(array: Any) -> Any:
+    """An array as NumPy's; numbers stay."""
+    return array.get() if hasattr(array, "get") else array
+
+
+def _is_host(backend: Backend) -> bool:
+    """Whether a backend's memory is the host's."""
+    return backend.owns(np.empty(0))
+
+
+def _place(backend: Backend, on_host: bool) -> Any:
+    return "host" if on_host else (backend.name, backend.device)
+
+
+def _write(array: Any, given: Any) -> None:
+    """Copies elements into an array of NumPy or CuPy from one of either."""
+    if isinstance(array, np.ndarray):
+        array[...] = _on_host(given)
+    elif isinstance(given, np.ndarray):
+        array.set(np.ascontiguousarray(given))
+    elif given.flags.c_contiguous:  # no kernel, which could not be compiled during a capture
+        array.data.copy_from_device_async(given.data, array.nbytes)
+    else:
+        array[...] = given
+
+
+class _HostMap:
+    """A map in host memory."""
+
+    def __init__(self, states: Callable[[], np.ndarray], name: str, alone: bool) -> None:
+        self._find, self._by_keys, self._alone = states, name == KEY_TILES, alone
+        self.array = self._found()
+
+    def make(self) -> None:
+        self.array[...] = self._found()
+
+    def _found(self) -> np.ndarray:
+        states = self._find()
+        return map_of(states if self._by_keys else states.swapaxes(2, 3), self._alone)
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
@@ -406,168 +513,3 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
         if isinstance(node, ast.Name):
             node.id = names.get(node.id, node.id)
     return ast.unparse(tree)
-
-
-# Finding states
-
-_UNSURE = 3  # of tiles whose pairs have to be looked at
-
-
-def states_of(
-    p: Problem, arrays: Mapping[str, Any], rows: int, keys: int, backend: Backend | None
-) -> np.ndarray:
-    """The states of tiles of rows and keys: by ranges, then from all pairs of unsure tiles.
-
-    These are evaluated by a kernel of the backend, or by NumPy if it is None.
-    """
-    names = p.modifiers.numbers | {x.name: arrays[x.name] for x in p.modifiers.arrays}
-    states = np.empty((p.batch, p.heads, cdiv(p.M, rows), cdiv(p.N, keys)), np.uint8)
-    if not states.size:
-        return states
-    for batch, head in np.ndindex(p.batch, p.heads):
-        for first in range(0, states.shape[2], together := _AT_ONCE // states.shape[3] + 1):
-            part = states[batch, head, first : first + together]
-            part[...] = _by_ranges(p, names, (batch, head, first, len(part)), rows, keys)
-    unsure = np.flatnonzero(states == _UNSURE)
-    if len(unsure):
-        how = p, arrays, unsure, rows, keys
-        states.flat[unsure] = (
-            _pairs_by_numpy(*how) if backend is None else _pairs_by_kernel(*how, backend)
-        )
-    return states
-
-
-def _by_ranges(
-    p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
-) -> np.ndarray:
-    """Of some lines of tiles: batch, head, the first line and their number."""
-    batch, head, first, lines = at
-    query = np.arange(first, first + lines)[:, None] * rows
-    key = np.arange(0, p.N, keys)[None]
-    of_queries = ranges.Range(query, np.minimum(query + rows, p.M) - 1)
-    places = {
-        **{"batch": ranges.exactly(batch), "head": ranges.exactly(head), "query": of_queries},
-        "key": ranges.Range(key, np.minimum(key + keys, p.N) - 1),
-        "position": ranges.Range(
-            of_queries.low + p.first_position, of_queries.high + p.first_position
-        ),
-        **{"queries": ranges.exactly(p.M), "keys": ranges.exactly(p.N)},
-    }
-    (text,) = p.modifiers.mask
-    found = ranges.read(text, places, names)
-    if found is None:
-        return np.full((lines, key.size), _UNSURE, np.uint8)
-    state = np.where(found.low == 1, FULL, np.where(found.high == 0, EMPTY, _UNSURE))
-    return np.broadcast_to(state, (lines, key.size)).astype(np.uint8)
-
-
-def _tile(number: int, p: Problem, rows: int, keys: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Batch, head, queries and keys of a tile."""
-    shape = p.batch, p.heads, cdiv(p.M, rows), cdiv(p.N, keys)
-    batch, head, row, key = map(int, np.unravel_index(number, shape))
-    return (
-        *(batch, head),
-        np.arange(row * rows, min((row + 1) * rows, p.M)),
-        np.arange(key * keys, min((key + 1) * keys, p.N)),
-    )
-
-
-def _pairs_by_numpy(
-    p: Problem,
-    arrays: Mapping[str, Any],
-    numbers: np.ndarray,
-    rows: int,
-    keys: int,
-) -> list[int]:
-    """The states of tiles from all of their pairs. Where rounding decides, they are partial."""
-    found = p.modifiers
-    texts = Modifications(
-        mask_steps=found.mask,
-        names=found.numbers | {x.name: arrays[x.name] for x in found.arrays},
-        position=p.first_position,
-        queries=p.M,
-        keys=p.N,
-    )
-    states = []
-    for number in numbers:
-        batch, head, queries, of_keys = _tile(number, p, rows, keys)
-        place = texts.place(
-            np.full((1, 1), batch), np.full((1, 1), head), queries[:, None], of_keys[None]
-        )
-        hidden, unsure = texts.hidden(place, None, (len(queries), len(of_keys)))
-        is_partial = unsure is not None or (hidden is not None and 0 < hidden.sum() < hidden.size)
-        is_empty = hidden is not None and hidden.all()
-        states.append(PARTIAL if is_partial else EMPTY if is_empty else FULL)
-    return states
-
-
-def _pairs_by_kernel(
-    p: Problem,
-    arrays: Mapping[str, Any],
-    numbers: np.ndarray,
-    rows: int,
-    keys: int,
-    backend: Backend,
-) -> np.ndarray:
-    """The same, by a kernel of the backend."""
-    operands = {x.input: backend.upload(arrays[x.name]) for x in p.modifiers.arrays}
-    operands["numbers"] = backend.upload(numbers.astype(np.int64))
-    states = backend.empty(numbers.shape, np.dtype(np.uint8))
-    with backend.working_on(states):
-        plan = _plan(p, len(numbers), {"rows": rows, "keys": keys})
-        launcher.run(backend, plan, operands, {"states": states})
-        return backend.download(states)
-
-
-def _plan(p: Problem, count: int, constants: Mapping[str, int]) -> Plan:
-    """The plan of one launch for some tiles, which is no kernel of the ladder."""
-    value, inside = mods.value(p)
-    sizes = np.array((p.M, p.N, 0, 0), SIZES)
-    threads = int(CLASSIFY.threads(p, SimpleNamespace()))
-    step = PlannedLaunch(
-        launch=CLASSIFY,
-        path=Path(str(CLASSIFY.file)),
-        dtype=p.dtype,
-        operand=p.dtype,
-        constants={
-            **constants,
-            **p.options.constants,
-            **p.modifiers.constants,
-            "threads": threads,
-            "heads": p.heads,
-        },
-        grid=(count, 1, 1),
-        threads=threads,
-        shared_bytes=0,
-        mods=mods.header(p),
-        arguments=(
-            Argument("states", "data"),
-            Argument("numbers", "data"),
-            Argument("sizes", value=sizes),
-            Argument("mods", value=value, arrays=inside),
-        ),
-    )
-    kernel = Kernel("classify_tiles", "the states of a block mask's tiles", (CLASSIFY,))
-    outputs = {"states": ((count,), np.dtype(np.uint8))}
-    return Plan(kernel, p, constants, (step,), {}, outputs)
-
-
-def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
-    """What kernels read: of each line of tiles where the next tile is that is not empty.
-
-    Of int32, [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if that tile is partial: n
-    is the first tile from t on that is not empty, or the number of tiles. Without ``alone`` all
-    tiles are partial. The last column has the lines in the order of their numbers of tiles, the
-    longest first.
-    """
-    tiles = states.shape[-1]
-    some = states != EMPTY
-    at = np.where(some, np.arange(tiles, dtype=np.int32), np.int32(tiles))
-    following = np.minimum.accumulate(at[..., ::-1], axis=-1)[..., ::-1]
-    made = np.full((*states.shape[:-1], tiles + 2), 2 * tiles, np.int32)
-    partial = np.concatenate(
-        [states != FULL if alone else np.ones_like(some), np.zeros_like(some[..., :1])], axis=-1
-    )
-    made[..., :tiles] = 2 * following + np.take_along_axis(partial, following, axis=-1)
-    made[..., -1] = np.argsort(-some.sum(axis=-1), axis=-1, kind="stable")
-    return made

@@ -5,7 +5,7 @@ import pytest
 from helpers.pictures import assert_readable
 
 import cupyfa
-from cupyfa import blocks
+from cupyfa import blocks, tile_maps
 from cupyfa.report import plots
 from cupyfa.runtime.select import backend_named
 
@@ -38,7 +38,7 @@ def expected(seen, rows, keys):
     """The states of tiles, one by one."""
     return [
         [
-            blocks.FULL if tile.all() else blocks.PARTIAL if tile.any() else blocks.EMPTY
+            tile_maps.FULL if tile.all() else tile_maps.PARTIAL if tile.any() else tile_maps.EMPTY
             for first in range(0, seen.shape[1], keys)
             for tile in [seen[row : row + rows, first : first + keys]]
         ]
@@ -59,19 +59,83 @@ def test_states_are_those_of_all_pairs(text):
 def test_the_kernel_finds_the_same_states(backend):
     text = "doc[batch, query] == doc[batch, key] and key <= position + head"
     mask = made(text, {"doc": np.stack([DOC, DOC[::-1] // 3])}, heads=2, batch=2)
+    arrays = {"doc": backend.upload(mask.captured["doc"])}
     for rows, keys in ((64, 32), (150, 7)):
-        found = blocks.states_of(mask._problem, mask.captured, rows, keys, backend)
+        found = tile_maps.states_on_device(backend, mask._problem, arrays, rows, keys)
         assert np.array_equal(found, mask.states(rows, keys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_kernel_finds_the_states_of_all_texts(backend, text):
+    mask = made(text, TEXTS[text][0])
+    arrays = {name: backend.upload(x) for name, x in mask.captured.items() if name != "g"}
+    for rows, keys in ((64, 64), (16, 48), (1, 200)):
+        found = tile_maps.states_on_device(backend, mask._problem, arrays, rows, keys)
+        assert np.array_equal(found, mask.states(rows, keys))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("name", ["key_tiles", "row_tiles"])
+def test_launches_make_the_same_maps(backend, name, alone):
+    mask = made("abs(position - key) < 30 + 9 * head or key % 97 == 3", heads=2)
+    states = mask.states(16, 4)
+    if name == "row_tiles":
+        states = states.swapaxes(2, 3)
+    assert states.shape[3] > 32 or name == "row_tiles"
+    found = tile_maps.DeviceMap(backend, mask._problem, {}, name, 16, 4, alone=alone)
+    found.make()
+    assert np.array_equal(backend.download(found.array), tile_maps.map_of(states, alone))
+
+
+def test_updated_arrays(backend):
+    doc, other = DOC.copy(), np.sort(RNG.integers(0, 3, N))
+    mask = made("doc[query] == doc[key]", {"doc": doc})
+    joined, states = ~mask, mask.states(64, 64)
+    q, k, v = RNG.standard_normal((3, 2, N, 8))
+    q = q[:, :M]
+    prepared = cupyfa.compile(q, k, v, mask=mask, backend=backend, kernel="fa2")
+    plain = {"backend": backend, "kernel": "fa2"}
+    for given in (doc, other, other[::-1], doc):
+        mask.update({"doc": given})
+        seen = given[QUERY] == given[KEY]
+        assert mask.states(64, 64)[0, 0].tolist() == expected(seen, 64, 64)
+        out = cupyfa.attention(q, k, v, mask=seen, **plain)
+        np.testing.assert_array_equal(prepared(q, k, v), out)
+        np.testing.assert_array_equal(cupyfa.attention(q, k, v, mask=mask, **plain), out)
+        later = mask & joined
+        given = given.copy()
+    mask.update({"doc": other})
+    assert (joined & ~made("doc[query] == doc[key]", {"doc": DOC})).density == joined.density
+    assert later.density == 0  # both are of DOC
+    assert not np.array_equal(mask.states(64, 64), states)
+
+
+@pytest.mark.parametrize(
+    "captured, error, message",
+    [
+        ({"dog": DOC}, ValueError, "captured has 'dog', and the arrays of this block mask are doc"),
+        ({"n": 4}, ValueError, "captured has 'n', .* make another block mask for other numbers"),
+        ({"doc": DOC[1:]}, ValueError, r"doc is int64 \(169,\); it must be int64 \(170,\)"),
+        ({"doc": DOC.astype("i4")}, ValueError, "doc is int32 .* as before: convert it"),
+        ([DOC], TypeError, 'give {"name": array}'),
+    ],
+    ids=str,
+)
+def test_wrong_updates(captured, error, message):
+    mask = made("doc[query] == doc[key] + n", {"doc": DOC, "n": 0})
+    with pytest.raises(error, match=message):
+        mask.update(captured)
 
 
 def test_a_map_leads_from_one_tile_to_the_next():
     states = np.array([[0, 1, 2, 0], [2, 0, 0, 0], [0, 0, 0, 0]], np.uint8)[None, None]
-    assert blocks.map_of(states)[0, 0].tolist() == [
+    assert tile_maps.map_of(states)[0, 0].tolist() == [
         [3, 3, 4, 8, 8, 0],
         [0, 8, 8, 8, 8, 1],
         [8, 8, 8, 8, 8, 2],
     ]
-    assert blocks.map_of(states, alone=False)[0, 0, 0].tolist() == [3, 3, 5, 8, 8, 0]
+    assert tile_maps.map_of(states, alone=False)[0, 0, 0].tolist() == [3, 3, 5, 8, 8, 0]
 
 
 def test_joined_masks_are_those_of_both():

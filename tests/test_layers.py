@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cupyfa
-from cupyfa import blocks
+from cupyfa import tile_maps
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Launch
 from cupyfa.planner.evaluate import source_path
@@ -26,6 +26,7 @@ LAYERS = [
     {"ladder"},
     {"planner"},
     {"runtime"},
+    {"tile_maps"},
     {"blocks"},
     {"api"},
     {"verify"},
@@ -136,7 +137,8 @@ def launches():
 def test_every_kernel_file_belongs_to_a_record_and_every_record_has_its_files():
     files = {path for path in KERNELS.rglob("*.cu")}
     of_records = {KERNELS / source_path(kernel, launch) for kernel, launch in launches()}
-    assert files == of_records | {KERNELS / blocks.CLASSIFY.file}
+    ours = {KERNELS / x.file for x in (tile_maps.CLASSIFY, tile_maps.MAP)}
+    assert files == of_records | ours
 
 
 @pytest.mark.parametrize("kernel, launch", launches(), ids=lambda x: getattr(x, "entry", None))

@@ -2,29 +2,38 @@
 //
 // A block evaluates the mask's text for the pairs of a tile until it has met one that is seen and
 // one that is hidden: then the tile is partial. So empty and full tiles are found from all pairs.
+// A lane keeps its key and goes down the rows, so that a text reads what it has of a key once.
 //
-//   states, numbers [count]: numbers of tiles among [batch, heads, cdiv(M, rows), cdiv(N, keys)]
-//   grid (count)    block (threads)
+//   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
+//   grid (the number of states)    block (threads)
 //   the host sets: rows, keys, heads, threads and options (score.cuh)
 #include <attention/extent.cuh>
 
+constexpr int rows_at_once = keys < threads ? threads / keys : 1;
+constexpr int steps = 16;  // after which a block looks at what it has met
+
 extern "C" __global__ __launch_bounds__(threads) void classify_tiles(unsigned char* states,
-                                                                     const long long* numbers,
                                                                      Sizes sizes, Mods mods) {
   const int across = cdiv(sizes.N, keys), tiles = cdiv(sizes.M, rows) * across;
-  const long long number = numbers[blockIdx.x];
-  const int tile = number % tiles, head = number / tiles % heads, batch = number / tiles / heads;
+  const int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % heads;
+  const int batch = blockIdx.x / tiles / heads;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int first_row = tile / across * rows, first_key = tile % across * keys;
-  const int width = min(keys, sizes.N - first_key);
-  const int pairs = min(rows, sizes.M - first_row) * width;
+  const int last_row = min(first_row + rows, sizes.M) - 1;
+  const int last_key = min(first_key + keys, sizes.N) - 1;
   bool some = false, all = true;
-  for (int first = 0; first < pairs && (all || !some); first += 8 * threads) {
+  for (int row = first_row; row <= last_row && (all || !some); row += steps * rows_at_once) {
     bool seen = false, hidden = false;
-    for (int i = first + threadIdx.x; i < min(first + 8 * threads, pairs); i += threads) {
-      const bool shown = extent.shown(first_row + i / width, first_key + i % width);
-      seen |= shown;
-      hidden |= !shown;
+#pragma unroll
+    for (int first = 0; first < keys; first += threads) {
+      const int key = min(first_key + first + int(threadIdx.x) % keys, last_key);
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {  // past the end a pair is met again
+        const int own = row + i * rows_at_once + int(threadIdx.x) / keys;
+        const bool shown = extent.shown(min(own, last_row), key);
+        seen |= shown;
+        hidden |= !shown;
+      }
     }
     some |= bool(__syncthreads_or(seen));
     all &= !__syncthreads_or(hidden);

@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 from helpers.problems import DTYPES, usual_dtype
 
-from cupyfa import Launch, Problem
+from cupyfa import Launch, Problem, tile_maps
 from cupyfa.analysis import resources as compiling
 from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
@@ -147,6 +147,7 @@ def planned(name, arch, d, mask, Br=None, multiprocessors=None, **sizes):
 
 
 H, M = 4, 64
+SEEDS = Operand("dropout_seed", "int64", (1,)), Operand("dropout_offset", "uint32", (1,))
 SLOPES = Operand("alibi_slopes", "float32", (H,))
 TEXTS = {
     "additive": ({}, (SLOPES, Operand("bias", "bfloat16", (1, H, M, M)))),
@@ -158,7 +159,7 @@ TEXTS = {
     ),
     "sink": ({}, (Operand("sink", "bfloat16", (1, H)),)),
     "dropout": ({"dropout": 0.1, "dropout_seed": 1}, ()),
-    "curved dropout": ({"dropout": 0.1, "dropout_seed": 1, "softcap": 30.0}, (SLOPES,)),
+    "curved dropout": ({"dropout": 0.1, "dropout_seed": 1, "softcap": 30.0}, (SLOPES, *SEEDS)),
 }
 DLSE = Operand("dlse", "float32", (1, H, M))
 GRADIENTS = (
@@ -181,6 +182,15 @@ def test_gradients_of_arrays_compile(dtype):
     for launch in plan_of_gradients("two_pass", dtype).launches:
         if "gradient" in launch.entry or "text" in launch.entry:
             assert compile_launch(launch, "80").warnings == ()
+
+
+def test_launches_that_make_tile_maps_compile():
+    options, operands = TEXTS["mask"]
+    plain = Problem.of_sizes(M=M, d=1)
+    problem = replace(plain, options=AttentionOptions(**options), operands=operands)
+    launches = tile_maps.launches(problem, "key_tiles", 128, 96, alone=True)
+    for launch in launches:
+        assert compile_launch(launch, "90").spilled_bytes == 0
 
 
 @pytest.mark.each_choice

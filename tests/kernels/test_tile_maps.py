@@ -88,9 +88,11 @@ def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
 def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
     """With a map that says that all tiles are empty all rows are, whatever the text says."""
     monkeypatch.setattr(
-        blocks,
-        "states_of",
-        lambda p, arrays, rows, keys, _: np.zeros((1, 1, -(-M // rows), -(-N // keys)), np.uint8),
+        blocks.BlockMask,
+        "_states",
+        lambda mask, at, sums, rows, keys, _: np.zeros(
+            (1, 1, -(-M // rows), -(-N // keys)), np.uint8
+        ),
     )
     mask = cupyfa.block_mask(mask_mod="doc[key] >= 0", captured={"doc": DOC}, M=M, N=N)
     q, k, v = drawn(kernel)
@@ -120,8 +122,8 @@ def test_packed_heads_evaluate_the_mask_in_all_tiles(backend):
 
 def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
     found = []
-    states_of = blocks.states_of
-    monkeypatch.setattr(blocks, "states_of", lambda *given: found.append(1) or states_of(*given))
+    map_of = blocks.map_of
+    monkeypatch.setattr(blocks, "map_of", lambda *given: found.append(1) or map_of(*given))
     q, k, v = (RNG.standard_normal((2, n, 24)).astype(np.float32) for n in (M, N, N))
     mask = cupyfa.block_mask(mask_mod="key <= position", M=M, N=N)
     how = {"mask": mask, "kernel": "fa2", "backend": backend}

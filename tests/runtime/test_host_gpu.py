@@ -127,6 +127,43 @@ def test_a_prepared_call_in_a_graph():
     cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, causal=True))
 
 
+def test_a_graph_updates_a_block_mask():
+    import cupy
+
+    q, k, v = on_device(*arrays(1, 2, 300, 64))
+    documents = [cupy.asarray(np.arange(300) // size) for size in (40, 100, 7)]
+    document = documents[0].copy()
+    text = "document[query] == document[key] and key <= position"
+    blocks = cupyfa.block_mask(mask_mod=text, captured={"document": document}, M=300, N=300)
+    out, grads = cupy.empty_like(q), tuple(map(cupy.empty_like, (q, k, v)))
+    forward = cupyfa.compile(q, k, v, mask=blocks, return_lse=True)
+    made, lse = forward(q, k, v)
+    backward = cupyfa.compile_backward(q, q, k, v, made, lse, mask=blocks, deterministic=True)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        blocks.update({"document": document})
+        forward(q, k, v, out=out)
+        backward(q, q, k, v, made, lse, grads=grads)
+        graph = stream.end_capture()
+    for other in documents:
+        document[...] = other
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        how = {"mask_mod": text, "captured": {"document": other}}
+        expected = cupyfa.attention(q, k, v, **how)
+        cupy.testing.assert_allclose(out.astype("f"), expected.astype("f"), atol=4e-3)
+        of_mask = cupyfa.block_mask(**how, M=300, N=300)
+        found = cupyfa.attention_backward(q, q, k, v, made, lse, mask=of_mask, deterministic=True)
+        for one, other_one in zip(grads, found):
+            cupy.testing.assert_array_equal(one, other_one)
+        for rows, keys in ((128, 64), (64, 128)):
+            on_host = cupyfa.block_mask(
+                mask_mod=text, captured={"document": other.get()}, M=300, N=300, backend="simulator"
+            )
+            np.testing.assert_array_equal(of_mask.states(rows, keys), on_host.states(rows, keys))
+
+
 def test_a_graph_reads_seeds_each_time():
     import cupy
 

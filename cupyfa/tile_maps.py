@@ -1,0 +1,276 @@
+"""The states of a block mask's tiles, and the maps of them that kernels go by.
+
+On the host they are found by ranges, then from all pairs of the tiles that ranges leave unsure; on
+a device by two launches, from all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cupyfa.ladder.kernel import Kernel, Launch, cdiv
+from cupyfa.modifiers import KEY_TILES
+from cupyfa.numerics import ranges
+from cupyfa.numerics.modification import Modifications
+from cupyfa.planner import mods
+from cupyfa.planner.evaluate import SIZES
+from cupyfa.planner.plan import Argument, Plan, PlannedLaunch
+from cupyfa.problem import Problem
+from cupyfa.runtime import launcher
+from cupyfa.runtime.backend import Backend
+
+EMPTY, PARTIAL, FULL = range(3)  # states of tiles
+_UNSURE = 3  # of tiles whose pairs have to be looked at
+_AT_ONCE = 1 << 20  # tiles that are read as ranges
+CLASSIFY = Launch(
+    "classify_tiles",
+    args="states.data sizes mods",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: 128,
+    file="blocks/classify_tiles.cu",
+)
+MAP = Launch(
+    "map_tiles",
+    args="map.data states.data counts.data lines tiles line_step tile_step alone",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: 1024,
+    file="blocks/map_tiles.cu",
+)
+
+
+# On the host
+
+
+def states_of(p: Problem, arrays: Mapping[str, Any], rows: int, keys: int) -> np.ndarray:
+    """The states of tiles of rows and keys: by ranges, then from all pairs of unsure tiles."""
+    names = p.modifiers.numbers | {x.name: arrays[x.name] for x in p.modifiers.arrays}
+    states = np.empty(_shape(p, rows, keys), np.uint8)
+    if not states.size:
+        return states
+    for batch, head in np.ndindex(p.batch, p.heads):
+        for first in range(0, states.shape[2], together := _AT_ONCE // states.shape[3] + 1):
+            part = states[batch, head, first : first + together]
+            part[...] = _by_ranges(p, names, (batch, head, first, len(part)), rows, keys)
+    unsure = np.flatnonzero(states == _UNSURE)
+    if len(unsure):
+        states.flat[unsure] = _from_pairs(p, arrays, unsure, rows, keys)
+    return states
+
+
+def _shape(p: Problem, rows: int, keys: int) -> tuple[int, int, int, int]:
+    return p.batch, p.heads, cdiv(p.M, rows), cdiv(p.N, keys)
+
+
+def _by_ranges(
+    p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
+) -> np.ndarray:
+    """Of some lines of tiles: batch, head, the first line and their number."""
+    batch, head, first, lines = at
+    query = np.arange(first, first + lines)[:, None] * rows
+    key = np.arange(0, p.N, keys)[None]
+    of_queries = ranges.Range(query, np.minimum(query + rows, p.M) - 1)
+    places = {
+        **{"batch": ranges.exactly(batch), "head": ranges.exactly(head), "query": of_queries},
+        "key": ranges.Range(key, np.minimum(key + keys, p.N) - 1),
+        "position": ranges.Range(
+            of_queries.low + p.first_position, of_queries.high + p.first_position
+        ),
+        **{"queries": ranges.exactly(p.M), "keys": ranges.exactly(p.N)},
+    }
+    (text,) = p.modifiers.mask
+    found = ranges.read(text, places, names)
+    if found is None:
+        return np.full((lines, key.size), _UNSURE, np.uint8)
+    state = np.where(found.low == 1, FULL, np.where(found.high == 0, EMPTY, _UNSURE))
+    return np.broadcast_to(state, (lines, key.size)).astype(np.uint8)
+
+
+def _tile(number: int, p: Problem, rows: int, keys: int) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """Batch, head, queries and keys of a tile."""
+    batch, head, row, key = map(int, np.unravel_index(number, _shape(p, rows, keys)))
+    return (
+        *(batch, head),
+        np.arange(row * rows, min((row + 1) * rows, p.M)),
+        np.arange(key * keys, min((key + 1) * keys, p.N)),
+    )
+
+
+def _from_pairs(
+    p: Problem,
+    arrays: Mapping[str, Any],
+    numbers: np.ndarray,
+    rows: int,
+    keys: int,
+) -> list[int]:
+    """The states of tiles from all of their pairs. Where rounding decides, they are partial."""
+    found = p.modifiers
+    texts = Modifications(
+        mask_steps=found.mask,
+        names=found.numbers | {x.name: arrays[x.name] for x in found.arrays},
+        position=p.first_position,
+        queries=p.M,
+        keys=p.N,
+    )
+    states = []
+    for number in numbers:
+        batch, head, queries, of_keys = _tile(number, p, rows, keys)
+        place = texts.place(
+            np.full((1, 1), batch), np.full((1, 1), head), queries[:, None], of_keys[None]
+        )
+        hidden, unsure = texts.hidden(place, None, (len(queries), len(of_keys)))
+        is_partial = unsure is not None or (hidden is not None and 0 < hidden.sum() < hidden.size)
+        is_empty = hidden is not None and hidden.all()
+        states.append(PARTIAL if is_partial else EMPTY if is_empty else FULL)
+    return states
+
+
+def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
+    """What kernels read: of each line of tiles where the next tile is that is not empty.
+
+    Of int32, [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if that tile is partial: n
+    is the first tile from t on that is not empty, or the number of tiles. Without ``alone`` all
+    tiles are partial. The last column has the lines in the order of their numbers of tiles, the
+    longest first.
+    """
+    tiles = states.shape[-1]
+    some = states != EMPTY
+    at = np.where(some, np.arange(tiles, dtype=np.int32), np.int32(tiles))
+    following = np.minimum.accumulate(at[..., ::-1], axis=-1)[..., ::-1]
+    made = np.full((*states.shape[:-1], tiles + 2), 2 * tiles, np.int32)
+    partial = np.concatenate(
+        [states != FULL if alone else np.ones_like(some), np.zeros_like(some[..., :1])], axis=-1
+    )
+    made[..., :tiles] = 2 * following + np.take_along_axis(partial, following, axis=-1)
+    made[..., -1] = np.argsort(-some.sum(axis=-1), axis=-1, kind="stable")
+    return made
+
+
+# On a device
+
+
+def states_on_device(
+    backend: Backend, p: Problem, arrays: Mapping[str, Any], rows: int, keys: int
+) -> np.ndarray:
+    """The states of tiles, from all of their pairs, by a kernel of the backend.
+
+    arrays: the backend's, by their names in the text.
+    """
+    states = backend.empty(_shape(p, rows, keys), np.dtype(np.uint8))
+    with backend.working_on(states):
+        if states.size:
+            _ready(backend, p, arrays, {"states": states}, _classify(p, rows, keys))()
+        return backend.download(states)
+
+
+class DeviceMap:
+    """A map in a backend's memory, made by two launches from what arrays contain."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        p: Problem,
+        arrays: Mapping[str, Any],
+        name: str,
+        rows: int,
+        keys: int,
+        *,
+        alone: bool,
+    ) -> None:
+        """name: KEY_TILES or ROW_TILES. arrays: the backend's, by their names in the text."""
+        states = _shape(p, rows, keys)
+        batch, heads, lines, across = states if name == KEY_TILES else _turned(states)
+        whole = np.dtype(np.int32)
+        self.array = backend.empty((batch, heads, lines, across + 2), whole)
+        self._counts = backend.empty((batch, heads, lines), whole)
+        made = {"states": backend.empty(states, np.dtype(np.uint8)), "counts": self._counts}
+        made["map"] = self.array
+        steps = launches(p, name, rows, keys, alone=alone)
+        self._launch = _ready(backend, p, arrays, made, *steps)
+        self._backend = backend
+
+    def make(self) -> None:
+        """Makes it in the current stream, without waiting for that."""
+        with self._backend.working_on(self.array):
+            self._launch()
+
+    def wait(self) -> None:
+        """Returns when it is made, for work in other streams."""
+        self._backend.download(self._counts)
+
+
+def launches(
+    p: Problem, name: str, rows: int, keys: int, *, alone: bool
+) -> tuple[PlannedLaunch, PlannedLaunch]:
+    """The launches that make a map."""
+    shape = _shape(p, rows, keys)
+    *_, lines, tiles = shape if name == KEY_TILES else _turned(shape)
+    line_step, tile_step = (tiles, 1) if name == KEY_TILES else (1, lines)
+    arrays = (Argument(name, "data") for name in ("map", "states", "counts"))
+    numbers = {"lines": lines, "tiles": tiles, "line_step": line_step, "tile_step": tile_step}
+    numbers["alone"] = alone
+    values = (Argument(name, value=np.int32(x)) for name, x in numbers.items())
+    return _classify(p, rows, keys), _planned(MAP, p, p.batch * p.heads, {}, *arrays, *values)
+
+
+def _turned(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    batch, heads, rows, keys = shape
+    return batch, heads, keys, rows
+
+
+def _ready(
+    backend: Backend,
+    p: Problem,
+    arrays: Mapping[str, Any],
+    made: Mapping[str, Any],
+    *steps: PlannedLaunch,
+) -> Callable[[], None]:
+    """A function that launches these steps, which are no kernel of the ladder."""
+    kernel = Kernel("tile_maps", "the tiles of a block mask", tuple(x.launch for x in steps))
+    outputs = {name: (x.shape, x.dtype) for name, x in made.items()}
+    plan = Plan(kernel, p, {}, steps, {}, outputs)
+    read = {x.input: arrays[x.name] for x in p.modifiers.arrays}
+    return launcher.replay(backend, plan, {**read, **made})
+
+
+def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
+    value, inside = mods.value(p)
+    options = {**p.options.constants, **p.modifiers.constants, "heads": p.heads}
+    return _planned(
+        CLASSIFY,
+        p,
+        prod(_shape(p, rows, keys)),
+        {"rows": rows, "keys": keys, **options},
+        Argument("states", "data"),
+        Argument("sizes", value=np.array((p.M, p.N, 0, 0), SIZES)),
+        Argument("mods", value=value, arrays=inside),
+        mods=mods.header(p),
+    )
+
+
+def _planned(
+    launch: Launch,
+    p: Problem,
+    count: int,
+    constants: Mapping[str, int],
+    *arguments: Argument,
+    **more: Any,
+) -> PlannedLaunch:
+    threads = int(launch.threads(p, SimpleNamespace()))
+    return PlannedLaunch(
+        launch=launch,
+        path=Path(str(launch.file)),
+        dtype=p.dtype,
+        operand=p.dtype,
+        constants={**constants, "threads": threads},
+        grid=(count, 1, 1),
+        threads=threads,
+        shared_bytes=0,
+        arguments=arguments,
+        **more,
+    )
