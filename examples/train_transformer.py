@@ -424,7 +424,7 @@ SIZES = {
         distances=8,
     ),
     ("repeat", "cuda"): dict(
-        steps=500, batch=32, length=512, kinds=64, width=256, heads=4, kv_heads=2, blocks=1,
+        steps=500, batch=32, length=512, kinds=64, width=128, heads=4, kv_heads=2, blocks=1,
         rate=5e-3, distances=16,
     ),
     ("text", "simulator"): dict(

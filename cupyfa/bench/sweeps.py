@@ -35,7 +35,8 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     """The name, an axis or a kernel's constant, and the values of ``NAME=VALUES``.
 
     VALUES are a list ``64,128``, or a range with a factor ``512:16384:*2`` or a step
-    ``64:256:+64``. Windows are separated by slashes: ``64,0/128,-``.
+    ``64:256:+64``. Windows are separated by slashes, ``64,0/128,-``, texts and values of wrt by
+    semicolons.
     """
     name, equals, values = text.partition("=")
     name = _SHORT.get(name.strip(), name.strip())
@@ -44,8 +45,10 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in OPTIONS:
         option = OPTIONS[name]
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
+    if name == forms.WRT:
+        return name, [value.strip() for value in values.split(";")]
     if name == forms.BLOCK_MASK:
-        return name, [forms.value_of(value.strip()) is True for value in values.split(",")]
+        return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:
@@ -65,7 +68,8 @@ def problems(
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
     heads * d. Several values are a list or a tuple; several windows, which are tuples, are a list.
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
-    ``bias="1hmn", captured={"slope": "f32[heads]"}``. A softmax has M rows of N. Defaults are
+    ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
+    masks are a block mask. A softmax has M rows of N. Defaults are
     USUAL, with ``small`` those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
@@ -126,6 +130,13 @@ def _range(text: str) -> Iterator[int]:
     while first <= last:
         yield first
         first = first * by if step[0] == "*" else first + by
+
+
+def _truth(name: str, text: str) -> bool:
+    value = forms.value_of(text)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={text!r} is neither true nor false")
+    return value
 
 
 def _value(name: str, text: str) -> Any:
