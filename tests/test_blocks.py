@@ -75,8 +75,7 @@ def test_the_kernel_finds_the_states_of_all_texts(backend, text):
         assert np.array_equal(found, mask.states(rows, keys))
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("name", ["key_tiles", "row_tiles"])
+@pytest.mark.parametrize("name, alone", [("key_tiles", True), ("row_tiles", False)])
 def test_launches_make_the_same_maps(backend, name, alone):
     mask = made("abs(position - key) < 30 + 9 * head or key % 97 == 3", heads=2)
     states = mask.states(16, 4)
@@ -88,7 +87,10 @@ def test_launches_make_the_same_maps(backend, name, alone):
     assert np.array_equal(backend.download(found.array), tile_maps.map_of(states, alone))
 
 
-def test_updated_arrays(backend):
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_updated_arrays(backend, on_device, monkeypatch):
+    if on_device:  # as on a GPU, whose launches find the tiles
+        monkeypatch.setattr(blocks, "_is_host", lambda backend: False)
     doc, other = DOC.copy(), np.sort(RNG.integers(0, 3, N))
     mask = made("doc[query] == doc[key]", {"doc": doc})
     joined, states = ~mask, mask.states(64, 64)
@@ -100,11 +102,11 @@ def test_updated_arrays(backend):
         mask.update({"doc": given})
         seen = given[QUERY] == given[KEY]
         assert mask.states(64, 64)[0, 0].tolist() == expected(seen, 64, 64)
-        out = cupyfa.attention(q, k, v, mask=seen, **plain)
+        new = made("doc[query] == doc[key]", {"doc": given})
+        out = cupyfa.attention(q, k, v, mask=new, **plain)
         np.testing.assert_array_equal(prepared(q, k, v), out)
         np.testing.assert_array_equal(cupyfa.attention(q, k, v, mask=mask, **plain), out)
         later = mask & joined
-        given = given.copy()
     mask.update({"doc": other})
     assert (joined & ~made("doc[query] == doc[key]", {"doc": DOC})).density == joined.density
     assert later.density == 0  # both are of DOC

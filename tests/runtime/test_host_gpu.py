@@ -136,8 +136,8 @@ def test_a_graph_updates_a_block_mask():
     text = "document[query] == document[key] and key <= position"
     blocks = cupyfa.block_mask(mask_mod=text, captured={"document": document}, M=300, N=300)
     out, grads = cupy.empty_like(q), tuple(map(cupy.empty_like, (q, k, v)))
-    forward = cupyfa.compile(q, k, v, mask=blocks, return_lse=True)
-    made, lse = forward(q, k, v)
+    forward = cupyfa.compile(q, k, v, mask=blocks)
+    made, lse = cupyfa.attention(q, k, v, mask=blocks, return_lse=True)
     backward = cupyfa.compile_backward(q, q, k, v, made, lse, mask=blocks, deterministic=True)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
