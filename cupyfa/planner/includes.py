@@ -1,8 +1,10 @@
 """Follows the includes of a text, and hashes the files that it reaches."""
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
@@ -32,23 +34,35 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
     of the file that includes it. Missing files and names made by macros are left to the compiler.
     """
     found: dict[Path, bytes] = {}
+    met: set[str] = set()  # paths as texts: a Path for each candidate would take most of the time
+    searched = [str(x) for x in folders]
 
-    def follow(text: str, own: Sequence[Path]) -> None:
-        for bracketed, quoted in _INCLUDE.findall(text):
-            places = [*own, *folders] if quoted else folders
-            path, content = _first_file([place / (bracketed or quoted) for place in places])
-            if path and path not in found:
-                found[path] = content
-                follow(content.decode(errors="replace"), [path.parent])
+    def follow(text: str, own: Sequence[str]) -> None:
+        for bracketed, quoted in _included(text):
+            places = [*own, *searched] if quoted else searched
+            candidates = (os.path.join(place, bracketed or quoted) for place in places)
+            path, content = _first_file(candidates, met)
+            if path and content is not None:
+                met.add(path)
+                found[Path(path)] = content
+                follow(content.decode(errors="replace"), [os.path.dirname(path)])
 
     follow(text, [])
     return found
 
 
-def _first_file(candidates: Sequence[Path]) -> tuple[Path | None, bytes]:
+@lru_cache(maxsize=256)  # more than all files of the project
+def _included(text: str) -> list[tuple[str, str]]:
+    return _INCLUDE.findall(text)
+
+
+def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | None]:
+    """The first file that is there, and its content unless it was met before."""
     for path in candidates:
-        if ".." in path.parts:
-            path = path.resolve()  # so that files that include each other are met only once
-        with suppress(OSError, ValueError):  # not there, a folder, a link to nowhere, not a name
-            return path, path.read_bytes()
-    return None, b""
+        if "./" in path:  # files that include each other are met only once
+            path = str(Path(path).resolve() if "../" in path else Path(path))
+        if path in met:
+            return path, None
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # a folder, not a name, …
+            return path, file.read()
+    return "", None
