@@ -263,7 +263,9 @@ def test_prepared_calls_read_a_seed_each_time(backend):
         q.shape, k.shape, v.shape, dtype="float64", dropout=0.5, backend=backend, **given
     )
     given["dropout_offset"] = offset.reshape(1)
-    np.testing.assert_array_equal(by_shape(q, k, v, **given), out)
+    placed = {name: backend.upload(x) for name, x in given.items()}
+    found = by_shape(*map(backend.upload, (q, k, v)), **placed)
+    np.testing.assert_array_equal(backend.download(found), out)
     plan = cupyfa.plan(M=20, d=8, heads=2, backend=backend, dropout=0.5, **given)
     assert [x.name for x in plan.problem.operands] == ["dropout_seed", "dropout_offset"]
 
