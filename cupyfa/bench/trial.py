@@ -15,7 +15,7 @@ from cupyfa.errors import WrongResult
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics.tolerance import Verdict
-from cupyfa.operations import exact_attention
+from cupyfa.operations import Excerpt, exact_attention
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import Problem
@@ -33,12 +33,17 @@ _MOST = 20
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of running a plan; resources are those of each launch, by its entry."""
+    """The result of running a plan.
+
+    resources: those of each launch, by its entry. checked: the fraction of rows compared with the
+    reference.
+    """
 
     plan: Plan
     verdicts: Sequence[Verdict]
     measurement: Measurement
     resources: dict[str, dict[str, int]]
+    checked: float = 1.0
 
     @property
     def passed(self) -> bool:
@@ -53,8 +58,9 @@ def trial(
     *,
     reruns: int = 0,
     watch: Watch | None = None,
+    excerpts: Sequence[Excerpt | None] = (None,),
 ) -> Trial:
-    """Checks a plan on these inputs between guard zones, then times it.
+    """Checks a plan on these inputs between guard zones, all or excerpts, then times it.
 
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
     in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
@@ -68,14 +74,15 @@ def trial(
         different = difference(backend, plan, readable, results, reruns, begins)
     if different:
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
-    verdicts = Judge.of(plan, inputs).verdicts(results, plan.rounding)
+    judge = Judge.of(plan, inputs, excerpts)
+    verdicts = judge.verdicts(results, plan.rounding)
     call = replay(backend, plan, timing.arrays_of(backend, plan, readable, {}))
     with watch.calls():
         how: Any = {"budget": _LONGEST, "cold": False, "most": _MOST}
         (times,) = timing.measure(backend, [call], **how, begins=lambda _: begins())
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
-    return Trial(plan, verdicts, row, used)
+    return Trial(plan, verdicts, row, used, judge.share)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import plan, select
 from cupyfa.report.tables import render, trial_lines, trial_row
 from cupyfa.runtime.backend import Backend
+from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
 
@@ -40,6 +41,8 @@ def run(
 ) -> None:
     """Run KERNEL on random inputs, check it, and time it.
 
+    Of large problems excerpts are checked: 64 rows each, of several heads.
+
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     """
     records = [] if kernel == "auto" else [record_named(kernel)]
@@ -53,7 +56,14 @@ def run(
     try:
         inputs = case.inputs(backend, chosen)
         with backend.working_on(None), watched(backend, timeout, ends=True) as watch:
-            result = trial(backend, planned, inputs, reruns=reruns, watch=watch)
+            result = trial(
+                backend,
+                planned,
+                inputs,
+                reruns=reruns,
+                watch=watch,
+                excerpts=sampling.excerpts(problem, seed, operation),
+            )
     except Exception:
         options.note(f"this was {case}")
         raise

@@ -89,6 +89,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
         "milliseconds": result.measurement.time,
         "tflops": result.measurement.tflops,
         "passed": result.passed,
+        "checked_%": 100 * result.checked,
         **{
             f"{verdict.name}_{what}": getattr(verdict, what)
             for verdict in result.verdicts
@@ -109,6 +110,7 @@ def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
         "time": f"{text(row.time)} ms, the median of {len(row.milliseconds)}; "
         f"{row.tflops or 0.0:.3g} TFLOP/s",
         **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
+        "checked": f"{result.checked:.2%} of the rows" if result.checked < 1 else "",
     }
     verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
     return fields(lines) + _drawn(verdict)

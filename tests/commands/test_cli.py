@@ -22,6 +22,7 @@ from cupyfa.planner import source as sources
 from cupyfa.problem import SIZES as SIZE_NAMES
 from cupyfa.report import tables as report
 from cupyfa.report.tables import table_of
+from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
 KERNELS = [name for kernels in LADDER.values() for name in kernels]
@@ -132,6 +133,14 @@ def test_every_kernel_passes(kernel):
     assert kernel in ("auto", row["kernel"])
     assert row["milliseconds"] > 0
     assert row["seed"] == 3
+
+
+def test_large_problems_are_checked_in_excerpts(monkeypatch):
+    monkeypatch.setattr(sampling, "_WORK", 1)
+    args = "run", "minimal", "-B", "1", "-H", "3", "-M", "200", "-d", "8", *SIMULATOR
+    (row,) = json.loads(cli(*args, "--format", "json").stdout)
+    assert row["passed"] and 0 < row["checked_%"] < 100
+    assert f"checked    {row['checked_%']:.2f}% of the rows" in cli(*args).stdout
 
 
 @pytest.mark.parametrize("args, expected", table("commands/run_options.txt", 1))
