@@ -28,7 +28,7 @@ from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt, backend_named
-from cupyfa.tile_maps import EMPTY, PARTIAL, DeviceMap, map_of, states_of, states_on_device
+from cupyfa.runtime.tile_maps import EMPTY, PARTIAL, DeviceMap, map_of, states_of, states_on_device
 
 _PREFIX = modifiers.OF_BLOCKS  # of the names of a block mask's arrays among those of a call
 _DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn

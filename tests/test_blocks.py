@@ -5,8 +5,9 @@ import pytest
 from helpers.pictures import assert_readable
 
 import cupyfa
-from cupyfa import blocks, tile_maps
+from cupyfa import blocks
 from cupyfa.report import plots
+from cupyfa.runtime import tile_maps
 from cupyfa.runtime.select import backend_named
 
 M, N = 150, 170

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import cupyfa
-from cupyfa import tile_maps
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Launch
 from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import INCLUDE, KERNELS
+from cupyfa.runtime import tile_maps
 
 PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports only from layers that stand before it; a module of the first one only from
@@ -26,7 +26,6 @@ LAYERS = [
     {"ladder"},
     {"planner"},
     {"runtime"},
-    {"tile_maps"},
     {"blocks"},
     {"api"},
     {"verify"},
@@ -109,6 +108,23 @@ def test_every_import_statement_counts_except_those_for_type_checkers(tmp_path):
     typing = ["if TYPE_CHECKING:", "    from cupyfa.api import softmax"]
     file.write_text("\n".join([*lines, *typing]))
     assert own_imports(file) == {"__init__", "planner.plan"}
+
+
+def test_the_package_has_few_modules_of_its_own():
+    own = [x.stem for x in PACKAGE.glob("*.py") if x.stem not in ("__init__", "__main__")]
+    assert len(own) <= 12, f"{len(own)}: {', '.join(sorted(own))}; put one into a folder"
+
+
+def test_contributing_lists_every_layer_in_its_order_and_every_folder_of_kernels():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    table = text.split("| layer | task |")[1].split("\n\n")[0]
+    listed = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[2:]]
+    places = [level_of(name) for row in listed for name in row]
+    assert places == sorted(places)
+    missing = LEVEL.keys() - {name for row in listed for name in row}
+    assert missing == {"version", "__init__", "__main__"}
+    folders = {x.name for x in KERNELS.iterdir() if x.is_dir()} - {"include"}
+    assert {x for x in folders if not re.search(rf"[`/]{x}`", text)} == set()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 from helpers.problems import DTYPES, usual_dtype
 
-from cupyfa import Launch, Problem, tile_maps
+from cupyfa import Launch, Problem
 from cupyfa.analysis import resources as compiling
 from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
@@ -23,6 +23,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.modifiers import Operand
 from cupyfa.options import AttentionOptions
 from cupyfa.planner import select as planning, source as sources
+from cupyfa.runtime import tile_maps
 
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
 
