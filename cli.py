@@ -24,7 +24,14 @@ from cupyfa.commands.ladder import ladder
 from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
 from cupyfa.commands.new import new
-from cupyfa.commands.options import misplaced_value, note, other_case, with_flag_values
+from cupyfa.commands.options import (
+    former,
+    misplaced_value,
+    note,
+    on_command_line,
+    other_case,
+    with_flag_values,
+)
 from cupyfa.commands.profile import profile
 from cupyfa.commands.replay import replay
 from cupyfa.commands.roofline import roofline
@@ -77,7 +84,9 @@ class Program(click.Group):
                 sys.exit(0)
             context = getattr(error, "ctx", None)
             message = error.format_message().removesuffix(".")
-            if context:
+            if context and (remedy := former(error, context)):
+                message = f"{remedy}. See {context.command_path} --help."
+            elif context:
                 message = re.sub(r"\((Did you mean one of): (.*\?)\)$", r"\1 \2", message)
                 message += misplaced_value(message, context.meta.get(ARGUMENTS, ()))
                 message += other_case(error, context)
@@ -119,7 +128,7 @@ def message_of(error: Exception) -> str:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ in ("CompileError", "CompileException"):
         return str(error)
-    return in_one_line(str(error))
+    return in_one_line(on_command_line(str(error)))
 
 
 def in_one_line(message: str) -> str:

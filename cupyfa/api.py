@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import DTYPES, dtype_named
+from cupyfa.dtypes import dtype_named
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -332,7 +332,8 @@ def attention_backward(
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
     the shape of out. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
     of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
-    returned: q, k, v and sink. ``grads`` has an array for each of them, or None for a new one.
+    returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
+    floats. ``grads`` has an array for each of them, or None for a new one.
     ``own`` and ``return_own`` are as for ``attention``.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
@@ -858,21 +859,18 @@ def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
     """What a call has besides its arrays: the names of those whose gradients it gives."""
     if wrt is _QKV:
         return _NO_OWN
-    if isinstance(wrt, str) or not all(isinstance(x, str) for x in wrt):
+    if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
         raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
-    if len(set(wrt)) < len(wrt) or not wrt:
-        raise ValueError(f"wrt is {tuple(wrt)}; give at least one name, and each once")
-    return (*_NO_OWN[:-1], tuple(wrt))
+    names = forms.names_of(wrt)
+    if len(set(names)) < len(names) or not names:
+        raise ValueError(f"wrt is {names}; give at least one name, and each once")
+    return (*_NO_OWN[:-1], names)
 
 
 def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
-    read = (x for x in inputs if x.startswith("mods.") and x != f"mods.{modifiers.DLSE}")
-    floats = (x for x in read if str(inputs[x].dtype) in DTYPES)
-    able = (*_QKV, *(x.removeprefix("mods.") for x in floats))
-    if unable := [x for x in wrt if x not in able]:
-        raise ValueError(
-            f"wrt names {', '.join(unable)}; of this call it can name {', '.join(able)}"
-        )
+    read = [x for x in inputs if x.startswith("mods.")]
+    dtypes = {x.removeprefix("mods."): str(inputs[x].dtype) for x in read}
+    forms.refuse_without_gradients(wrt, dtypes)
 
 
 def _operands(

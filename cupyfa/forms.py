@@ -12,9 +12,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cupyfa.dtypes import DTYPES as FLOATS
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
-from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SEEDS, SINK, Operand, of_value, operand
+from cupyfa.modifiers import (
+    ALIBI,
+    BIAS,
+    DLSE,
+    MASK,
+    OWN_ARRAYS,
+    SEEDS,
+    SINK,
+    Operand,
+    of_value,
+    operand,
+)
 from cupyfa.options import OptionKeywords
 
 CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
@@ -81,14 +93,34 @@ def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[
     It may name q, k and v, too, whose gradients kernels compute in any case. Raises ValueError for
     other names.
     """
-    names = [x.strip() for x in wrt.split(",")] if isinstance(wrt, str) else list(wrt)
-    every = tuple(found)
-    able = (*"qkv", *(x.name for x in every if x.is_differentiable))
-    if unable := [str(x) for x in names if x not in able]:
+    names, every = names_of(wrt), tuple(found)
+    refuse_without_gradients(names, {x.name: x.dtype for x in every if x.is_array})
+    return tuple(replace(x, gradient=x.name in names) for x in every)
+
+
+def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
+    """The names that ``wrt`` gives, as "q,bias" or each by itself."""
+    return tuple(x.strip() for x in wrt.split(",")) if isinstance(wrt, str) else tuple(wrt)
+
+
+def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
+    """Raises ValueError for names of ``wrt`` that are no arrays of floats; dtypes: of a call's."""
+    able = (*"qkv", *(x for x in dtypes if dtypes[x] in FLOATS and x != DLSE))
+    unable = [str(x) for x in names if x not in able]
+    for name in unable:
+        if name in dtypes and name != DLSE:
+            raise ValueError(
+                f"wrt names {name}, whose dtype is {dtypes[name]}; only arrays of floats have "
+                "gradients, so leave it out"
+            )
+        if name in OWN_ARRAYS:
+            raise ValueError(
+                f"wrt names {name}, and no {name} is given; give {name}=, or leave it out of wrt"
+            )
+    if unable:
         raise ValueError(
             f"wrt names {', '.join(unable)}; of these arrays it can name {', '.join(able)}"
         )
-    return tuple(replace(x, gradient=x.name in names) for x in every)
 
 
 def names_of_gradients(found: Iterable[Operand]) -> str:

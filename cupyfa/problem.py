@@ -163,13 +163,13 @@ class Problem:
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
     def row(self) -> dict[str, Any]:
-        """The columns of a result row: sizes, dtype and options; None for what a softmax lacks."""
+        """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks."""
         options = self._explicit.row()
         if self.is_softmax:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
-        arrays = {"arrays": " ".join(self._arrays_shown)} if self.operands else {}
-        return {**sizes, "dtype": self.dtype.name, **options, **arrays}
+        arrays = " ".join(self._arrays_shown) or None
+        return {**sizes, "dtype": self.dtype.name, **options, "arrays": arrays}
 
     def with_options(self, **changes: Any) -> Problem:
         return replace(self, options=replace(self.options, **changes))
@@ -203,7 +203,7 @@ class Problem:
     def in_blocks(self, asked: bool | None = True) -> Problem:
         """The problem with a block mask, if that is asked for. Raises ValueError without a mask."""
         if asked and not self.has_mask:
-            raise ValueError("block_mask is for masks, and there is none; give mask_mod or mask")
+            raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
 
     def without_maps(self) -> Problem:

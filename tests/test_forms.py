@@ -9,7 +9,12 @@ from helpers.cli import SIMULATOR, cli
 
 import cupyfa
 from cupyfa import Problem, Simulator, forms
+from cupyfa.analysis.resources import Compiled, compiled_row
+from cupyfa.bench.results import Measurement
+from cupyfa.bench.tune import Candidate
 from cupyfa.ladder import LADDER
+from cupyfa.planner import source
+from cupyfa.planner.select import plan
 from cupyfa.verify import failures
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import RIGHT, Stored
@@ -163,6 +168,40 @@ def test_wrong_gradients_are_refused(kernel, wrt, message):
     assert re.search(
         message, cli("run", kernel, *SIMULATOR, *given, "--wrt", wrt, code=code).stderr
     )
+
+
+def test_rows_of_all_commands_have_the_arrays():
+    p = Problem.of_sizes(**{**SIZES, "dtype": "float32"}, bias="1hmn", sink="h", wrt="bias")
+    shown = "bias=f32[1hmn] sink=f32[h] wrt=bias"
+    measured = Measurement("two_pass", "backward", p)
+    made = plan(LADDER["backward"]["two_pass"], p, Simulator().limits)
+    log = "Used 8 registers, 0 bytes spill stores"
+    compiled = compiled_row(made, Compiled(made.programs[0], "90", b"", log))
+    for row in (measured.row(), Candidate(measured, "right").row(), compiled):
+        assert row["arrays"] == shown
+    hidden = {"mask_mod": "key <= query", "block_mask": True}
+    assert Problem.of_sizes(M=8, d=8, **hidden).row()["arrays"] == "block_mask"
+    assert Problem.of_sizes(M=8, d=8).row()["arrays"] is None
+
+
+def test_missing_arrays_of_a_text_are_options_on_the_command_line():
+    done = cli("run", "fa2", *SIMULATOR, "--mask-mod", "doc[query] == doc[key]", code=2)
+    assert "give it by --captured doc=VALUE" in done.stderr
+
+
+def test_texts_with_arrays_are_compiled_in_advance(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(Simulator, "prepare", lambda self, launch: prepared.append(launch))
+    arrays = ("--captured", "doc=i32[M|N]", "--bias", "f16[1hmn]")
+    cli("cache", "warm", "fa2", *SIMULATOR, "--mask-mod", "doc[query] == doc[key]", *arrays)
+    p = Problem.of_sizes(
+        **{**SIZES, "dtype": "float32", "d": 64, "N": 10},
+        mask_mod="doc[query] == doc[key]",
+        captured={"doc": "i32[M|N]"},
+        bias="f16[1hmn]",
+    )
+    (launch,) = plan(LADDER["forward"]["fa2"], p, Simulator().limits).programs
+    assert source.text(launch) in map(source.text, prepared)
 
 
 @pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])

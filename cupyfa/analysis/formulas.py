@@ -30,14 +30,25 @@ def common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
     return found.pop() if found else "forward"
 
 
+def refuse_gradients(operation: str, problems: Iterable[Problem]) -> None:
+    """Raises ValueError if a forward pass is asked for the gradients of arrays."""
+    for p in problems:
+        if operation != "backward" and p.wrt:
+            names = ",".join(p.wrt)
+            raise ValueError(
+                f"wrt is {names}, and the forward pass gives no gradients; give backward=True, or "
+                "leave wrt out"
+            )
+
+
 def input_sizes(operation: str, p: Problem) -> dict[str, int]:
     return {name: x.bytes(p) for name, x in OPERATIONS[operation].inputs_of(p).items()}
 
 
 def output_bytes(operation: str, p: Problem) -> int:
     """Bytes of all outputs except lse."""
-    outputs = OPERATIONS[operation].outputs
-    return sum(Input(*outputs[name]).bytes(p) for name in outputs if name != "lse")
+    outputs = OPERATIONS[operation].outputs_of(p)
+    return sum(x.bytes(p) for name, x in outputs.items() if name != "lse")
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:

@@ -16,6 +16,7 @@ from cupyfa.analysis.formulas import (
     naive_bytes,
     naive_scratch,
     output_bytes,
+    refuse_gradients,
     tiled_bytes,
 )
 from cupyfa.analysis.profile import TOOLS, profile
@@ -112,6 +113,8 @@ def memory(
     if len(several) != 1:
         raise ValueError(f"memory takes one problem; these sizes give {len(several)}")
     (problem,) = several
+    if not listed:
+        refuse_gradients(operation, several)
     on = gpu() if backend == "auto" else backend_named(backend)
     limits = on.limits if on else limits_of("90")
     if on and on.stream is None:  # the simulator has no memory to measure

@@ -203,7 +203,7 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
 
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
-    compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"))
+    compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"), "arrays")
     row = plan.problem.row()
     return {
         "kernel": plan.kernel.name,

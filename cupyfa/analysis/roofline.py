@@ -18,6 +18,7 @@ from cupyfa.analysis.formulas import (
     common_operation,
     input_sizes,
     naive_bytes,
+    refuse_gradients,
     tiled_bytes,
 )
 from cupyfa.analysis.resources import gpu, limits_of
@@ -177,6 +178,8 @@ def roofline(
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
     problems = sweeps.problems(operation, sizes, *records)
+    if all(x in (NAIVE, TILED) for x in chosen):
+        refuse_gradients(operation, problems)
     backend = gpu()
     target, is_here = _device(device, backend)
     limits = backend.limits if backend and is_here else _limits(target)
@@ -286,6 +289,7 @@ def planned_bytes(plan: Plan) -> int:
             names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
         else:
             names = {name for name, _ in step.launch.arrays}
+            names |= {name for x in step.arguments for name, _ in x.arrays}  # that texts read
         moved += sum(sizes.get(name, 0) for name in names)
     return moved
 

@@ -66,7 +66,8 @@ def problems(
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
-    heads * d. Several values are a list or a tuple; several windows, which are tuples, are a list.
+    heads * d. Several values are a list or a tuple; several windows, shapes and values of ``wrt``,
+    which may be tuples, are a list.
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
     masks are a block mask. A softmax has M rows of N. Defaults are
@@ -77,16 +78,23 @@ def problems(
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
     for name, value in sizes.items():
-        is_pair = name in OPTIONS and isinstance(OPTIONS[name].default, tuple)
         if value is not None:
-            is_several = isinstance(value, list if is_pair else list | tuple)
-            several[name] = value if is_several else [value]
+            several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
                 raise ValueError(f"{name} is {value}; give at least one")
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
+
+
+def _is_several(name: str, value: Any) -> bool:
+    """Whether these are several values of a size, and not a tuple that is one."""
+    if not isinstance(value, tuple):
+        return isinstance(value, list)
+    if name in OWN_ARRAYS:  # a shape, or forms
+        return not all(isinstance(n, int) for n in value)
+    return name != forms.WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
 
 
 def refuse_foreign(

@@ -1,5 +1,6 @@
 """Options that several commands have, and their values for the library."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -266,6 +267,32 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
         if word in _FLAGS and f"extra argument ({after})" in message:
             return f"; {word} takes {_FLAGS[word][2]}"
     return ""
+
+
+# Options of before by command: what there is in their place.
+_FORMER = {
+    ("doctor", "--json"): "--json is now called --format; write --format json",
+    ("memory", "--steps"): "--steps is gone, since bytes are no longer counted through kernels' "
+    "loops; without it `memory` prints the bytes held, and moved by formula",
+}
+
+
+def former(error: click.ClickException, context: click.Context) -> str:
+    """What to write in place of an option that a command no longer has; else empty."""
+    return _FORMER.get((context.info_name or "", getattr(error, "option_name", "")), "")
+
+
+_ARGUMENTS = "|".join((*OPTIONS, *forms.NAMES, "backward"))
+_REMEDY = re.compile(rf"\b({_ARGUMENTS})=(?:True\b)?(?=[ ,;]|$)", re.MULTILINE)
+_REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
+
+
+def on_command_line(message: str) -> str:
+    """A message of the library with the options of the command line for the arguments to give."""
+    message = _REMEDY_CAPTURED.sub(
+        r"by --captured \1=VALUE, a number or a form as f32[heads]", message
+    )
+    return _REMEDY.sub(lambda found: _long(found[1]), message)
 
 
 def other_case(error: click.ClickException, context: click.Context) -> str:

@@ -153,7 +153,8 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     if chosen is not None:
         return chosen
     others = [k.name for k in general if can(k, problem, limits)]
-    remedy = f"name one that can: {', '.join(others)}" if others else "no other kernel can"
+    none = _no_other(kernels[0], problem, limits) if kernels else "no kernel can"
+    remedy = f"name one that can: {', '.join(others)}" if others else none
     if not others and problem.arithmetic != problem.dtype.name:
         another = ", or give another" if problem.dtype.name == "float32" else ""
         remedy += f"; leave precision={problem.precision!r} out{another}"
@@ -262,7 +263,16 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
         for k in LADDER[kernel.operation].values()
         if k is not kernel and k.suits(problem.precision) and can(k, problem, limits)
     ]
-    return f"kernels that can: {', '.join(able)}" if able else "no other kernel can either"
+    return f"kernels that can: {', '.join(able)}" if able else _no_other(kernel, problem, limits)
+
+
+def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """What to do if no other kernel of the same operation can do the problem."""
+    if kernel.operation == "backward" or not problem.wrt:
+        return "no other kernel can either"
+    able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
+    known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
+    return f"kernels of the backward pass give gradients{known}"
 
 
 def _accurate(problem: Problem) -> Problem:

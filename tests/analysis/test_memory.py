@@ -49,6 +49,16 @@ def test_naive_and_tiled_attention_move_the_same_in_the_roofline(backward):
     assert {x.computation: x.bytes for x in drawn} == {x: counted[x] for x in ("naive", "tiled")}
 
 
+def test_gradients_of_arrays_are_counted_in_every_row():
+    how = {"backward": True, "bias": "1hmn", "wrt": "bias", "heads": 2, "M": 64, "d": 16}
+    rows = cupyfa.memory("two_pass", backend="simulator", ncu=False, **how)
+    assert len({x.outputs for x in rows}) == 1
+    plain = cupyfa.memory("two_pass", backend="simulator", **{**how, "wrt": None})
+    assert [x.outputs - y.outputs for x, y in zip(rows, plain)] == 3 * [2 * 64 * 64 * 4]
+    naive, tiled, two_pass = cupyfa.roofline(["naive", "tiled", "two_pass"], device="h100", **how)
+    assert two_pass.bytes >= tiled.bytes == rows[1].moved and naive.bytes == rows[0].moved
+
+
 def test_arrays_and_scratch_of_a_plan():
     p = Problem.of_sizes(heads=2, M=30, N=20, d=8)
     (*_, row) = cupyfa.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)

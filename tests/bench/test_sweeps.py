@@ -19,6 +19,14 @@ def test_every_combination_in_order_and_once():
     assert [(p.M, p.d) for p in found] == [(8, 4), (8, 8), (16, 4), (16, 8)]
 
 
+def test_names_of_gradients_and_a_shape_are_one_value():
+    sizes = {"heads": 2, "M": 8, "d": 4, "bias": (1, 2, 8, 8), "sink": "h"}
+    (p,) = problems("backward", {**sizes, "wrt": ("bias", "sink")})
+    assert p.wrt == ("bias", "sink") and p.operands[0].shape == (1, 2, 8, 8)
+    found = problems("backward", {**sizes, "bias": ("1hmn", "11mn"), "wrt": ["bias", "bias,sink"]})
+    assert len(found) == 4
+
+
 def test_missing_sizes_have_defaults():
     (p,) = problems("forward", {"M": 100, "kv_heads": None})
     assert (p.batch, p.heads, p.kv_heads, p.M, p.N, p.d, p.dv) == (4, 16, 16, 100, 100, 64, 64)

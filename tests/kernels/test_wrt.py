@@ -108,7 +108,7 @@ def test_vjp_prepared_calls_and_grads():
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
     wrt = {"wrt": ("table", "q"), "kernel": "two_pass"}
     _, pullback = cupyfa.attention_vjp(
-        *(q, k, v), wrt=("table", "q"), kernel="fa2", backward_kernel="two_pass", **on
+        *(q, k, v), wrt="table,q", kernel="fa2", backward_kernel="two_pass", **on
     )
     prepared = cupyfa.compile_backward(dout, q, k, v, out, lse, **wrt, **on)
     captured = {x: y for x, y in on["captured"].items() if np.ndim(y)}
@@ -156,10 +156,12 @@ def test_every_run_gives_the_same_bits(cuda):
 @pytest.mark.parametrize(
     "wrt, message",
     [
-        (("q", "bucket"), "wrt names bucket; of this call it can name q, k, v, alibi_slopes, bias"),
+        (("q", "bucket"), "wrt names bucket, whose dtype is int.*; only arrays of floats"),
+        (("q", "table2"), "wrt names table2; of these arrays it can name q, k, v, alibi_slopes"),
         (("q", "q"), "give at least one name, and each once"),
         ((), "give at least one name"),
-        ("bias", "wrt is 'bias'; give names"),
+        ("bias,nias", "wrt names nias; of these"),
+        (3, "wrt is 3; give names"),
     ],
 )
 def test_wrong_names_are_refused(wrt, message):
