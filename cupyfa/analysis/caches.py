@@ -5,12 +5,12 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cupyfa import store
 from cupyfa.analysis.resources import problem_to_compile
@@ -118,20 +118,22 @@ def warm(
     dv: int | None = None,
     options: Sequence[AttentionOptions] = (AttentionOptions(),),
     group: int = 1,
+    arrays: Mapping[str, Any] | None = None,
     progress: Progress = no_progress,
 ) -> Warmed:
     """Compiles kernels for all these dtypes, head dimensions and options in advance.
 
     Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
-    short ones, for few queries and for few heads. ``group`` query heads share a key head. A kernel
-    is a record, a name, or "auto" for those that "auto" chooses on this device. Raises Unsupported
-    if no kernel can do any of it.
+    short ones, for few queries and for few heads. ``group`` query heads share a key head.
+    ``arrays`` are forms of arrays that texts read, as ``forms.operands`` has them. A kernel is a
+    record, a name, or "auto" for those that "auto" chooses on this device. Raises Unsupported if no
+    kernel can do any of it.
     """
     found: dict[tuple[str, str], PlannedLaunch] = {}  # launches with different texts
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, dtype, d, of_call, sizes in product(kernels, dtypes, ds, options, _SIZES):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group)
+        problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group, arrays)
         try:
             record = select(kernel, operation, problem, backend.limits)
             programs = plan(record, problem, backend.limits).programs

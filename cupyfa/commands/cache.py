@@ -9,6 +9,7 @@ import click
 from cupyfa.analysis import caches
 from cupyfa.bench import sweeps
 from cupyfa.commands import UNSUPPORTED, options
+from cupyfa.forms import NAMES
 from cupyfa.ladder.lookup import operation_of
 from cupyfa.options import AttentionOptions
 from cupyfa.report.tables import render
@@ -77,6 +78,7 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 @options.size_option("dv", type=options.Integer(1))
 @click.option("--group", type=options.Integer(1), default=1, help="Query heads for each key head.")
 @options.attention_options
+@options.array_options
 @click.option("--both", is_flag=True, help="With a causal mask, and without one.")
 @options.backend_option
 @options.format_option
@@ -101,7 +103,9 @@ def warm(
     options.refuse_foreign(operations, "ds", "dv", "group", "both", *given)
     if given["causal"] and both:
         raise ValueError("--causal and --both say different things; leave one out")
-    base = AttentionOptions(**options.given_sizes(given))
+    found = options.given_sizes(given)
+    arrays = {name: found.pop(name) for name in NAMES if name in found}
+    base = AttentionOptions(**found)
     masks = (None, "bottom-right") if both else (base.causal,)
     _, sizes = sweeps.parsed(f"d={ds}")
     on = backend_named(backend)
@@ -114,6 +118,7 @@ def warm(
             dv=dv,
             options=[replace(base, causal=mask) for mask in masks],
             group=group,
+            arrays=arrays,
             progress=progress,
         )
     click.echo(render([done._asdict()], form))
