@@ -9,8 +9,9 @@ import ast
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import count
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,20 @@ from cupyfa.ladder.kernel import cdiv
 from cupyfa.modifiers import KEY_TILES, Operand, is_array
 from cupyfa.options import AttentionOptions
 from cupyfa.planner import select
-from cupyfa.planner.plan import Limits, Plan
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
 from cupyfa.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt, backend_named
-from cupyfa.runtime.tile_maps import EMPTY, PARTIAL, DeviceMap, map_of, states_of, states_on_device
+from cupyfa.runtime.tile_maps import (
+    EMPTY,
+    PARTIAL,
+    DeviceMap,
+    launches,
+    map_of,
+    states_of,
+    states_on_device,
+)
 
 _PREFIX = modifiers.OF_BLOCKS  # of the names of a block mask's arrays among those of a call
 _DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn
@@ -215,6 +224,16 @@ class BlockMask:
         """The plan of a call with this mask, whose kernel goes by its maps."""
         return select.with_maps(plan, limits, [self.text])
 
+    def makers(self, plan: Plan, backend: Backend) -> list[PlannedLaunch]:
+        """The launches that make those maps on a device; none where the host makes them."""
+        p, found = plan.problem, list[PlannedLaunch]()
+        if _is_host(backend):
+            return found
+        own = self._problem_at(str(p.dtype.sums), self._position(p))
+        for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
+            found += launches(own, name, int(rows), int(keys), alone=True)
+        return found
+
     # How it is found out
 
     @cached_property
@@ -399,6 +418,28 @@ def block_mask(
     text = Expression.of("mask_mod", mask_mod)
     own = {name: _copied(name, x) for name, x in given.items()}
     return BlockMask(text, own, tuple(sizes), backend)  # type: ignore[arg-type]
+
+
+def of_call(p: Problem) -> tuple[Problem, BlockMask]:
+    """A problem with a block mask as calls have it, and that mask, of arrays of zeros."""
+    text, masks, read = p.options.mask_mod, list[BlockMask](), {modifiers.MASK}
+    sizes = p.batch, p.heads, p.M, p.N
+
+    def zeros(x: Operand) -> Any:
+        return np.broadcast_to(np.zeros((), x.numpy), x.shape) if x.is_array else x.value
+
+    for x in p.operands:
+        if x.name == modifiers.MASK:
+            own = _expression(f"array[{modifiers.indices(x.shape)}]")
+            masks.append(BlockMask(own, {"array": zeros(x)}, sizes, "auto"))
+    if text is not None:
+        captured = {x.name: zeros(x) for x in p.operands if x.name in text.captured}
+        masks.append(BlockMask(text, captured, sizes, "auto"))
+        read |= captured.keys() - (p.options.score_mod.captured if p.options.score_mod else ())
+    kept = tuple(x for x in p.operands if x.name not in read)
+    options = replace(p.options, mask_mod=None)
+    mask = reduce(and_, masks)
+    return mask.masked(replace(p, options=options, operands=kept, block_mask=False)), mask
 
 
 def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cupyfa import store
+from cupyfa import blocks, store
 from cupyfa.analysis.resources import problem_to_compile
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
@@ -21,6 +21,7 @@ from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import PlannedLaunch
 from cupyfa.planner.select import plan, select
 from cupyfa.planner.source import text
+from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
@@ -135,8 +136,7 @@ def warm(
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
         problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group, arrays)
         try:
-            record = select(kernel, operation, problem, backend.limits)
-            programs = plan(record, problem, backend.limits).programs
+            programs = _programs(kernel, operation, problem, backend)
         except Unsupported as error:
             refused = error
         else:
@@ -150,6 +150,18 @@ def warm(
         backend.prepare(launch)
         new += bool(set(_items("compiled")) - before)
     return Warmed(len(found), new, time.perf_counter() - start)
+
+
+def _programs(
+    kernel: Kernel | str, operation: str, p: Problem, backend: Backend
+) -> Sequence[PlannedLaunch]:
+    """The launches that calls of a problem compile; of a block mask also those that make maps."""
+    if not p.block_mask:
+        return plan(select(kernel, operation, p, backend.limits), p, backend.limits).programs
+    p, mask = blocks.of_call(p)
+    record = select(kernel, operation, p, backend.limits)
+    made = mask.planned(plan(record, p, backend.limits), backend.limits)
+    return (*made.programs, *mask.makers(made, backend))
 
 
 def folder_of(kind: str) -> Path | None:
