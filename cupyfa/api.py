@@ -377,12 +377,12 @@ def attention_vjp(
     """The attention of q, k and v, and the function that computes its gradients.
 
     Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
-    dk and dv. With ``return_lse`` it
-    returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse
-    too. ``kernel`` is the argument of ``attention``, ``backward_kernel`` and ``deterministic`` are
-    those of ``attention_backward``; the other arguments go to both, and each kernel gets the arrays
-    of ``own`` that its record declares. The pullback keeps references to q, k, v, out and lse, and
-    may be called several times; it uses their contents at that time.
+    dk and dv. With ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout,
+    dlse)`` takes the gradient of lse too. ``kernel`` is the argument of ``attention``,
+    ``backward_kernel`` and ``deterministic`` are those of ``attention_backward``; the other
+    arguments go to both, and each kernel gets the arrays of ``own`` that its record declares. The
+    pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
+    their contents at that time.
     """
     if not options.keys() <= _OF_BOTH.keys():
         if given := options.keys() & {"return_own", "out", "grads"}:
@@ -391,10 +391,18 @@ def attention_vjp(
                 "and lse; call attention and attention_backward to have them"
             )
         raise unknown_argument(attention_vjp, options, tuple(_OF_BOTH))
+    if wrt is not _QKV:
+        *_, wrt = _own_of(wrt)
+        forms.refuse_without_gradients(wrt, _dtypes_of(options))
     forward, backward = _shared_own(own, kernel, backward_kernel)
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
 
-    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+    def pullback(dout: Any, dlse: Any = None, **unknown: Any) -> tuple[Any, ...]:
+        if unknown:
+            raise TypeError(
+                f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
+                "returns new arrays: attention_backward writes into grads="
+            )
         return attention_backward(
             dout,
             *(q, k, v, out, lse),
@@ -871,6 +879,17 @@ def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
     read = [x for x in inputs if x.startswith("mods.")]
     dtypes = {x.removeprefix("mods."): str(inputs[x].dtype) for x in read}
     forms.refuse_without_gradients(wrt, dtypes)
+
+
+def _dtypes_of(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """The dtypes, by name, of the arrays that change scores, before any is converted."""
+    given, _ = _without_arrays(keywords)
+    captured = given.get("captured")
+    own = {name: given[name] for name in modifiers.OWN_ARRAYS if name in given}
+    found = {**own, **(captured if isinstance(captured, Mapping) else {})}
+    arrays = {name: x for name, x in found.items() if getattr(x, "shape", ())}
+    dtypes = {name: str(getattr(x, "dtype", "")) for name, x in arrays.items()}
+    return {name: x.removeprefix("torch.") for name, x in dtypes.items() if x}
 
 
 def _operands(

@@ -107,6 +107,9 @@ class BlockMask:
     def __or__(self, other: BlockMask) -> BlockMask:
         return self._joined(other, "|")
 
+    __rand__, __ror__ = __and__, __or__  # of what is no block mask: they refuse it
+    __array_ufunc__ = None  # NumPy's arrays leave & and | to these
+
     def __invert__(self) -> BlockMask:
         text = _expression(f"not ({self.text.text})")
         return BlockMask(text, self._unchanging(), self.sizes, self.backend)
@@ -340,7 +343,10 @@ class BlockMask:
 
     def _joined(self, other: BlockMask, sign: str) -> BlockMask:
         if not isinstance(other, BlockMask):
-            return NotImplemented
+            raise TypeError(
+                f"{sign} joins block masks, and one side is {described(other)}; make a block mask "
+                "of it: block_mask(array)"
+            )
         if (self.M, self.N) != (other.M, other.N):
             raise ValueError(f"{self!r} and {other!r} differ in M or N; make them for one size")
         sizes: list[int] = []
@@ -466,11 +472,12 @@ def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> Block
 
 
 def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend) -> BlockMask:
+    if isinstance(array, str | Expression) or callable(array):
+        raise TypeError(f"mask is {described(array)}, an expression; write mask_mod=")
     if not is_array(array) or array.dtype != bool or array.ndim > 4:
-        what = f"{array.dtype}" if is_array(array) else described(array)
+        what = f"{array.dtype}, of {array.ndim} axes" if is_array(array) else described(array)
         raise TypeError(
-            f"mask is {what}, of {np.ndim(array)} axes; give an array of bool, broadcastable to "
-            "[batch, heads, M, N]"
+            f"mask is {what}; give an array of bool, broadcastable to [batch, heads, M, N]"
         )
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     sizes = []

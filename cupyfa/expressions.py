@@ -83,8 +83,8 @@ OF_ARGUMENTS = (
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {
-    "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query", "col": "key",
-    "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
+    "s": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query",
+    "col": "key", "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
     "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "absolute": "abs",
     "fabs": "abs", "expit": "sigmoid", "logistic": "sigmoid",
 }  # fmt: skip
@@ -250,6 +250,8 @@ class _Rules:
             if name in OF_ARGUMENTS:
                 raise _Wrong(node, f"{what}; give it in captured under another name")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
+            if near and not indices and name in _OTHER_NAMES:
+                near += f" In texts, and as parameters of functions, there are {', '.join(names)}"
             if not near and self.kinds:
                 near = f"; captured are {', '.join(self.kinds)}"
             raise _Wrong(node, what + (near or f'; give it in captured={{"{name}": ...}}'))
@@ -366,7 +368,7 @@ class _Rules:
         return _joined(kinds) if name in ("abs", "min", "max") else "number"
 
 
-_NO_INFINITY = "hide pairs with mask_mod, or write a number such as 1e4, after which exp is 0"
+_NO_INFINITY = "hide pairs with mask_mod, or subtract a large number such as 1e4; exp then gives 0"
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
     ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or", ast.Not: "not",

@@ -267,6 +267,19 @@ def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[st
     return max(new[_PLACES[name]] for name in places)
 
 
+def limits(found: Iterable[Operand], texts: Iterable[Expression]) -> dict[str, int]:
+    """The largest sizes, by name, whose places have elements in every array that they index."""
+    most: dict[str, int] = {}
+    for x in found:
+        for axis, n in enumerate(x.shape):
+            for text in texts:
+                for index in indices_of(text, x.name, axis):
+                    if isinstance(index, ast.Name) and index.id in _PLACES:
+                        size = _PLACES[index.id]
+                        most[size] = min(n, most.get(size, n))
+    return most
+
+
 def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
     """The indices of an array's axis in a text."""
     for node in ast.walk(text.tree):

@@ -154,7 +154,10 @@ def read_number(name: str, value: Any, default: str) -> float | None:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # of Real
 
 
-def parse_number(name: str, text: str) -> float:
+def parse_number(name: str, text: str) -> float | None:
+    """A number, or None for the word none. Raises ValueError for anything else."""
+    if text.lower() == "none":
+        return None
     try:
         return float(text)
     except ValueError:
@@ -182,7 +185,15 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
     """The reader of a whole number of so many bits; None stays."""
 
     def read(value: Any) -> int | None:
-        return None if value is None else read_size(name, value, 2**bits - 1)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(
+                f"{name} is {described(value)}; give a whole number, or an array of one"
+            )
+        if not 0 <= value < 2**bits:
+            raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")
+        return int(value)
 
     return read
 
@@ -324,7 +335,8 @@ class AttentionOptions:
     dropout_offset: int = _field(
         Option(
             default=0,
-            help="Number of dropout's bits among those of a seed.  [default: 0]",
+            help="Selects another sequence of random bits for the same seed, 0 to 2**32 - 1.  "
+            "[default: 0]",
             read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
             parse=_parse_whole("dropout_offset"),
             shown=lambda value: value or None,
@@ -341,8 +353,7 @@ class AttentionOptions:
         elif self.dropout_seed is None:
             raise ValueError(
                 f"dropout is {self.dropout} without dropout_seed; give a whole number from 0 to "
-                "2**64 - 1, another one for each layer and step: there is no state that would "
-                "count calls"
+                "2**64 - 1; use a different seed for each layer and step; calls keep no state"
             )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))

@@ -14,6 +14,7 @@ import numpy as np
 from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
+from cupyfa.expressions import Expression
 from cupyfa.modifiers import MAPS, MASK, OWN_ARRAYS, SEEDS, Modifiers, Operand, is_array
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
@@ -225,9 +226,31 @@ class Problem:
         if not self.operands:
             return replace(self, **sizes)  # type: ignore[arg-type]
         after = tuple(sizes.get(x, getattr(self, x)) for x in ("batch", "heads", "M", "N"))
-        texts = [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
-        made = forms.resized(self.operands, texts, self._of_scores, after)  # type: ignore[arg-type]
+        made = forms.resized(self.operands, self._texts, self._of_scores, after)  # type: ignore[arg-type]
         return replace(self, operands=made, **sizes)  # type: ignore[arg-type]
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Problem:
+        """The problem with arrays of these forms, and with the largest sizes that these allow.
+
+        A form with a number, f32[4], keeps it: where a text indexes it with key, N is at most 4.
+        """
+        sizes, p = ("batch", "heads", "M", "N"), self
+        while True:
+            given = forms.operands(arrays, p._of_scores, p.dtype.name)
+            p = replace(p, operands=given)
+            most = forms.limits(given, p._texts)
+            fewer = {x: most[x] for x in sizes if most.get(x, math.inf) < getattr(p, x)}
+            if not fewer:
+                return p
+            if "heads" in fewer:
+                group = max(min(p.group, fewer["heads"]), 1)
+                fewer["kv_heads"] = min(p.kv_heads, fewer["heads"] // group)
+                fewer["heads"] = group * fewer["kv_heads"]
+            p = p.resized(**fewer)
+
+    @property
+    def _texts(self) -> list[Expression]:
+        return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
 
     @property
     def _of_scores(self) -> forms.Sizes:

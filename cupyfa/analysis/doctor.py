@@ -162,8 +162,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
     version = environment.kernel_driver()
     cuda = {name: f"{x // 1000}.{x % 1000 // 10}" for name, x in answer.items()}
     if not answer["driver"]:
-        found = f"version {version}, but libcuda does not work" if version else "no NVIDIA driver"
-        return Finding("driver", FAULT if version else MISSING, found)
+        return Finding("driver", FAULT if version else MISSING, environment.without_driver())
     found = f"{version or 'unknown version'}, for CUDA up to {cuda['driver']}"
     if answer["driver"] // 1000 < answer["runtime"] // 1000:
         return Finding("driver", FAULT, f"{found}; CuPy needs CUDA {cuda['runtime']}")

@@ -49,6 +49,8 @@ def parsed(text: str) -> tuple[str, list[Any]]:
         return name, [value.strip() for value in values.split(";")]
     if name == forms.BLOCK_MASK:
         return name, [_truth(name, value.strip()) for value in values.split(",")]
+    if name == forms.CAPTURED:
+        raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:

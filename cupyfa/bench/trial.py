@@ -20,6 +20,7 @@ from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import backend_named
@@ -27,6 +28,7 @@ from cupyfa.verify.case import Case
 from cupyfa.verify.sampling import Judge
 from cupyfa.verify.tasks import difference
 
+STEPS = 4  # of a trial, of which ``progress`` is told
 _LONGEST = 0.5  # seconds of timing
 _MOST = 20
 
@@ -59,23 +61,28 @@ def trial(
     reruns: int = 0,
     watch: Watch | None = None,
     excerpts: Sequence[Excerpt | None] = (None,),
+    progress: Progress = no_progress,
 ) -> Trial:
     """Checks a plan on these inputs between guard zones, all or excerpts, then times it.
 
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
     in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
     """
+    progress(0, STEPS, "compiling")
     watch, readable = watch or Watch(), blocks.readable(backend, plan, inputs)
     begins = partial(watch.begins, f"{plan.kernel.name} on {plan.problem}")
     used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
+    progress(1, STEPS, "running")
     with watch.calls():
         begins()
         results = run_guarded(backend, plan, readable, {})
         different = difference(backend, plan, readable, results, reruns, begins)
     if different:
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
+    progress(2, STEPS, "checking")
     judge = Judge.of(plan, inputs, excerpts)
     verdicts = judge.verdicts(results, plan.rounding)
+    progress(3, STEPS, "timing")
     call = replay(backend, plan, timing.arrays_of(backend, plan, readable, {}))
     with watch.calls():
         how: Any = {"budget": _LONGEST, "cold": False, "most": _MOST}

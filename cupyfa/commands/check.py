@@ -182,7 +182,7 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         for i, failure in enumerate(shown, 1):
             click.echo(f"{_lines(i, failure)}\n", err=err)
     if more := len(done.failures) - len(shown):
-        click.echo(f"{more:,} more failures: --format json lists all\n", err=err)
+        click.echo(f"{more:,} more failure{'s' * (more != 1)}: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
     for tally in done.tallies:

@@ -4,12 +4,14 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import pairwise
 from operator import contains
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import click
@@ -59,6 +61,7 @@ class Number(click.FloatRange):
 
 
 SECONDS = Number(0)
+FIRST_NOTE = 10.0  # seconds, on a stderr that is no terminal
 TIMEOUT = Number(0, 10**6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(DTYPES))
@@ -458,7 +461,7 @@ def note(text: object) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on a terminal's stderr; yields the ``progress`` of the library's functions."""
+    """A progress bar on a terminal's stderr, else notes; yields the library's ``progress``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -467,8 +470,33 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
         TextColumn("{task.fields[what]}"),
     )
     console = Console(file=sys.stderr)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    if not console.is_terminal:
+        with _noted(label) as progress:
+            yield progress
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=None, what="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+
+
+@contextmanager
+def _noted(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Notes on stderr that say what goes on: after FIRST_NOTE seconds, then ever more rarely."""
+    now, ended, begun = [label], threading.Event(), monotonic()
+
+    def notes() -> None:
+        wait = FIRST_NOTE
+        while not ended.wait(wait):
+            note(f"{now[0]} ({monotonic() - begun:.0f} s)")
+            wait *= 2
+
+    def progress(done: int, total: int, what: str) -> None:
+        now[0] = f"{label}: {what}; {done} of {total} done"
+
+    thread = threading.Thread(target=notes, daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        thread.join()

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from cupyfa.bench import sweeps
-from cupyfa.bench.trial import trial
+from cupyfa.bench.trial import STEPS as TRIAL_STEPS, trial
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.ladder.lookup import record_named
@@ -16,6 +16,8 @@ from cupyfa.report.tables import render, trial_lines, trial_row
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
+
+_STEPS = TRIAL_STEPS + 1  # the inputs are drawn here
 
 
 @click.command()
@@ -54,8 +56,13 @@ def run(
     chosen = select(records[0] if records else "auto", operation, problem, backend.limits)
     planned = plan(chosen, problem, backend.limits, **tiles)
     try:
-        inputs = case.inputs(backend, chosen)
-        with backend.working_on(None), watched(backend, timeout, ends=True) as watch:
+        with (
+            options.progress_bar(chosen.name) as progress,
+            backend.working_on(None),
+            watched(backend, timeout, ends=True) as watch,
+        ):
+            progress(0, _STEPS, "drawing inputs")
+            inputs = case.inputs(backend, chosen)
             result = trial(
                 backend,
                 planned,
@@ -63,6 +70,7 @@ def run(
                 reruns=reruns,
                 watch=watch,
                 excerpts=sampling.excerpts(problem, seed, operation),
+                progress=lambda done, total, what: progress(done + 1, _STEPS, what),
             )
     except Exception:
         options.note(f"this was {case}")

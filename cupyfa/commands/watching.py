@@ -74,8 +74,15 @@ def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], Non
             stop(watch, call)
 
 
+def _clear_line() -> None:
+    """Removes the progress bar."""
+    if sys.stderr and sys.stderr.isatty():
+        click.echo(_CLEAR_LINE, err=True, nl=False)
+
+
 def _end(watch: Watch, call: str) -> None:
-    why = f"no answer within {watch.timeout:g} s; --timeout gives it longer"
+    _clear_line()
+    why = f"no answer within {watch.timeout:g} s; raise --timeout to wait longer"
     click.echo(f"cupyfa: {call}: {why}", err=True)
     os._exit(WRONG)
 
@@ -86,8 +93,7 @@ def _restart(watch: Watch, call: str) -> None:
     watch.save(Path(state), call)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
-    if sys.stderr and sys.stderr.isatty():
-        click.echo(_CLEAR_LINE, err=True, nl=False)  # of the progress bar
+    _clear_line()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the one of the listing
             os.set_inheritable(descriptor, descriptor <= 2)  # closing the driver's frees the GPU

@@ -63,3 +63,9 @@ def kernel_driver() -> str | None:
     except OSError:
         return None
     return found[0] if found else None
+
+
+def without_driver() -> str:
+    """What is missing where CUDA finds no driver."""
+    version = kernel_driver()
+    return f"version {version}, but libcuda does not work" if version else "no NVIDIA driver"

@@ -101,7 +101,7 @@ class Fuzz:
     """Draws cases for a kernel, or for what "auto" chooses if it is None.
 
     Sample i of a seed does not depend on the other samples. dtypes, options of attention and arrays
-    (their forms) replace the drawn ones.
+    (their forms) replace the drawn ones; sizes are such that every index is inside its array.
     """
 
     kernel: Kernel | None
@@ -173,6 +173,7 @@ class Fuzz:
         """A sample for a kernel whose tiles are not known; running it gives the reason."""
         turns = _Turns(self.seed, i // TOGETHER)
         p = self._problem(turns).resized(M=i + 1, N=i + 2)
+        p = self._in_form(p)
         return Drawn(Case(self._operation, p, i), self._record(p), {})
 
     def _compiled(self, turns: "_Turns", is_plain: bool) -> Problem:
@@ -303,6 +304,7 @@ class Fuzz:
         p = self._smaller(p)
         if of_rows == "many" and _on_few_blocks(plan, self._limits):
             p = self._crowded(p, plan)
+        p = self._in_form(p)
         given = (self.options or {}).keys()
         if "window" not in given and p.window != (None, None):
             sides = (side is not None for side in p.window)
@@ -322,6 +324,11 @@ class Fuzz:
             else:
                 p = p.resized(M=p.M // 2) if p.M > _FEW_ROWS else p.resized(N=p.N // 2)
         return p
+
+    def _in_form(self, p: Problem) -> Problem:
+        """The problem with the given forms of arrays, and with sizes for which they suffice."""
+        given = {x: y for x, y in (self.arrays or {}).items() if x != forms.BLOCK_MASK}
+        return p.with_arrays(given) if given and not p.is_softmax else p
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
         """The problem with so many batch elements that blocks have several tasks, if it may be."""

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.cli import MODULE, cli as in_this_process, process
@@ -304,3 +305,19 @@ def test_a_working_gpu_is_ok(cuda):
     found = by_thing(cupyfa.doctor())
     assert {found[x].state for x in ("CuPy", "driver", "GPU 0", "NVRTC")} == {OK}, found
     assert "cuda" in runs_on(list(found.values()))
+
+
+def test_every_command_calls_a_missing_driver_what_doctor_calls_it(monkeypatch):
+    device = pytest.importorskip("cupyfa.runtime.cuda.device")
+
+    def count():
+        raise ValueError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    without = SimpleNamespace(
+        getDeviceCount=count, CUDARuntimeError=ValueError, driverGetVersion=lambda: 0
+    )
+    monkeypatch.setattr(device, "runtime", without)
+    monkeypatch.setattr(environment, "kernel_driver", lambda: None)
+    assert device.unavailable() == "no CUDA device (no NVIDIA driver)"
+    without.driverGetVersion = lambda: 12090
+    assert "driver version is insufficient" in device.unavailable()

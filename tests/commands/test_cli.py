@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import subprocess
+import time
 
 import click
 import pytest
@@ -16,6 +17,7 @@ from helpers.problems import DTYPES
 
 import cupyfa
 from cupyfa.bench import sweeps, trial
+from cupyfa.commands import options
 from cupyfa.ladder import LADDER
 from cupyfa.options import OPTIONS
 from cupyfa.planner import source as sources
@@ -225,6 +227,17 @@ def test_d_of_0_is_accepted():
 def test_the_seed_reproduces_the_inputs():
     errors = [run("fa2", "--seed", seed)["O_error"] for seed in (3, 3, 4)]
     assert errors[0] == errors[1] != errors[2]
+
+
+def test_long_steps_are_noted_where_stderr_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(options, "FIRST_NOTE", 0.01)
+    with options.progress_bar("fa2") as progress:
+        progress(1, 5, "running")
+        time.sleep(0.05)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "note: fa2: running; 1 of 5 done (0 s)\n" in shown.err
+    monkeypatch.setattr(options, "FIRST_NOTE", 1e-4)
+    assert "note: fa2: " in cli("run", "fa2", *SIMULATOR, *SIZES).stderr
 
 
 def test_data_goes_to_stdout_and_notes_to_stderr():

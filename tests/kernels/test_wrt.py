@@ -167,6 +167,18 @@ def test_every_run_gives_the_same_bits(cuda):
 def test_wrong_names_are_refused(wrt, message):
     with pytest.raises((TypeError, ValueError), match=message):
         gradients("two_pass", "float32", wrt)
+    (_, *qkv), read = drawn("float32")
+    with pytest.raises((TypeError, ValueError), match=message):  # before anything is computed
+        cupyfa.attention_vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
+
+
+def test_a_pullback_says_where_gradients_are_written_to_arrays():
+    (dout, q, k, v), _ = drawn("float32")
+    _, pullback = cupyfa.attention_vjp(q, k, v, backend="simulator", kernel="fa2")
+    with pytest.raises(
+        TypeError, match=r"pullback\(\) has no argument 'grads'.*attention_backward"
+    ):
+        pullback(dout, grads=(None, None, None))
 
 
 def test_kernels_without_gradients_of_arrays_are_refused():

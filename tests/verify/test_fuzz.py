@@ -158,6 +158,16 @@ def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
             assert [(x.name, x.shape) for x in p.operands] == [("x", (p.N,))]
 
 
+def test_arrays_with_sizes_given_as_numbers_keep_them():
+    text = {"score_mod": "score + x[key] + y[head] + z[query]"}
+    arrays = {"captured": {"x": "f32[4]", "y": "f32[3]", "z": "f32[M]"}}
+    drawn = samples("fa2", 8, options=text, arrays=arrays)
+    for p in (x.case.problem for x in drawn):
+        assert [x.shape for x in p.operands] == [(4,), (3,), (p.M,)]
+        assert p.N <= 4 and p.heads <= 3
+    assert max(x.case.problem.M for x in drawn) > 4
+
+
 @pytest.mark.parametrize("given", MODIFIED, ids=str)
 def test_drawn_texts_shrink_to_nothing(given):
     sizes = {"batch": 2, "heads": 4, "M": 40, "N": 50, "d": 8}

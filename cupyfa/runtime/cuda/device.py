@@ -19,6 +19,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
+from cupyfa.runtime import environment
 from cupyfa.runtime.arguments import BOX_ROW_BYTES, blank_map
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
@@ -44,7 +45,9 @@ def unavailable() -> str | None:
     try:
         return None if runtime.getDeviceCount() else "no CUDA device is visible"
     except runtime.CUDARuntimeError as error:
-        return f"no CUDA device ({str(error).partition(':')[2].strip() or error})"
+        has_driver = runtime.driverGetVersion() > 0
+        why = str(error).partition(":")[2].strip() if has_driver else environment.without_driver()
+        return f"no CUDA device ({why or error})"
 
 
 class _Working:
