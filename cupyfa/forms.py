@@ -235,6 +235,15 @@ def command_line(found: Iterable[Operand], sizes: Sequence[int]) -> list[str]:
     ]
 
 
+def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
+    """The forms of operands, as ``operands`` takes them, in a problem of these sizes."""
+    every = tuple(x for x in found if x.name not in SEEDS)
+    texts = shown(every, sizes)
+    own = {name: text for name, text in texts.items() if name in (*OWN_ARRAYS, WRT)}
+    others = [x for x in every if x.name not in OWN_ARRAYS]
+    return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
+
+
 def resized(
     found: Iterable[Operand], texts: Iterable[Expression], before: Sizes, after: Sizes
 ) -> tuple[Operand, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cupyfa import forms
 from cupyfa.analysis.formulas import (
     NAIVE,
     TILED,
@@ -255,11 +256,21 @@ def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
     None stands for any value.
     """
     p = row.problem
-    found = {**vars(p), "dtype": p.dtype.name, **vars(p.options)}
     return all(
-        value is None or found[name] in (value if isinstance(value, list) else [value])
+        value is None
+        or any(_has_one(p, name, x) for x in (value if isinstance(value, list) else [value]))
         for name, value in sizes.items()
     )
+
+
+def _has_one(p: Problem, name: str, value: Any) -> bool:
+    """Whether a problem has this size, option or form of an array."""
+    if name == forms.WRT:
+        return set(forms.names_of(value)) - set("qkv") == set(p.wrt)
+    if name in forms.NAMES and name != forms.BLOCK_MASK:
+        asked = forms.operands({name: value}, (p.batch, p.heads, p.M, p.N), p.dtype.name)
+        return set(asked) <= {replace(x, gradient=False) for x in p.operands}
+    return bool({**vars(p), "dtype": p.dtype.name, **vars(p.options)}[name] == value)
 
 
 def _device_of(results: Results) -> Device:
@@ -372,6 +383,8 @@ def _with_measurements(
     if not timed:
         return list(rows)
     sizes = {x: getattr(p, x) for x in SIZES} | vars(p.options)
+    sizes |= forms.arguments(p.operands, (p.batch, p.heads, p.M, p.N))
+    sizes[forms.BLOCK_MASK] = p.block_mask
     found = bench(
         list(timed.values()),
         backend=backend,

@@ -154,7 +154,11 @@ def test_the_device_of_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
     small = {"batch": 1, "heads": 2, "kv_heads": 1, "M": 20, "N": 12, "d": 8, "budget": 0}
-    tiled, fa2 = roofs.roofline(["tiled", "fa2"], causal="top-left", window=(4, None), **small)
+    more = {"bias": "11mn", "score_mod": "cap * score * slope[head]"}
+    more |= {"captured": {"slope": "f32[heads]", "cap": 0.5}}
+    tiled, fa2 = roofs.roofline(
+        ["tiled", "fa2"], causal="top-left", window=(4, None), **more, **small
+    )
     assert tiled.measured is None
     assert fa2.measured.passed and fa2.measured.time > fa2.time
     assert fa2.measured.problem == fa2.problem
@@ -325,6 +329,24 @@ def test_the_arguments_select_measurements():
     assert "--from measures nothing, so --budget has no effect" in idle
     nothing = refused("roofline", "--from", file, "-d", 63, code=2)
     assert "no kernel of attention has these names and sizes; there are batch=4 " in nothing
+
+
+def test_arrays_select_measurements():
+    of = {"batch": 1, "heads": 2, "M": 8, "d": 4, "sink": "h"}
+    problems = [Problem.of_sizes(**of, bias=x, wrt="bias") for x in ("1hmn", "11mn")]
+    results = Results(
+        {"device": "NVIDIA H200"}, [Measurement("two_pass", "backward", p) for p in problems]
+    )
+
+    def found(**arrays):
+        rows = roofs.measured_roofs(results, ["two_pass"], device="h200", **arrays)
+        return [x.problem for x in rows]
+
+    assert found(bias="1hmn", sink="h") == problems[:1] and found(wrt="q,bias") == problems
+    assert found(bias=["1hmn", "11mn"], block_mask=False) == problems
+    for other in ({"bias": "f16[1hmn]"}, {"wrt": "sink"}, {"mask": True}):
+        with pytest.raises(ValueError, match="no kernel of attention has these"):
+            found(**other)
 
 
 def test_the_picture_of_the_page_shows_the_measured_ladder(tmp_path):
