@@ -73,7 +73,14 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
 
 @cache.command()
 @options.kernels_argument
-@click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, default=("float32",))
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=options.dtype_choice,
+    default=("float32",),
+    help="Dtype to compile for; may be repeated.",
+)
 @click.option("-d", "ds", default="64", help="Head dimensions, as 64,128.")
 @options.size_option("dv", type=options.Integer(1))
 @click.option("--group", type=options.Integer(1), default=1, help="Query heads for each key head.")

@@ -21,7 +21,13 @@ from cupyfa.options import AttentionOptions
     default=",".join(ARCHES),
     help="Compute capabilities; those that a kernel does not support are skipped.",
 )
-@click.option("--dtype", "dtypes", multiple=True, type=options.dtype_choice, help="[default: all]")
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=options.dtype_choice,
+    help="Dtype to compile for; may be repeated.  [default: all]",
+)
 @options.size_option("d", type=options.Integer(1), default=64)
 @options.size_option("dv", type=options.Integer(1))
 @options.attention_options

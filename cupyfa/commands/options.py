@@ -35,6 +35,7 @@ from cupyfa.verify.case import LAYOUTS, VALUES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_OF_DTYPE = "Dtype of q, k and v, or of the rows of a softmax."
 DTYPE = "float32, or the first that the kernel can do"
 _SIZES = {
     "batch": ("-B", "Batch size."),
@@ -342,7 +343,9 @@ def problem_options(
     """
 
     def decorate(command: Command) -> Command:
-        of_dtype: Any = {"default": dtype} if dtype else {"help": f"[default: {DTYPE}]"}
+        of_dtype: Any = {"default": dtype, "help": _OF_DTYPE}
+        if not dtype:
+            of_dtype = {"help": f"{_OF_DTYPE}  [default: {DTYPE}]"}
         multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
         return _with(
             command,

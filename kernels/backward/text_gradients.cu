@@ -6,10 +6,11 @@
 //
 // It runs twice: to find the largest term of each array, then to add all terms.
 //
-//   Q, O, dO [batch, heads, M, d or dv]    K, V [batch, kv_heads, N, d or dv]    lse [batch, heads,
-//   M] grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row the host sets:
-//   scalar, real, d, dv, threads, shared_bytes, finds_largest, has_dlse, options and the tape of
-//   the texts
+//   Q, O, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse [batch, heads, M]
+//   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
+//   the host sets: scalar, real, d, dv, threads, shared_bytes, finds_largest, has_dlse, options and
+//   the tape of the texts
 #include <attention/score.cuh>
 #include <backward/parts/exact_sums.cuh>
 #include <backward/parts/gradient_of_lse.cuh>

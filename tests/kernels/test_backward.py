@@ -350,6 +350,14 @@ def test_gradients_for_torch():
     tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     attention(*tensors, causal=True, backend="simulator").backward(torch.from_numpy(dout))
     close([x.grad.numpy() for x in tensors], expected(p, q, k, v, dout))
+    sink, slope = (torch.ones(p.heads, requires_grad=True) for _ in range(2))
+    how = {"score_mod": "score * slope[head]", "causal": True, "backend": "simulator"}
+    attention(*tensors, {"sink": sink, "slope": slope}, **how).backward(torch.from_numpy(dout))
+    for i, learned in enumerate((sink, slope)):
+        ones = np.ones(p.heads, np.float32)
+        read = {"sink": ones, "captured": {"slope": ones}}
+        _, pullback = cupyfa.attention_vjp(q, k, v, wrt=("sink", "slope"), **read, **how)
+        np.testing.assert_array_equal(learned.grad.numpy(), pullback(dout)[i])
 
 
 @pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (40, 250)])

@@ -1552,13 +1552,13 @@ EXPORTED void simulator_make_additions() {
 }
 
 // From now on this thread has a later clock; what it did before is not yet in its warp's past.
-EXPORTED void simulator_publish_to_copies() {
+EXPORTED void simulator_fence_for_copies() {
   Worker& worker = *self;
   worker.fiber->published = worker.warp->clock++;
   publish_phase_barriers(worker);
 }
 
-EXPORTED void simulator_begin_products(const char* file, int line) {
+EXPORTED void simulator_fence_registers(const char* file, int line) {
   warpgroup_of(*self, "wgmma_fence", {file, line, CALLER});
   self->fiber->begun = true;
 }

@@ -80,8 +80,8 @@ void simulator_add_floats(float* memory, const float* shared, int count, const c
 void simulator_commit_stores();
 void simulator_end_stores(const char* file, int line);
 void simulator_make_additions();
-void simulator_publish_to_copies();
-void simulator_begin_products(const char* file, int line);
+void simulator_fence_for_copies();
+void simulator_fence_registers(const char* file, int line);
 void simulator_multiply(float* d, const unsigned* registers, const void* a, const void* b, int rows,
                         int columns, int format, bool added, const char* file, int line);
 void simulator_commit_products(const char* file, int line);

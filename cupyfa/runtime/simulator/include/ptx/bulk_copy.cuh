@@ -45,5 +45,5 @@ inline void bulk_wait_group(simulator::Here here = {}) {
 // Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
 // it lets another thread start them.
 inline void fence_proxy_async() {
-  simulator_publish_to_copies();
+  simulator_fence_for_copies();
 }

@@ -50,7 +50,7 @@ inline Matrix by_columns(const void* box, int rows) {
 
 // Before the first product, and before one that takes registers which were written since.
 inline void wgmma_fence(simulator::Here here = {}) {
-  simulator_begin_products(here.file, here.line);
+  simulator_fence_registers(here.file, here.line);
 }
 
 // Ends a group of products.
