@@ -233,7 +233,7 @@ def test_long_steps_are_noted_where_stderr_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(options, "FIRST_NOTE", 0.01)
     with options.progress_bar("fa2") as progress:
         progress(1, 5, "running")
-        time.sleep(0.05)
+        time.sleep(0.3)
     shown = capsys.readouterr()
     assert shown.out == "" and "note: fa2: running; 1 of 5 done (0 s)\n" in shown.err
     monkeypatch.setattr(options, "FIRST_NOTE", 1e-4)
