@@ -217,7 +217,7 @@ IN_MEMORY = (
 
 
 def results(kernel, backend, **given):
-    """What a kernel computes with dropout, of random inputs."""
+    """What a kernel computes with dropout, of random inputs; no sums that come in any order."""
     dtype = DTYPES[usual_dtype(kernel)].numpy
     rng = np.random.default_rng(2)
     q, k, v, dout = (
@@ -227,7 +227,7 @@ def results(kernel, backend, **given):
     if kernel.operation == "forward":
         return (cupyfa.attention(q, k, v, kernel=kernel, **how),)
     of_forward = {**how, "kernel": "fa2" if usual_dtype(kernel) == "float32" else "mma_pipelined"}
-    wrt = ("k", "v")  # sums for q come in any order
+    wrt = tuple(x for x in "qkv" if f"d{x.upper()}" not in kernel.unordered)
     return cupyfa.attention_vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
 
 
