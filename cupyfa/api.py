@@ -378,8 +378,8 @@ def attention_vjp(
 
     Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
     dk and dv. With ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout,
-    dlse)`` takes the gradient of lse too. ``kernel`` is the argument of ``attention``,
-    ``backward_kernel`` and ``deterministic`` are those of ``attention_backward``; the other
+    dlse)`` takes the gradient of lse too. ``kernel`` is passed to ``attention``;
+    ``backward_kernel`` and ``deterministic`` are passed to ``attention_backward``. The other
     arguments go to both, and each kernel gets the arrays of ``own`` that its record declares. The
     pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
     their contents at that time.

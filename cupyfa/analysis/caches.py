@@ -126,9 +126,9 @@ def warm(
 
     Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
     short ones, for few queries and for few heads. ``group`` query heads share a key head.
-    ``arrays`` are forms of arrays that texts read, as ``forms.operands`` has them. A kernel is a
-    record, a name, or "auto" for those that "auto" chooses on this device. Raises Unsupported if no
-    kernel can do any of it.
+    ``arrays`` are the forms of arrays that texts read, from ``forms.operands``. A kernel is a
+    record, a name, or "auto": the kernels that calls without a name use on this device. Raises
+    Unsupported if no kernel supports any of these problems.
     """
     found: dict[tuple[str, str], PlannedLaunch] = {}  # launches with different texts
     refused: Exception = ValueError("there is nothing to compile")
@@ -155,7 +155,7 @@ def warm(
 def _programs(
     kernel: Kernel | str, operation: str, p: Problem, backend: Backend
 ) -> Sequence[PlannedLaunch]:
-    """The launches that calls of a problem compile; of a block mask also those that make maps."""
+    """The launches that a call compiles, with a block mask also those that make its maps."""
     if not p.block_mask:
         return plan(select(kernel, operation, p, backend.limits), p, backend.limits).programs
     p, mask = blocks.of_call(p)

@@ -348,8 +348,8 @@ class _Measuring:
     ) -> tuple[float, Sequence[Verdict]]:
         """The share of all rows that are judged, and the verdicts on them.
 
-        Where a reference of the kernel's own would take long, or that of gradients that are sums
-        over all rows, the rows are those of a smaller problem.
+        A smaller problem is judged instead if the kernel has a reference of its own that takes
+        long, or if gradients are sums over all rows.
         """
         case, p = self.case, plan.problem
         if (plan.kernel.reference or p.wrt) and not self.is_judged_whole:

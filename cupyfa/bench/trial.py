@@ -28,7 +28,7 @@ from cupyfa.verify.case import Case
 from cupyfa.verify.sampling import Judge
 from cupyfa.verify.tasks import difference
 
-STEPS = 4  # of a trial, of which ``progress`` is told
+STEPS = 4  # of a trial, reported to ``progress``
 _LONGEST = 0.5  # seconds of timing
 _MOST = 20
 
@@ -37,8 +37,8 @@ _MOST = 20
 class Trial:
     """The result of running a plan.
 
-    resources: those of each launch, by its entry. checked: the fraction of rows compared with the
-    reference.
+    resources: registers and other resources of each launch, by entry. checked: the fraction of
+    rows that were compared with the reference.
     """
 
     plan: Plan
