@@ -500,25 +500,28 @@ def dropout_mask(
     M: int,
     N: int,
     dropout: float,
-    dropout_seed: int,
-    dropout_offset: int = 0,
+    dropout_seed: Any,
+    dropout_offset: Any = 0,
 ) -> Array:
     """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
 
     ``heads`` counts the heads of q. The probability is rounded to multiples of 1/65536. Only batch
     element, head, query, key, seed and offset decide whether a pair is kept, not M and N. Another
-    seed or offset gives independent bits.
+    seed or offset gives independent bits. Each may be an array of one whole number.
 
     Raises ValueError or TypeError for wrong arguments.
 
     Philox 4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
     """
-    options = AttentionOptions(
-        dropout=dropout, dropout_seed=dropout_seed, dropout_offset=dropout_offset
-    )
+    numbers = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+    given = _arrays_of(numbers)
+    options = AttentionOptions(dropout=dropout, **{**numbers, **dict.fromkeys(given, 0)})
     sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
     shape = tuple(read_size(name, size, MOST) for name, size in sizes.items())
-    chosen = Dropout.of(options, shape[1])
+    read = tuple(modifiers.of_value(name, x) for name, x in given.items())
+    modifiers.modifiers(options, read, shape)  # raises for arrays that are no seed
+    arrays = {name.removeprefix("dropout_"): x for name, x in given.items()}
+    chosen = Dropout.of(options, shape[1], **arrays)
     if chosen is None or 0 in shape:
         return np.ones(shape, bool)
     return chosen.kept(*np.ogrid[tuple(slice(size) for size in shape)])
@@ -1095,7 +1098,6 @@ _ELSEWHERE = {
     "attn_bias": "write bias=",
     "block_mask": "write mask=, of cupyfa.block_mask",
     "dropout_p": "write dropout= and dropout_seed=",
-    "dropout": "a softmax has no dropout: leave it out",
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
     "window_size": "write window=(left, right)",
@@ -1117,6 +1119,8 @@ def unknown_argument(
     close = get_close_matches(name, names, 1)
     if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
+    elif function is softmax and name in (*OPTIONS, *_MORE):
+        remedy = f"a softmax has no {name}: leave it out"
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]
     elif name in OPTIONS and "options" in names:

@@ -119,7 +119,9 @@ def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) ->
             )
     if unable:
         raise ValueError(
-            f"wrt names {', '.join(unable)}; of these arrays it can name {', '.join(able)}"
+            f"wrt names {', '.join(unable)}; of these arrays it can name {', '.join(able)}; a "
+            "number that texts read has a gradient as an array of one element, "
+            f"{unable[0]}[0] in the text"
         )
 
 

@@ -290,11 +290,12 @@ def of_value(name: str, given: Any) -> Operand:
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
         remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
         raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")
-    dtype = str(given.dtype)
+    dtype, floats = str(given.dtype), " or ".join((", ".join(_FLOATS[:-1]), _FLOATS[-1]))
+    any_of = f"bool, whole numbers or {', '.join(_FLOATS)}"
     if dtype not in (*_DTYPES, *_FLOATS):
+        wanted = {MASK: "bool", ALIBI: floats, BIAS: floats, SINK: floats}.get(name, any_of)
         raise TypeError(
-            f"{name} is {dtype}; it must be of bool, whole numbers or {', '.join(_FLOATS)}, in "
-            "native byte order: convert it"
+            f"{name} is {dtype}; it must be of {wanted}, in native byte order: convert it"
         )
     if not given.shape:
         return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -362,7 +362,8 @@ class AttentionOptions:
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
         """The options that a caller gives, as one value or by name.
 
-        Raises TypeError for an unknown name, ValueError if options are given in both ways.
+        A seed or an offset by name takes the place of that in ``options``, as an array does. Raises
+        TypeError for an unknown name, ValueError if other options are given in both ways.
         """
         if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
             raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
@@ -373,7 +374,8 @@ class AttentionOptions:
             raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
         if given := ", ".join(made.changed):
             raise ValueError(f"options is given, and {given} too; set {given} in options")
-        return options
+        seeds = {name: x for name in DROPOUT[1:] if (x := keywords.get(name)) is not None}
+        return replace(options, **seeds) if seeds else options
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -206,6 +206,7 @@ def test_empty_sizes():
         (lambda: made() & np.ones((4, 4), bool), "make a block mask of it"),
         (lambda: np.ones((4, 4), bool) | made(), "make a block mask of it"),
         (lambda: cupyfa.block_mask(np.ones((3, 4), bool), M=5), "let them be equal"),
+        (lambda: cupyfa.draw_blocks(DOC, "mask.svg"), "blocks is of type ndarray; make a block"),
         (lambda: made(M=-1), "sizes are 0 to"),
         (lambda: made() & made(N=7), "differ in M or N"),
         (lambda: made(heads=2) | made(heads=3), "differ in heads"),

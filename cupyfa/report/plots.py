@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from cupyfa import store
 from cupyfa.bench.results import Measurement
 from cupyfa.blocks import BlockMask
-from cupyfa.errors import Unsupported
+from cupyfa.errors import Unsupported, described
 
 SUFFIXES = (".svg", ".png")
 INK, PALE = "#424a53", "#d8dee4"
@@ -62,8 +62,12 @@ def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
 
     Tiles are of 128 queries and keys, or of more where they are many; of several batch elements and
     heads what is alike in all, else partial. Writes an .svg or .png file. Raises ValueError for
-    another suffix, Unsupported without matplotlib.
+    another suffix, TypeError for what is no block mask, Unsupported without matplotlib.
     """
+    if not isinstance(blocks, BlockMask):
+        raise TypeError(
+            f"blocks is {described(blocks)}; make a block mask of it: block_mask(array)"
+        )
     path = Path(path)
     check(path)
     text = f"{blocks.text.text}, density {blocks.density:.3g}"

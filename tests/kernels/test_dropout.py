@@ -238,6 +238,24 @@ def same_in_memory(kernel, backend, turn):
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_mask_of_a_seed_in_memory():
+    sizes = {"batch": 1, "heads": 2, "M": 20, "N": 30, "dropout": 0.4}
+    for given, numbers in IN_MEMORY:
+        kept = cupyfa.dropout_mask(**sizes | given)
+        np.testing.assert_array_equal(kept, cupyfa.dropout_mask(**{**numbers, **sizes}))
+    with pytest.raises(ValueError, match=r"dropout_seed has shape \(2,\)"):
+        cupyfa.dropout_mask(**sizes, dropout_seed=np.array([1, 2]))
+
+
+def test_a_seed_takes_the_place_of_that_in_options(backend):
+    x = np.random.default_rng(1).standard_normal((1, 20, 8))
+    options = AttentionOptions(dropout=0.5, dropout_seed=1)
+    how = {"kernel": "fa2", "backend": backend}
+    out = cupyfa.attention(x, x, x, options=options, dropout_seed=2, dropout_offset=3, **how)
+    numbers = {"dropout": 0.5, "dropout_seed": 2, "dropout_offset": 3}
+    np.testing.assert_array_equal(out, cupyfa.attention(x, x, x, **numbers, **how))
+
+
 def test_a_seed_in_memory(backend):
     same_in_memory(FORWARD["mma_pipelined"], backend, 1)
 

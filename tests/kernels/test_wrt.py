@@ -158,6 +158,7 @@ def test_every_run_gives_the_same_bits(cuda):
     [
         (("q", "bucket"), "wrt names bucket, whose dtype is int.*; only arrays of floats"),
         (("q", "table2"), "wrt names table2; of these arrays it can name q, k, v, alibi_slopes"),
+        ("size", r"wrt names size; .* as an array of one element, size\[0\] in the text"),
         (("q", "q"), "give at least one name, and each once"),
         ((), "give at least one name"),
         ("bias,nias", "wrt names nias; of these"),
