@@ -46,11 +46,16 @@ LIKE_OTHERS = {
 }
 
 
+# One of each family, on CUDA cores, with mma.sync and with wgmma, forward and backward: those of
+# which kernels/test_pairs.py tries options in all pairs.
+PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
+
+
 def first_of_families(kernels):
-    """Kernels as parameters of a test; those of LIKE_OTHERS are slow."""
+    """Kernels as parameters of a test of options; those of LIKE_OTHERS and PAIRED are slow."""
+    slow = {*LIKE_OTHERS, *PAIRED}
     return [
-        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in LIKE_OTHERS))
-        for k in kernels
+        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in slow)) for k in kernels
     ]
 
 

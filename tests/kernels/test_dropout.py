@@ -39,6 +39,7 @@ def test_every_kernel(backend, kernel):
     check(backend, kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["mma_pipelined", "columns", "mma_columns", "wgmma_columns"])
 def test_with_texts_and_masks(backend, kernel):
     kernel = next(k for k in KERNELS if k.name == kernel)

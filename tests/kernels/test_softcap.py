@@ -15,7 +15,7 @@ from cupyfa.runtime import guard
 EACH = pytest.mark.parametrize(
     "kernel, scale",
     [
-        (kernel, scale)
+        pytest.param(kernel, scale, marks=[pytest.mark.slow] * ("places" in kernel.features))
         for kernel in (*FORWARD.values(), *LADDER["backward"].values())
         for scale in (0.3, -0.3)
         if scale < 0 or "places" not in kernel.features

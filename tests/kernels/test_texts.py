@@ -1,8 +1,5 @@
 """Texts on scores in every kernel that knows places: score_mod, ALiBi, biases, masks, mask_mod."""
 
-import itertools
-import random
-
 import numpy as np
 import pytest
 from helpers.problems import first_of_families
@@ -15,7 +12,6 @@ from cupyfa.planner import select as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.select import backend_named
-from cupyfa.verify.case import LAYOUTS
 
 KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
 EVERYTHING = {
@@ -85,79 +81,6 @@ def test_a_prepared_call_takes_a_bias_at_an_odd_element(backend):
     for bias in (even, odd):
         expected = cupyfa.attention(q, k, v, bias=bias.copy(), **how)
         np.testing.assert_array_equal(prepared(q, k, v, bias=bias), expected)
-
-
-# Pairs of values of options, over all kernels of an operation
-
-_MASKS = [
-    *({}, {"causal": "bottom-right"}, {"causal": "top-left"}, {"window": (9, 3)}),
-    *({"mask": "11mn"}, {"mask": "bh1n"}),
-    {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "u8[M|N]"}},
-    {"mask_mod": "seen[batch, key] and position >= 0", "captured": {"seen": "bool[batch,N]"}},
-    {"mask_mod": "(key + query) % 3 < 2 or 3 <= position - key", "window": (20, None)},
-]
-_SCORES = [
-    *({}, {"softcap": 2.0}, {"alibi_slopes": "h"}, {"alibi_slopes": "f16[bh]"}),
-    *({"bias": x} for x in ("1hmn", "f16[b1mn]", "bf16[11m1]", "f64[bh1n]")),
-    {"score_mod": "score + x[head, key]", "captured": {"x": "f16[heads,N]"}},
-    {"score_mod": "score + x[abs(key - query) // 4]", "captured": {"x": "f64[40]"}},
-    {"score_mod": "a * tanh(score / a) * exp(-abs(position - key) / 50)", "captured": {"a": 4.0}},
-    {"score_mod": "score - 100 if x[query] > 1 else max(score, -2)", "captured": {"x": "i64[M]"}},
-]
-_AXES = {
-    "masks": _MASKS,
-    "scores": _SCORES,
-    "heads": [{"heads": 2, "kv_heads": 2}, {"batch": 2, "heads": 4, "kv_heads": 2}],
-    "lengths": [{"M": 40, "N": 70}, {"M": 67, "N": 33}, {"M": 3, "N": 50}],
-    "scale": [{}, {"scale": -0.4}, {"scale": 0.0}],
-    "d": [{"d": 9}, {"d": 64}, {"d": 33, "dv": 17}],
-    "layout": [layout for layout in LAYOUTS if layout != "far"],
-    "dtype": range(4),
-}
-_EACH = 7
-
-
-def paired(kernels, seed=0):
-    """Choices for each kernel; all kernels together have nearly all pairs of values."""
-    pick, met, chosen = random.Random(seed), set(), []
-    for kernel in [kernel for kernel in kernels for _ in range(_EACH)]:
-        drawn = [{x: pick.randrange(len(_AXES[x])) for x in _AXES} for _ in range(50)]
-        best = max(drawn, key=lambda x: len(set(itertools.combinations(x.items(), 2)) - met))
-        met |= set(itertools.combinations(best.items(), 2))
-        chosen.append((kernel, best))
-    return chosen
-
-
-PAIRED = [
-    *paired([k for k in KERNELS if k.operation == "forward"]),
-    *paired([k for k in KERNELS if k.operation == "backward"]),
-]
-
-
-def case_of(kernel, at):
-    value = {x: values[at[x]] for x, values in _AXES.items()}
-    parts = [value[x] for x in ("masks", "scores", "heads", "lengths", "scale", "d")]
-    given = {key: x for part in parts for key, x in part.items() if key != "captured"}
-    captured = {key: x for part in parts for key, x in part.get("captured", {}).items()}
-    if "dv" not in kernel.features:
-        given.pop("dv", None)
-    dtypes = [x for x in ("float32", "float16", "bfloat16", "float64") if kernel.takes(x)]
-    given |= {"dtype": dtypes[value["dtype"] % len(dtypes)], "captured": captured}
-    return Case(kernel.operation, Problem.of_sizes(**given), 5, layout=value["layout"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel, at", PAIRED, ids=lambda x: getattr(x, "name", ""))
-def test_pairs_of_options(backend, kernel, at):
-    check(backend, kernel, case_of(kernel, at))
-
-
-def test_pairs_are_nearly_all_met():
-    for operation in ("forward", "backward"):
-        chosen = [at for kernel, at in PAIRED if kernel.operation == operation]
-        met = {pair for at in chosen for pair in itertools.combinations(at.items(), 2)}
-        sizes = [len(values) for values in _AXES.values()]
-        assert len(met) > 0.85 * sum(a * b for a, b in itertools.combinations(sizes, 2))
 
 
 # Named cases

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.problems import PAIRED
 
 import cupyfa
 from cupyfa import blocks
@@ -40,7 +41,7 @@ CASES = [
             (OF_HEADS, {"scale": -0.3}),
         )
     )
-    for mark in [[pytest.mark.slow] * (FAST.get(kernel.name) != at)]
+    for mark in [[pytest.mark.slow] * (FAST.get(kernel.name) != at or kernel.name in PAIRED)]
 ]
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers.cli import cli
-from helpers.problems import FORWARD, inputs_of, name
+from helpers.problems import FORWARD, LIKE_OTHERS, inputs_of, name
 
 import cupyfa
 from cupyfa import Case, Problem
@@ -104,7 +104,10 @@ def test_causal_is_a_window_with_right_0():
 
 
 @pytest.mark.each_choice
-@EACH
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in LIKE_OTHERS)) for k in ABLE],
+)
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
     """Between guard zones; with fully masked rows, GQA, several blocks and tiles."""

@@ -1,0 +1,146 @@
+"""Every value of an option together with every value of each other one."""
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from helpers.problems import PAIRED
+
+from cupyfa import Case, Problem, blocks
+from cupyfa.ladder import LADDER
+from cupyfa.modifiers import DLSE, Operand
+from cupyfa.planner import select as planning
+from cupyfa.runtime import guard
+from cupyfa.runtime.select import backend_named
+
+KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+OPTIONS = {
+    "bias": [None, "1hmn", "f16[b1mn]", "bf16[bh1n]", "f64[11m1]"],
+    "score_mod": [
+        {},
+        {"score_mod": "score + x[head, abs(key - query) // 4]", "captured": {"x": "f16[heads,40]"}},
+        {"score_mod": "a * tanh(score / a) - abs(position - key) / 50", "captured": {"a": 4.0}},
+        {"score_mod": "score - 9 if n[query] > 1 else max(score, -2)", "captured": {"n": "i64[M]"}},
+    ],
+    "mask": [None, "11mn", "bh1n"],
+    "mask_mod": [
+        {},
+        {"mask_mod": "doc[query] == doc[key] or key < 2", "captured": {"doc": "u8[M|N]"}},
+        {"mask_mod": "seen[batch, key] and position > -9", "captured": {"seen": "bool[batch,N]"}},
+    ],
+    "causal": [None, "bottom-right", "top-left"],
+    "window": [None, (9, 3), (20, None)],
+    "scale": [None, -0.4, 0.0],
+    "alibi_slopes": [None, "h", "f16[bh]"],
+    "sink": [None, "h", "f16[bh]"],
+    "softcap": [None, 2.0],
+    "dropout": [{}, {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 5}],
+    "block mask": [False, True],
+    "dlse": [False, True],
+    "wrt": [False, True],
+}
+PROBLEMS = {
+    "heads": [(2, 2), (4, 2)],
+    "lengths": [(35, 50), (41, 21), (3, 50)],
+    "d": [(9, 9), (64, 64), (33, 17)],
+    "layout": ["bhsd", "bshd", "reversed", "unaligned"],
+    "dtype": ["float32", "float16", "bfloat16", "float64"],
+}
+AXES = OPTIONS | PROBLEMS
+FEWER = {"bias": range(4), "score_mod": range(3)}  # values that are tried by default
+
+
+def axes_of(kernel, fewer):
+    """What a kernel can have of AXES, as the numbers of the values."""
+    found = {name: range(len(values)) for name, values in AXES.items()}
+    found["dtype"] = tuple(i for i in found["dtype"] if kernel.takes(AXES["dtype"][i]))
+    if kernel.operation == "forward":
+        found |= dict.fromkeys(("dlse", "wrt"), range(1))
+    return tuple((found | dict(fewer)).items())
+
+
+def pairs(chosen, names):
+    """The pairs of values of the axes with these names."""
+    return set(itertools.combinations(sorted((x, chosen[x]) for x in names), 2))
+
+
+@cache
+def covering(kinds, names):
+    """Few choices of a value for each axis that have every pair of values of those named."""
+    axes, pick, left, chosen = dict(kinds), random.Random(0), set(), []
+    for a, b in itertools.combinations(sorted(names), 2):
+        left |= {((a, x), (b, y)) for x in axes[a] for y in axes[b]}
+    while left:
+        tried = [one for _ in range(3) if has_mask(one := built(axes, left, pick))]
+        if tried:
+            chosen.append(max(tried, key=lambda one: len(pairs(one, names) & left)))
+            left -= pairs(chosen[-1], names)
+    return chosen
+
+
+def built(axes, left, pick):
+    """A choice for each axis: a pair that is left, then what has most of the others."""
+    one = dict(pick.choice(sorted(left)))
+
+    def gain(name, value):
+        new = name, value
+        return sum((min(new, x), max(new, x)) in left for x in one.items()), pick.random()
+
+    for name in pick.sample(sorted(axes.keys() - one), len(axes) - len(one)):
+        one[name] = max(axes[name], key=lambda value: gain(name, value))
+    return one
+
+
+def has_mask(chosen):
+    """Whether there is a mask, where it is to be a block mask."""
+    return not chosen["block mask"] or chosen["mask"] or chosen["mask_mod"]
+
+
+def parameters(kernels, names, fewer=()):
+    """A kernel and a choice for each axis, for every pair of values of the axes named."""
+    return [
+        pytest.param(kernel, at, id=f"{kernel.name}-{i}")
+        for kernel in kernels
+        for i, at in enumerate(covering(axes_of(kernel, fewer), tuple(names)))
+    ]
+
+
+def case_of(kernel, at):
+    value = {name: AXES[name][i] for name, i in at.items()}
+    texts = value["score_mod"], value["mask_mod"], value["dropout"]
+    given = {x: y for text in texts for x, y in text.items()}
+    given["captured"] = {x: y for text in texts for x, y in text.get("captured", {}).items()}
+    for name in ("bias", "mask", "causal", "window", "scale", "alibi_slopes", "sink", "softcap"):
+        given |= {name: value[name]} if value[name] is not None else {}
+    (M, N), (d, dv), (heads, kv_heads) = value["lengths"], value["d"], value["heads"]
+    sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "M": M, "N": N, "d": d}
+    sizes |= {"dv": dv} if "dv" in kernel.features else {}
+    p = Problem.of_sizes(**sizes, dtype=value["dtype"], **given).in_blocks(value["block mask"])
+    if value["dlse"]:
+        lse = Operand(DLSE, str(p.dtype.sums), (2, heads, M))
+        p = replace(p, operands=(*p.operands, lse))
+    if value["wrt"]:
+        p = p.with_wrt([x.name for x in p.operands if x.is_differentiable])
+    return Case(kernel.operation, p, 5, layout=value["layout"])
+
+
+def check(backend, kernel, at):
+    """Runs a case between guard zones; raises if a result is wrong or something else is written."""
+    case = case_of(kernel, at)
+    plan = planning.plan(kernel, case.problem, backend.limits)
+    guard.checked(backend, plan, blocks.readable(backend, plan, case.inputs()), {})
+
+
+@pytest.mark.parametrize(
+    "kernel, at", parameters([k for k in KERNELS if k.name in PAIRED], OPTIONS, FEWER)
+)
+def test_options_in_every_family(backend, kernel, at):
+    check(backend, kernel, at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, at", parameters(KERNELS, AXES))
+def test_every_kernel(kernel, at):
+    check(backend_named("simulator"), kernel, at)
