@@ -211,6 +211,22 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
     same(far, q, k, v, tolerance=2e-3, kernel=kernel, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": np.ones((50, 70), np.float32), "sink": np.ones(2)}, {"dropout": 0.5}],
+    ids=["arrays", "dropout"],
+)
+def test_problems_with_arrays_are_one_piece(far, options):
+    q, k, v = arrays(2, 2, 50, 16, N=70)
+    options |= {"dropout_seed": 7} if "dropout" in options else {}
+    same(far, q, k, v, tolerance=1e-6, **options)
+    transfer.configure(device_bytes=4000)
+    with pytest.raises(
+        cupyfa.DeviceError, match="all of it needs .* fewer batch elements or heads"
+    ):
+        cupyfa.attention(q, k, v, kernel="fa2", backend=far, **options)
+
+
 def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     plan = planned("fa2", batch=5, heads=4, M=30, N=50, d=16)
     kept, done, again = transfer.Pieces(plan, planner(plan)), [], pieces.cut

@@ -71,10 +71,10 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     def size(b: int, h: int, m: int, n: int) -> int:
         return needed(plan_of(p.part(b, h, range(m), range(n))))
 
-    def too_large(what: str, size: int) -> OutOfMemory:
+    def too_large(what: str, size: int, remedy: str = "name another kernel") -> OutOfMemory:
         return OutOfMemory(
             f"{plan.kernel.name} on {p}: {what} needs {size:,} bytes on the device, and {most:,} "
-            "may be taken; free memory there, or name another kernel"
+            f"may be taken; free memory there, or {remedy}"
         )
 
     def largest(total: int, fits: Callable[[int], bool]) -> int:
@@ -85,7 +85,8 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     b, h, m, n = p.batch, p.kv_heads, p.M, p.N
     if not plan.kernel.is_plain or p.modifiers.names_place:
         if needed(plan) > most:
-            raise too_large("all of it", needed(plan))
+            fewer = "call it for fewer batch elements or heads: it is not divided into pieces"
+            raise too_large("all of it", needed(plan), fewer)
         return [Piece(*map(range, (b, h, m, n)))]
     if needed(plan) > wanted:
         b = largest(b, lambda x: size(x, h, m, n) <= wanted)
