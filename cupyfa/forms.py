@@ -202,9 +202,8 @@ def value_of(text: str) -> str | bool | int | float:
 
 
 def is_form(text: str) -> bool:
-    """Whether a word of the command line is the form of one of OWN_ARRAYS."""
-    _, letters = _parts(text) or ("", text)
-    return bool(letters) and not set(letters) - set(_LETTERS + "1")
+    """Whether a word of the command line is, or should be, the form of one of OWN_ARRAYS."""
+    return _parts(text) is not None or (bool(text) and not set(text) - set(_LETTERS + "1"))
 
 
 def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:

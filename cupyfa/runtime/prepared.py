@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
 from math import prod
+from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -310,9 +311,11 @@ class Prepared:
             named, out = {**named, "out": out}, None
         left = self._names[len(arrays) :]
         if len(arrays) > len(self._names) or set(left) != set(named):
+            numbers = [name for name, x in named.items() if isinstance(x, Real | np.generic)]
             raise TypeError(
                 f"the arrays are {_listed(self._names)}; given are {len(arrays)} without a name"
                 + (f" and {_listed(named)}" if named else "")
+                + (f"; numbers were compiled in: leave out {_listed(numbers)}" if numbers else "")
             )
         return (*arrays, *(named[name] for name in left)), out
 

@@ -20,6 +20,7 @@ DOCUMENTS = cupyfa.block_mask(
     N=N,
     backend="simulator",
 )
+OF_DOCUMENTS = {"mask_mod": DOCUMENTS.text.text, "captured": {"doc": DOC}}
 OF_HEADS = cupyfa.block_mask(
     mask_mod="(key // 16 + head) % 3 == 0 and query >= 64",
     heads=4,
@@ -134,6 +135,22 @@ def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
     if backend.name == "simulator":
         np.testing.assert_array_equal(made(q, k, v), first)
     assert len(found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["two_pass", "mma_columns", "wgmma_columns"])
+def test_the_gradient_of_a_bias_under_a_block_mask(backend, kernel):
+    of = next(k for k in KERNELS if k.name == kernel)
+    q, k, v = drawn(of)
+    how = {"bias": RNG.standard_normal((4, M, N)), "wrt": ("bias", "k"), "backend": backend}
+    how |= {"kernel": "fa2" if kernel == "two_pass" else "auto", "backward_kernel": kernel}
+    dout = RNG.standard_normal(q.shape).astype(q.dtype)
+    (bias, _), (same, _) = (
+        cupyfa.attention_vjp(q, k, v, **how, **mask)[1](dout)
+        for mask in ({"mask": DOCUMENTS, "check": True}, OF_DOCUMENTS)
+    )
+    np.testing.assert_array_equal(bias, same)
+    assert (bias[:, DOC[:M, None] != DOC] == 0).all() and bias.any()
 
 
 def test_gradients_by_a_pullback(backend):
