@@ -505,13 +505,13 @@ def dropout_mask(
 ) -> Array:
     """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
 
-    ``heads`` counts the heads of q. The probability is rounded to multiples of 1/65536. Only batch
+    ``heads`` counts the heads of q. The probability is rounded to multiples of 1/16384. Only batch
     element, head, query, key, seed and offset decide whether a pair is kept, not M and N. Another
     seed or offset gives independent bits. Each may be an array of one whole number.
 
     Raises ValueError or TypeError for wrong arguments.
 
-    Philox 4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
+    Philox 4x32-7: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
     """
     numbers = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     given = _arrays_of(numbers)

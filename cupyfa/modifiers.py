@@ -21,6 +21,7 @@ from cupyfa.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
 from cupyfa.options import AttentionOptions
 
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
+SOFTCAP = "softcap"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
@@ -151,6 +152,11 @@ class Modifiers:
         return any(x.name == name for x in self.operands)
 
     @property
+    def has_softcap(self) -> bool:
+        """Whether the first text is a softcap."""
+        return any(x.option == SOFTCAP for x in self.score)
+
+    @property
     def constants(self) -> dict[str, bool]:
         return {
             "has_score_text": bool(self.score),
@@ -161,6 +167,7 @@ class Modifiers:
             "has_dropout": self.dropout,
             "has_key_tiles": self._has(KEY_TILES),
             "has_row_tiles": self._has(ROW_TILES),
+            "has_softcap": self.has_softcap,
             "unit_slope": all(x.is_additive for x in self.score),
         }
 
@@ -183,7 +190,7 @@ def modifiers(
         return Modifiers(dropout=True) if has_dropout else NONE
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
-        by_name["softcap"] = Operand("softcap", "float64", (), options.softcap)
+        by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
     for name in (*OWN_ARRAYS, DLSE, *SEEDS):
         if name in by_name:
             _check_own(by_name[name], sizes)
@@ -203,7 +210,7 @@ def _score_texts(
     options: AttentionOptions, operands: Mapping[str, Operand]
 ) -> Iterator[Expression]:
     if options.softcap is not None:
-        yield _text("softcap", "softcap * tanh(score / softcap)")
+        yield _text(SOFTCAP, "softcap * tanh(score / softcap)")
     if options.score_mod is not None:
         yield options.score_mod
     if ALIBI in operands:

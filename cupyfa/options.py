@@ -173,12 +173,12 @@ def _read_softcap(value: Any) -> float | None:
 
 def _read_dropout(value: Any) -> float:
     number = read_number("dropout", value, "none") or 0.0
-    if not 0 <= number < 1 or round(number * 65536) == 65536:
+    if not 0 <= number < 1 or round(number * 16384) == 16384:
         raise ValueError(
             f"dropout is {value}; give the probability that a weight is dropped, from 0 to below "
-            "1: it is rounded to multiples of 1/65536"
+            "1: it is rounded to multiples of 1/16384"
         )
-    return number if round(number * 65536) else 0.0
+    return number if round(number * 16384) else 0.0
 
 
 def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
@@ -240,7 +240,7 @@ class AttentionOptions:
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
     mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
-    dropout: the probability with which a weight is set to 0, rounded to multiples of 1/65536; the
+    dropout: the probability with which a weight is set to 0, rounded to multiples of 1/16384; the
         others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
         bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
     """

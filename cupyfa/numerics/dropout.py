@@ -1,10 +1,10 @@
 """Which weights dropout keeps, by its definition; kernels have it in attention/dropout.cuh.
 
-Philox 4x32-10 (Salmon et al., 2011, doi:10.1145/2063384.2063405), whose key is the seed, turns the
+Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), whose key is the seed, turns the
 counter (key & ~9, query & ~8, batch * heads + head, offset) into four words of 32 bits. They serve
-eight pairs of query and key with 16 bits each: bit 0 of the key and then bit 3 of the query choose
-the word, bit 3 of the key its upper half. A pair is kept if its bits are not below 65536 times the
-probability.
+eight pairs of query and key: bit 3 of the key and then bit 3 of the query choose the word, bit 0 of
+the key its upper half, whose last 14 bits count. A pair is kept if these are not below 16384 times
+the probability.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cupyfa.options import AttentionOptions
 
 Array = NDArray[Any]
 
-STEPS = 1 << 16  # probabilities are multiples of 1 / STEPS
-_ROUNDS = 10
+STEPS = 1 << 14  # probabilities are multiples of 1 / STEPS
+ROUNDS = 7
 _LOW = np.uint64(0xFFFFFFFF)
 _FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -52,7 +52,7 @@ class Dropout:
 
     @property
     def least(self) -> int:
-        """The least 16 bits that keep a weight."""
+        """The least bits that keep a weight."""
         return round(self.probability * STEPS)
 
     @property
@@ -66,7 +66,7 @@ class Dropout:
         halves = self.seed & 0xFFFFFFFF, self.seed >> 32
         return [
             (half + i * step) & 0xFFFFFFFF
-            for i in range(_ROUNDS)
+            for i in range(ROUNDS)
             for half, step in zip(halves, _KEY_STEPS)
         ]
 
@@ -80,11 +80,10 @@ class Dropout:
         counter = keys, queries[:, None], batch * self.heads + head, np.asarray(self.offset)
         words = philox(counter, self.round_keys)[..., of_query[:, None], of_key]
         query, key = query.reshape(-1, 1), key.ravel()
-        which = np.broadcast_to((key & 1) * 2 + (query >> 3 & 1), words.shape[1:])
+        which = np.broadcast_to((key >> 3 & 1) * 2 + (query >> 3 & 1), words.shape[1:])
         word = np.take_along_axis(words, which[None], 0)[0]
-        return (
-            np.where(key >> 3 & 1, word >> np.uint64(16), word) & np.uint64(0xFFFF)
-        ) >= self.least
+        half = np.where(key & 1, word >> np.uint64(16), word)
+        return half % np.uint64(STEPS) >= self.least
 
 
 def _bits(array: Array, count: int) -> int:

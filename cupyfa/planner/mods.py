@@ -16,12 +16,13 @@ from cupyfa.modifiers import (
     NONE,
     OFFSET,
     SEED,
+    SOFTCAP,
     Modifiers,
     Operand,
     alibi_text,
     gradient_of,
 )
-from cupyfa.numerics.dropout import Dropout
+from cupyfa.numerics.dropout import ROUNDS, Dropout
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
 
@@ -136,13 +137,13 @@ def array_type(rank: int) -> np.dtype:
 def _dropout_type(p: Problem) -> np.dtype:
     """struct Dropout of dropout.cuh."""
     numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
-    return np.dtype([("round_keys", "u4", (20,)), *numbers], align=True)
+    return np.dtype([("round_keys", "u4", (2 * ROUNDS,)), *numbers], align=True)
 
 
 def _dropout(p: Problem) -> tuple[Any, ...]:
     given = Dropout.of(p.options, p.heads)
     assert given is not None
-    return given.round_keys, given.offset, given.least << 16, given.heads, given.factor
+    return given.round_keys, given.offset, given.least * 0x10001, given.heads, given.factor
 
 
 def _dropout_function(found: Modifiers) -> str:
@@ -228,13 +229,13 @@ def _function(
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
     is_score = name == "score_text"
-    result, first = ("Score", "Score score, ") if is_score else ("bool", "")
+    result, first = ("Score", "Capped<is_capped>, Score score, ") if is_score else ("bool", "")
     if slot is not None:
         result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "
     read = {x for text in texts for x in text.captured}
     by_name = {x.name: x for x in found.operands if x.name in read}
     lines = [
-        f"template <{'class Score, ' * (is_score and slot is None)}class Key>",
+        f"template <{'bool is_capped, class Score, ' * (is_score and slot is None)}class Key>",
         f"__device__ __forceinline__ {result} {name}(",
         f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
@@ -251,7 +252,9 @@ def _function(
         kinds[_UNIT] = Captured(_UNIT, "float", 0)
     if is_score:
         note = slot or (lambda array: None)
-        lines += [f"  score = {x.cpp(bounded, kinds, note)};" for x in texts]
+        for x in texts:
+            once = "if constexpr (!is_capped) " * (x.option == SOFTCAP and slot is None)
+            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note)};")
         lines.append("  return score;\n}")
     else:
         shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)

@@ -14,6 +14,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/pack_weights.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
@@ -108,7 +109,7 @@ struct Consumer {
       rescale<true>(S, O, rows, first_key, lane);
     else
       rescale<false>(S, O, rows, first_key, lane);
-    exponentiate(S, rows, first_key);
+    exponentiate<false>(S, rows, first_key);
   }
 
   // A tile of keys: S = Q K^T, P = softmax(S), O += P V.
@@ -117,7 +118,7 @@ struct Consumer {
     wgmma_wait_group<0>(flat(S));
     release_keys();
     softmax(task, first_key);
-    pack_operands<operand>(flat(S), P);
+    pack_weights<operand>(flat(S), P, rows, first_key);
     begin_output();
     wgmma_wait_group<0>(flat(O));
     release_values();

@@ -13,6 +13,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/pack_weights.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
@@ -112,7 +113,7 @@ struct Consumer {
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
     rows.scale(factor);
-    exponentiate(S, rows, first_key);
+    exponentiate<false>(S, rows, first_key);
     return risen;
   }
 
@@ -125,7 +126,7 @@ struct Consumer {
     wgmma_wait_group<0>(flat(S));
     release_keys();
     softmax(task, task.kv_begin, factor);
-    pack_operands<operand>(flat(S), P);
+    pack_weights<operand>(flat(S), P, rows, task.kv_begin);
   }
 
   // The scores of the next tile, and O += P V of the tile before.
@@ -139,7 +140,7 @@ struct Consumer {
     const bool risen = softmax(task, first_key, factor);
     wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
     release_values();
-    pack_operands<operand>(flat(S), P);
+    pack_weights<operand>(flat(S), P, rows, first_key);
     if (risen) scale_rows(O, factor);
   }
 

@@ -16,6 +16,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/pack_weights.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/setmaxnreg.cuh>
@@ -267,8 +268,8 @@ struct Consumer {
                              ? raise_maxima<true, slack, true>(S, rows, first_key, lane, factor)
                              : raise_maxima<false, slack, true>(S, rows, first_key, lane, factor);
       rows.scale(factor);
-      exponentiate(S, rows, first_key);
-      pack_operands<operand>(flat(S), P);
+      exponentiate<false>(S, rows, first_key);
+      pack_weights<operand>(flat(S), P, rows, first_key);
       if constexpr (span > Bc) {
         SavedP& saved = slices.shared.saved_P;
         if (tile + 1 < keys.tiles())

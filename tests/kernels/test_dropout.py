@@ -81,7 +81,7 @@ def test_the_weights_are_those_of_the_mask(backend, kernel):
     mask = cupyfa.dropout_mask(batch=2, heads=4, M=35, N=41, **DROPOUT)
     found = kept_by(kernel, backend)
     np.testing.assert_array_equal(found != 0, mask)
-    np.testing.assert_allclose(found[mask], 65536 / (65536 - 19661), 0.07)
+    np.testing.assert_allclose(found[mask], 16384 / (16384 - 4915), 0.07)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_rungs_below_fa2_say_who_can(backend, kernel):
     [
         ({"dropout": 0.1}, ValueError, "dropout is 0.1 without dropout_seed; give a whole number"),
         ({"dropout": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
-        ({"dropout": 0.999999}, ValueError, "dropout is 0.999999; .* multiples of 1/65536"),
+        ({"dropout": 0.99999}, ValueError, "dropout is 0.99999; .* multiples of 1/16384"),
         ({"dropout": -0.1}, ValueError, "dropout is -0.1; give the probability"),
         ({"dropout": np.nan}, ValueError, "dropout is nan; give the probability"),
         ({"dropout": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),

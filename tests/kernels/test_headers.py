@@ -19,6 +19,7 @@ MAY_READ = {
         "reads_places",
         "unit_slope",
         "has_sink",
+        "has_softcap",
         "has_dropout",
     },
     "dropout.cuh": {"unit_slope"},
@@ -36,6 +37,7 @@ MAY_READ = {
     "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
     "schedule.cuh": {"causal", "has_key_tiles"},
+    "pack_weights.cuh": {"has_dropout"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

@@ -5,31 +5,34 @@
 // Mods then has a member `dropout`, and dropout_of(mods) gives it with the seed and offset, which
 // may lie in memory: a captured graph reads them in each launch.
 //
-// Philox 4x32-10 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405).
-// They serve 8 pairs with 16 bits each: queries q and q + 8 and keys k, k + 1, k + 8 and k + 9,
-// where bit 3 of q and bits 0 and 3 of k are 0. A lane has these pairs of a product (mma.cuh), and
-// half of them of a transposed one.
+// Philox 4x32-7 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405:
+// 7 rounds are the fewest with which it passes all tests of BigCrush). They serve 8 pairs with 14
+// bits each: queries q and q + 8 and keys k, k + 1, k + 8 and k + 9, where bit 3 of q and bits 0
+// and 3 of k are 0. A lane has these pairs of a product (mma.cuh), and half of them of a transposed
+// one. Each word serves two neighbouring keys, which are an operand of the next product.
 
+#include <ptx/at_least.cuh>
 #include <tile/warp.cuh>
 
 struct Mods;
 constexpr int patch = 16;  // rows and keys of a product that lanes have bits for at a time
+constexpr int philox_rounds = 7;
 
 struct Bits {
   unsigned words[4];
 
-  // The word of a pair; a key with bit 3 has its upper half.
+  // The word of a pair; an odd key has its upper half.
   __device__ __forceinline__ unsigned word(int query, int key) const {
     const bool lower = query >> 3 & 1;
-    return key & 1 ? words[lower ? 3 : 2] : words[lower ? 1 : 0];
+    return key >> 3 & 1 ? words[lower ? 3 : 2] : words[lower ? 1 : 0];
   }
 };
 
 // Counters are small and differ in few bits; rounds of Philox make random bits of them.
 __device__ __forceinline__ Bits philox(unsigned x, unsigned y, unsigned z, unsigned w,
-                                       const unsigned (&round_keys)[20]) {
+                                       const unsigned (&round_keys)[2 * philox_rounds]) {
 #pragma unroll
-  for (int i = 0; i < 20; i += 2) {
+  for (int i = 0; i < 2 * philox_rounds; i += 2) {
     const unsigned long long a = 0xD2511F53ull * x, b = 0xCD9E8D57ull * z;
     x = unsigned(b >> 32) ^ y ^ round_keys[i], y = unsigned(b);
     z = unsigned(a >> 32) ^ w ^ round_keys[i + 1], w = unsigned(a);
@@ -38,15 +41,15 @@ __device__ __forceinline__ Bits philox(unsigned x, unsigned y, unsigned z, unsig
 }
 
 struct Dropout {
-  unsigned round_keys[20];  // made from the seed
+  unsigned round_keys[2 * philox_rounds];  // made from the seed
   unsigned offset;
-  unsigned least;  // 2^32 times the probability, whose last 16 bits are 0
+  unsigned least;  // 2^14 times the probability, in both halves of the word
   int heads;
   real factor;  // 1 / (1 - probability)
 
   __device__ __forceinline__ void take_seed(unsigned long long seed) {
 #pragma unroll
-    for (unsigned i = 0; i < 10; ++i) {
+    for (unsigned i = 0; i < philox_rounds; ++i) {
       round_keys[2 * i] = unsigned(seed) + i * 0x9E3779B9u;
       round_keys[2 * i + 1] = unsigned(seed >> 32) + i * 0xBB67AE85u;
     }
@@ -57,16 +60,39 @@ struct Dropout {
                   offset, round_keys);
   }
   __device__ __forceinline__ bool keeps(unsigned word, bool upper) const {
-    return (upper ? word : word << 16) >= least;
+    return word << (upper ? 2 : 18) >= least << 18;
   }
   __device__ __forceinline__ bool keeps(int batch, int head, int query, int key) const {
-    return keeps(bits(batch, head, query, key).word(query, key), key >> 3 & 1);
+    return keeps(bits(batch, head, query, key).word(query, key), key & 1);
+  }
+  // All bits of the halves whose keys are kept.
+  __device__ __forceinline__ unsigned kept_halves(unsigned word) const {
+    return halves_at_least(word & 0x3fff3fff, least);
   }
 };
 
+// Of a lane's pairs in 16 rows and keys: the words of row and row + 8, keys below 8, then of those
+// from 8 on. Place is an Extent. In a tile of several heads row r is query r / heads of head
+// r % heads.
+template <int heads, class Place>
+__device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& place, int row,
+                                        int key) {
+  if constexpr (heads == 1) {
+    return dropout.bits(place.batch, place.head, row, key);
+  } else {
+    Bits found;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = (row + half * 8) / heads, more = (row + half * 8) % heads;
+      const Bits bits = dropout.bits(place.batch, place.head + more, query, key);
+      found.words[half] = bits.word(query, 0), found.words[2 + half] = bits.word(query, 8);
+    }
+    return found;
+  }
+}
+
 // body(i, n, e, kept) for a lane's weights [i][n][e] of 16 keys, n = 2 * j and 2 * j + 1. Its first
-// row and key are `row` and `key`; Place is an Extent. In a tile of several heads row r is query
-// r / heads of head r % heads.
+// row and key are `row` and `key`.
 template <int heads = 1, int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const Place& place,
                                          int row, int key, Body body) {
@@ -75,22 +101,10 @@ __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const 
   key += j * patch;
 #pragma unroll
   for (int i = 0; i < m; ++i, row += patch) {
-    unsigned words[4];
-    if constexpr (heads == 1) {
-      const Bits bits = dropout.bits(place.batch, place.head, row, key);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = bits.words[e % 2 * 2 + e / 2];
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = (row + half * 8) / heads, more = (row + half * 8) % heads;
-        const Bits bits = dropout.bits(place.batch, place.head + more, query, key);
-        words[half * 2] = bits.word(query, 0), words[half * 2 + 1] = bits.word(query, 1);
-      }
-    }
+    const Bits bits = bits_of<heads>(dropout, place, row, key);
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      body(i, 2 * j + e / 4, e % 4, dropout.keeps(words[e % 4], e / 4 == 1));
+      body(i, 2 * j + e / 4, e % 4, dropout.keeps(bits.words[e / 2], e % 2 == 1));
   }
 }
 
@@ -104,7 +118,7 @@ __device__ __forceinline__ void for_weights(const float (&weights)[m][n][4], con
 
 // The same for a transposed product, of which a lane has key k and k + 8, and two of each 8 rows:
 // body(i, kept). Lanes l and l ^ 4, whose keys are neighbours, share the bits: each computes those
-// of one of the two rows, and they trade halves.
+// of one of the two rows, and they trade the halves of their keys.
 template <int count, class Place, class Body>
 __device__ __forceinline__ void for_transposed(const float (&)[count], const Place& place, int row,
                                                int key, Body body) {
@@ -114,12 +128,13 @@ __device__ __forceinline__ void for_transposed(const float (&)[count], const Pla
 #pragma unroll
   for (int first = 0; first < count; first += 8) {
     const Bits bits = dropout.bits(place.batch, place.head, row + first * 2 + odd, key);
-    unsigned words[2][2];  // of a row, and of the same in the next 8
+    unsigned words[2][2];  // of a row, and of the same in the next 8; key + 8 has the upper half
 #pragma unroll
     for (int next = 0; next < 2; ++next) {
-      const unsigned even_key = bits.words[next], odd_key = bits.words[2 + next];
-      const unsigned own = odd ? odd_key : even_key;
-      const unsigned other = __shfl_xor_sync(full_warp, odd ? even_key : odd_key, 4);
+      const unsigned near = bits.words[next], far = bits.words[2 + next];
+      const unsigned even = near & 0xffff | far << 16, of_odd = near >> 16 | far & 0xffff0000;
+      const unsigned own = odd ? of_odd : even;
+      const unsigned other = __shfl_xor_sync(full_warp, odd ? even : of_odd, 4);
       words[0][next] = odd ? other : own;
       words[1][next] = odd ? own : other;
     }
@@ -128,7 +143,23 @@ __device__ __forceinline__ void for_transposed(const float (&)[count], const Pla
   }
 }
 
-// In the forward pass: body(i, j, e) for weights that are dropped, of keys in groups of 16.
+// In the forward pass, of operands of the product with V: 16 rows, and 16 keys each. A register has
+// two neighbouring keys.
+template <int steps, class Rows>
+__device__ __forceinline__ void drop_operands(unsigned (&P)[steps][4], const Rows& rows,
+                                              int first_key) {
+  const auto& dropout = dropout_of(rows.extent.mods);
+  const int own_key = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    const Bits bits = bits_of<Rows::heads>(dropout, rows.extent, rows.first, own_key + k * patch);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) P[k][i] &= dropout.kept_halves(bits.words[i]);
+  }
+}
+
+// Of weights that are no operands yet: body(i, j, e) for weights that are dropped, of keys in
+// groups of 16.
 template <int m, int n, class Rows, class Body>
 __device__ __forceinline__ void for_dropped_weights(const float (&P)[m][n][4], int first, int end,
                                                     const Rows& rows, int first_key, Body body) {

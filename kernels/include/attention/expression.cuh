@@ -16,6 +16,7 @@
 
 #include <attention/bounded.cuh>
 #include <attention/place.cuh>
+#include <ptx/min_or_nan.cuh>
 #include <tile/math.cuh>
 
 // -------------------------------------------------------------------------------------------------
@@ -92,6 +93,21 @@ __device__ __forceinline__ float capped(float x, float cap) {
 }
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
+}
+// cap * tanh(x / cap) for x = scale * products. Four share one reciprocal, of the product of their
+// powers: these end at 2^31, where tanh is 1, so that it is finite.
+__device__ __forceinline__ void cap_products(float (&products)[4], float scale, float cap) {
+  const float by = scale * (2 * log2e * reciprocal(cap));
+  float power[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) power[i] = 1 + exp2f(min_or_nan(products[i] * by, 31));
+  const float low = power[0] * power[1], high = power[2] * power[3];
+  const float both = -2 * cap * reciprocal(low * high);
+  const float of_low = both * high, of_high = both * low;
+  products[0] = fmaf(of_low, power[1], cap);
+  products[1] = fmaf(of_low, power[0], cap);
+  products[2] = fmaf(of_high, power[3], cap);
+  products[3] = fmaf(of_high, power[2], cap);
 }
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {

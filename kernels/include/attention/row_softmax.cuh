@@ -86,14 +86,15 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
   }
 }
 
-// exponentiate() for all keys, and dropout. A tile is summed up by itself before it joins the sums:
-// with millions of keys, less is rounded away.
-template <int m, int n, int pack_gqa>
+// exponentiate() for all keys, and dropout unless the operands of the next product get it. A tile
+// is summed up by itself before it joins the sums: with millions of keys, less is rounded away.
+template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {
   float sum[m][2] = {};
 #pragma unroll
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
   rows.add(sum);
-  for_dropped(S, 0, n / 2, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
+  if constexpr (drops)
+    for_dropped(S, 0, n / 2, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
 }

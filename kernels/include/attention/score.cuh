@@ -77,11 +77,13 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  template <class Key>
+  // is_capped: the product has become a score, and the softcap is applied.
+  template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
     if constexpr (has_score_text)
-      return extent.modified(of_products ? product : product * scale, row, key, more);
+      return extent.template modified<is_capped>(
+          of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
   // The same for the lane's products in a tile of keys; is_full: the mask's text hides none.

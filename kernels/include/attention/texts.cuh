@@ -2,11 +2,15 @@
 // How kernels apply texts and find sinks. The host includes this above a kernel, before it writes
 // struct Mods and the functions
 //
-//   score_text(score, mods, batch, head, query, key, queries, keys)   the modified score
+//   score_text(Capped<is_capped>(), score, mods, batch, head, query, key, queries, keys)
+//                                     the modified score; is_capped: the softcap has been applied
 //   mask_text(mods, batch, head, query, key, queries, keys)           whether the pair is seen
 
 #include <attention/expression.cuh>
 #include <tile/warp.cuh>
+
+template <bool is_capped>
+struct Capped {};
 
 // Sinks are [heads] or [batch, heads].
 template <class Element>
@@ -30,16 +34,18 @@ struct Seat<true, Arrays> {
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
   // In a tile of several heads `more` is the head's number from the first one.
-  template <class T, class Key>
+  template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index query, Key key, int more) const {
-    return score_text(Real(score), mods, batch, head + more, query, key, queries, keys).value;
+    return score_text(Capped<is_capped>(), Real(score), mods, batch, head + more, query, key,
+                      queries, keys)
+        .value;
   }
   template <class T>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
     if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
     Dual<1> x(score);
     x.slope[0] = 1;
-    const Dual<1> y = score_text(x, mods, batch, head, query, key, queries, keys);
+    const Dual<1> y = score_text(Capped<false>(), x, mods, batch, head, query, key, queries, keys);
     return {T(y.value), T(y.slope[0])};
   }
   template <class Key>
@@ -102,6 +108,12 @@ template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Ro
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
+  constexpr bool is_capped = has_softcap && sizeof(T) == sizeof(float);
+  if constexpr (is_capped) {
+#pragma unroll
+    for (int i = 0; i < m * n; ++i)
+      elementary::cap_products(products[i / n][i % n], scorer.scale, scorer.mods.softcap_);
+  }
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.existing(i / 2, i % 2);
@@ -111,7 +123,7 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
       const int more_key = j / 2 * 8 + j % 2;
       const auto key = key_of<at_end>(own_key, more_key, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
-      x = scorer.applied(x, rows.extent, query, key, more);
+      x = scorer.template applied<is_capped>(x, rows.extent, query, key, more);
       if (hides && rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
