@@ -133,11 +133,6 @@ class Modifiers:
         return bool(self._reads_places or self.arrays or self.dropout)
 
     @property
-    def reads_pairs(self) -> bool:
-        """Whether a bias or mask has an element for every key, or pair."""
-        return any(x.name in (BIAS, MASK) and x.shape[-1] > 1 for x in self.arrays)
-
-    @property
     def features(self) -> list[str]:
         alone = [x for x in (SINK, DLSE) if self._has(x)]
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
@@ -150,6 +145,11 @@ class Modifiers:
 
     def _has(self, name: str) -> bool:
         return any(x.name == name for x in self.operands)
+
+    @property
+    def held(self) -> Operand | None:
+        """The array of which kernels may copy all pairs of a tile to shared memory."""
+        return next((x for x in self.operands if x.in_pairs), None)
 
     @property
     def has_softcap(self) -> bool:

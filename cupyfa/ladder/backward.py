@@ -9,7 +9,9 @@ from cupyfa.ladder.common import (
     DOWN_ROWS,
     HALF,
     WARP,
+    batch_first,
     key_tiles,
+    pair_bytes,
     row_tiles,
     rung,
 )
@@ -391,7 +393,8 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     tiles = 2 * ((c.Bc + c.stages * c.Br) * boxed_width(p) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
     rest = 2 * part + 8 * c.stages * c.Br + 8 * (5 + 4 * c.stages)
-    return round_up(tiles + rest, 1024)
+    pairs = pair_bytes(p) * c.Br * c.Bc
+    return round_up(tiles + round_up(rest, 16) + pairs, 1024)
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
@@ -434,7 +437,11 @@ WGMMA_COLUMNS_LAUNCH = Launch(
     grid=key_tiles,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
-    constants={"finishes": lambda p, c: finishes(p)},
+    constants={
+        "finishes": lambda p, c: finishes(p),
+        "pair_bytes": lambda p, c: pair_bytes(p),
+        "batch_first": lambda p, c: batch_first(p),
+    },
     when=lambda p: not is_wide(p),
     walks=DOWN_ROWS,
 )
@@ -461,7 +468,7 @@ WGMMA_COLUMNS = Kernel(
             WGMMA_COLUMNS_LAUNCH,
             entry="wgmma_columns_wide",
             shared=wgmma_wide_shared,
-            constants={**WGMMA_COLUMNS_LAUNCH.constants, "dO_stages": wgmma_dO_stages},
+            constants={"finishes": lambda p, c: finishes(p), "dO_stages": wgmma_dO_stages},
             when=is_wide,
         ),
         Launch(
@@ -477,7 +484,6 @@ WGMMA_COLUMNS = Kernel(
         "Br Bc stages dS_stages",
         [(64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)],
         up_to={64: [(128, 128, 2, 2)], 128: [(64, 128, 2, 1)], 256: [(64, 64, 2, 1)]},
-        of_pairs={64: [(64, 128, 2, 2)]},
     ),
     candidates={"Br": (64, 128), "Bc": (64, 128), "stages": (1, 2, 3), "dS_stages": (1, 2)},
     rules={

@@ -57,3 +57,15 @@ def rung(
     )
     usual = {"after": (before.name,), "tflops": {}, "launches": (*launches, *then)}
     return replace(before, name=name, adds=adds, **(usual | fields))
+
+
+def batch_first(p: Problem) -> bool:
+    """Whether batch elements share an array with an element for every pair: they come together."""
+    held = p.modifiers.held
+    return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
+
+
+def pair_bytes(p: Problem) -> int:
+    """The bytes of an element of the array whose pairs are copied to shared memory; 0: of none."""
+    held = p.modifiers.held
+    return held.numpy.itemsize if held else 0

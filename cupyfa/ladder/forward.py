@@ -9,7 +9,9 @@ from cupyfa.ladder.common import (
     ALONG_KEYS,
     HALF,
     WARP,
+    batch_first,
     even_width,
+    pair_bytes,
     row_tiles,
     rung,
     warps_of_scores,
@@ -481,14 +483,19 @@ MMA_SLICES = rung(
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
 
 
-def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
     """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
-    warpgroup, of K and of V.
+    warpgroup, of K and of V. ``more`` bytes come after them.
     """
     depth, width = round_up(p.d, 64), round_up(p.dv, 64)
     Q_stages = getattr(c, "Q_stages", 1)
     tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
-    return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages), 1024)
+    return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages) + more, 1024)
+
+
+def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
+    """The bytes of those of a tile; rows have 16 more than they need."""
+    return c.Br * (c.Bc * pair_bytes(p) + 16) if pair_bytes(p) else 0
 
 
 WGMMA_LAUNCH = Launch(
@@ -525,10 +532,15 @@ WGMMA = Kernel(
     largest_d=256,
     tflops={"float16": {64: 365, 128: 500, 256: 593}, "bfloat16": {64: 367, 128: 510, 256: 594}},
 )
+STAGES_PAIRS = {**WGMMA_LAUNCH.constants, "pair_bytes": lambda p, c: pair_bytes(p)}
 WGMMA_OVERLAP = rung(
     WGMMA,
     "wgmma_overlap",
     "softmax of a tile overlaps with products; ping-pong of warpgroups",
+    launch={
+        "shared": lambda p, c: wgmma_shared(p, c, staged_pairs(p, c)),
+        "constants": STAGES_PAIRS,
+    },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
 WGMMA_PERSISTENT = rung(
@@ -538,6 +550,7 @@ WGMMA_PERSISTENT = rung(
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
+        "constants": {**STAGES_PAIRS, "batch_first": lambda p, c: batch_first(p)},
     },
     tiles=TileChoice.of(
         "Br Bc stages Q_stages",
@@ -549,7 +562,6 @@ WGMMA_PERSISTENT = rung(
             256: [(128, 64, 2, 1)],
         },
         short={128: [(64, 64, 3, 2)], 192: [(64, 64, 2, 2)], 256: [(64, 64, 2, 1)]},
-        of_pairs={64: [(192, 96, 3, 2)]},
     ),
     candidates={**WGMMA.candidates, "Q_stages": (1, 2)},
     tflops={"float16": {64: 437, 128: 631, 256: 738}, "bfloat16": {64: 440, 128: 646, 256: 734}},
@@ -601,7 +613,7 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 128 bytes a row, V transposed, and barriers of pipelines."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
-    return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages), 1024)
+    return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
@@ -637,6 +649,7 @@ WGMMA_FP8 = Kernel(
                 "V8": lambda p, c: round_up(p.dv, 16),
             },
             shared=fp8_shared,
+            constants=STAGES_PAIRS,
         ),
     ),
     tiles=TileChoice.of(

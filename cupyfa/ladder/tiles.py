@@ -55,12 +55,11 @@ class TileChoice:
         computes 1.5 times the scores that it would compute with these smaller tiles.
     few_rows: where the query heads of a group have together at most a number of rows, as
         ``{16: {64: tiles}}``.
-    of_pairs: with a bias or mask that is read for every pair, which takes registers.
     on: those measured on an architecture, as ``{"90": {64: tiles}}``.
     up_to: those for head dimensions up to a number, as ``{64: tiles}``.
     usual: all others, in order of preference.
 
-    ``short``, ``few_rows``, ``of_pairs`` and ``on`` go by the head dimension as ``up_to`` does.
+    ``short``, ``few_rows`` and ``on`` go by the head dimension as ``up_to`` does.
     Tiles of the last three whose last keys would be mostly empty come after the others, and so do
     those that compute far more scores. ``blocks_per_sm`` is how many blocks of the usual tiles one
     multiprocessor runs at a time.
@@ -71,7 +70,6 @@ class TileChoice:
     on: Mapping[str, TilesByD] = field(default_factory=dict)
     few_rows: Mapping[int, TilesByD] = field(default_factory=dict)
     short: TilesByD = field(default_factory=dict)
-    of_pairs: TilesByD = field(default_factory=dict)
     blocks_per_sm: int = 1
 
     @classmethod
@@ -110,8 +108,6 @@ class TileChoice:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
         measured = [*_of_d(p, self.on.get(arch or "", {})), *_of_d(p, self.up_to)]
-        if p.modifiers.reads_pairs:
-            measured[:0] = _of_d(p, self.of_pairs)
         least = min(map(scores, measured), default=0)
         measured.sort(key=lambda x: (is_mostly_empty(x), scores(x) > _MORE * least))
         rows = min((x for x in self.few_rows if p.M * p.group <= x), default=0)
@@ -131,12 +127,12 @@ RULES: Rules = {
     f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
         name.isidentifier() and name not in RESERVED for name in x.names
     ),
-    "tiles up_to are {head dimension: tiles}, like short, of_pairs, each of on and each of "
-    "few_rows; they name what the usual ones do": lambda x: (
+    "tiles up_to are {head dimension: tiles}, like short, each of on and each of few_rows; "
+    "they name what the usual ones do": lambda x: (
         all(map(is_size, x.few_rows))
         and all(
             is_size(d) and set(tile) == set(x.names) and all(map(is_size, tile.values()))
-            for sizes in (x.up_to, x.short, x.of_pairs, *x.on.values(), *x.few_rows.values())
+            for sizes in (x.up_to, x.short, *x.on.values(), *x.few_rows.values())
             for d, tiles in sizes.items()
             for tile in tiles
         )

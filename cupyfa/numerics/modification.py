@@ -575,10 +575,12 @@ def _erf(x: Any) -> Any:
 
 
 def _error_of_tanh(x: Array, y: Array) -> Array:
-    """Of y = 1 - r: the quotient r and its denominator, the exponential, the difference."""
+    """Of y = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and its
+    denominator, the exponential, the difference.
+    """
     r = 1 - y
     of_exponential = 0.5 * (1 + y) * (1.5 * np.abs(x) + 2)
-    return np.minimum(2, 2 * r) + r * (0.5 + of_exponential) + 0.5 * np.abs(y)
+    return 3 * r + r * (0.5 + of_exponential) + 0.5 * np.abs(y)
 
 
 _Function = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]

@@ -173,7 +173,11 @@ class _Planner:
                 name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
                 for name, rows in launch.boxes.items()
             },
-            mods=mods.header(p, taped="gradients" in launch.args.split()),
+            mods=mods.header(
+                p,
+                taped="gradients" in launch.args.split(),
+                copies=bool(own.get("pair_bytes")),
+            ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
         )

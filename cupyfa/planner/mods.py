@@ -21,6 +21,7 @@ from cupyfa.modifiers import (
     Operand,
     alibi_text,
     gradient_of,
+    indices,
 )
 from cupyfa.numerics.dropout import ROUNDS, Dropout
 from cupyfa.planner.plan import Plan
@@ -40,10 +41,11 @@ _UNIT = "unit"  # a member: 1 / scale
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
-def header(p: Problem, *, taped: bool = False) -> str:
+def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     """What is declared above a kernel's file for the texts of a problem.
 
     taped: also the function of the modified score that notes its derivatives by elements of arrays.
+    copies: also what copies pairs of an array to shared memory.
     """
     found = p.modifiers
     if found == NONE:
@@ -53,11 +55,18 @@ def header(p: Problem, *, taped: bool = False) -> str:
         [
             *(f"#include <{name}>" for name in sorted(headers)),
             "#include <attention/texts.cuh>",
+            *(["#include <attention/staged_pairs.cuh>"] if copies else []),
+            *(
+                f"template <> constexpr bool is_bfloat16<{DTYPES[x].scalar}> = true;"
+                for x in ("bfloat16",)
+                if x in {o.dtype for o in found.arrays}
+            ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
             _function(p, "score_text", found.score),  # both, because compilers look names up
             _function(p, "mask_text", found.mask),  # also in branches that they discard
             *([_dropout_function(found)] if found.dropout else []),
+            *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
         ]
     )
@@ -167,15 +176,16 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    made = [f"{_member(x)} {cpp_name(x.name)}" for x in found.operands]
+    made = [f"{_member(x, x is found.held)} {cpp_name(x.name)}" for x in found.operands]
     made += [f"int {_FIRST}"] * _names_position(found)
     made += [f"real {_UNIT}"] * of_products(p)
     return made + ["Dropout dropout"] * found.dropout
 
 
-def _member(x: Operand) -> str:
+def _member(x: Operand, is_held: bool = False) -> str:
     if x.is_array:
-        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}{', true' * x.in_pairs}>"
+        pairs = ", true" * x.in_pairs + ", true" * is_held
+        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}{pairs}>"
     return _NUMBERS.get(x.captured.kind, ("real", ""))[0]
 
 
@@ -185,6 +195,15 @@ def _number(captured: Captured, p: Problem) -> tuple[str, Any]:
 
 def _names_position(found: Modifiers) -> bool:
     return any("position" in x.positions for x in (*found.score, *found.mask))
+
+
+def _held(x: Operand) -> str:
+    """The function that gives a row of the array whose pairs kernels may copy."""
+    return (
+        "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
+        "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"
+        f"  return mods.{cpp_name(x.name)}.row({indices(x.shape[:-1])});\n}}"
+    )
 
 
 def _tape(p: Problem) -> str:

@@ -132,9 +132,15 @@ class Plan:
         return {name for launch in self.launches for name in launch.boxes}
 
     @cached_property
-    def paired(self) -> set[str]:
-        """The arrays of which kernels read two elements at a time, so pairs must be aligned."""
-        return {x.input for x in self.problem.modifiers.arrays if x.in_pairs}
+    def paired(self) -> dict[str, int]:
+        """The arrays of which kernels read several elements at a time, and of how many bytes."""
+        found = self.problem.modifiers
+        copied = found.held if any(x.constants.get("pair_bytes") for x in self.programs) else None
+        return {
+            x.input: BOX_ALIGNMENT if x is copied else 2 * x.numpy.itemsize
+            for x in found.arrays
+            if x.in_pairs
+        }
 
     @cached_property
     def pointed(self) -> set[str]:
@@ -151,7 +157,7 @@ class Plan:
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array's memory, whose rows may be padded."""
         shape, dtype = self.arrays[name]
-        if name not in self.boxed:
+        if name not in self.boxed and name not in self.paired:
             return shape
         return (*shape[:-1], aligned_width(shape[-1], dtype.itemsize))
 

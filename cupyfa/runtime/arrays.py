@@ -185,7 +185,7 @@ def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:
         return can_be_boxed(array, address_of(array))
     if name not in plan.paired or array.size == 0:
         return True
-    pair = 2 * array.dtype.itemsize
+    pair = plan.paired[name]
     starts = [address_of(array), *(s for n, s in zip(array.shape[:-1], array.strides) if n > 1)]
     return all(x % pair == 0 for x in starts)
 

@@ -375,8 +375,7 @@ class Prepared:
         self._result_bytes = [x.nbytes for x in made]
         on_host = isinstance(made[0], np.ndarray)  # where addresses may be misaligned
         known = [x.dtype.itemsize for x in (*arrays.values(), *made)] if on_host else []
-        pairs = [2 * inputs[name].dtype.itemsize for name in plan.paired]
-        self._mask = max((*known, *pairs), default=1) - 1
+        self._mask = max((*known, *plan.paired.values()), default=1) - 1
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
     # All that arrays may need: copies, another layout, a way to the device

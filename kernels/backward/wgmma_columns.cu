@@ -10,8 +10,8 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, dS_stages, finishes, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, Br, Bc, stages, dS_stages, finishes, pair_bytes, batch_first,
+//   d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/add_dQ.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
@@ -21,6 +21,7 @@ constexpr int width = cdiv(dv, step) * step;  // of dO and V
 using Task = KeyTile<Br, Bc>;
 using Parts = QueryParts<Br, d, dv>;
 using Part = RegisterTile<Parts::width>;
+using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -33,6 +34,7 @@ struct Shared {
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
   int is_last[consumers];
+  Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows && !Parts::is_wide, "a warpgroup owns 64 keys");
@@ -93,7 +95,7 @@ struct Consumer {
   }
 
   // A tile of rows. Its products with dS are under way while others are waited for.
-  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
     const auto& sums = shared.sums[rows.stage];
@@ -104,7 +106,7 @@ struct Consumer {
     begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows);
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows);
-    own.compute_P_and_dS(S, dP, sums, scorer, pair);
+    own.compute_P_and_dS(S, dP, sums, scorer, pair, shared.pairs.own(), next_row);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
@@ -136,7 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  const Task task = key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -157,7 +159,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     shared.V_pipeline.wait();
   }
   task.for_tiles([&](int head, int row, long long) {
-    consumer.advance({task.extent.of_head(head), row, task.first_key});
+    const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
+    if (task.is_first(head, row)) shared.pairs.own().load(pair, row, consumer.own.first_key());
+    consumer.advance(pair, task.after(head, row));
   });
 
   const StatsOfTiles<Br> stats = {row_sums, task.batch, heads, task.extent.M};

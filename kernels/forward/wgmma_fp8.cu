@@ -10,8 +10,8 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads, shared_bytes
-//   and options (score.cuh)
+//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -38,6 +38,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<E4m3, Bc, d>;
 using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
+using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / depth][4];  // P, as operands of O += P V
 
 struct Shared {
@@ -46,6 +47,7 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
+  Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -162,7 +164,10 @@ struct Consumer {
     } else {
       rows.scale2 = scales.of_scores(units.K);
     }
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
+    shared.pairs.own().complete();
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    if (const int next = task.after<Bc>(first_key); next < task.kv_end)
+      shared.pairs.own().load(rows, next);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
                      : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
@@ -187,6 +192,7 @@ struct Consumer {
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     units = scales.at(task.kv_begin);
+    shared.pairs.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
     Turns::arrive(warpgroup);

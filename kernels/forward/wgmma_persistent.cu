@@ -5,8 +5,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, pack_gqa, d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv,
+//   Q_stages, batch_first, threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
@@ -25,11 +25,12 @@ static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
-using Tasks = Schedule<Br, Bc, causal || has_key_tiles>;
+using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
 using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
+using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
 
 struct Shared {
@@ -38,6 +39,7 @@ struct Shared {
   Values V[stages];
   Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
+  Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -120,7 +122,10 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
+    shared.pairs.own().complete();
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    if (const int next = task.after<Bc>(first_key); next < task.kv_end)
+      shared.pairs.own().load(rows, next);
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                            ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
                            : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
@@ -132,6 +137,7 @@ struct Consumer {
   // The first tile of keys, before which there is no P V to wait for.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
+    shared.pairs.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
     Turns::arrive(warpgroup);
@@ -173,6 +179,7 @@ struct Consumer {
     skip_values(skips);
     finish(O, rows, task);
     rows = rows_of(next);
+    shared.pairs.own().load(rows, next.kv_begin);
     wgmma_wait_group<0>(flat(S));
     release_keys();
     softmax(next, next.kv_begin, factor);

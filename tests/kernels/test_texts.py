@@ -194,14 +194,55 @@ def test_an_index_outside_of_its_array_is_an_error(outside):
         attend("simulator", score_mod="score + table[doc[key]]", captured=captured, check=False)
 
 
-@pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns"])
-def test_tiles_for_arrays_of_pairs(kernel):
-    record = cupyfa.kernel(kernel)
-    sizes = {"heads": 32, "M": 4096, "d": 64, "dtype": "bfloat16"}
+COPYING = {
+    "wgmma_overlap": {"Br": 64, "Bc": 32, "stages": 2},
+    "wgmma_persistent": {"Br": 64, "Bc": 32, "stages": 2, "Q_stages": 1},
+    "wgmma_fp8": {"Br": 64, "Bc": 32, "stages": 2},
+    "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
+}
+PAIRS = (
+    ({"bias": "bf16[1hmn]"}, 2),
+    ({"mask": "b1mn", "causal": True}, 1),
+    ({"bias": "f16[bhmn]", "mask": "11mn", "window": (40, 10)}, 2),
+    ({"bias": "bf16[11m1]", "mask": "b11n"}, 1),
+    ({"bias": "f32[1hmn]"}, 0),
+)
 
-    def tile(**arrays):
-        return record.tiles_for(Problem.of_sizes(**sizes, **arrays), "90", 132)[0]
 
-    of_pairs = record.choice.of_pairs[64][0]
-    assert tile(bias="1hmn") == tile(mask="11mn") == tile(mask="b11n") == of_pairs
-    assert of_pairs not in (tile(), tile(alibi_slopes="h"), tile(bias="1hm1"))
+@pytest.mark.parametrize("arrays, size", PAIRS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(k, marks=[pytest.mark.slow] * (k not in (*FAST, "wgmma_columns")))
+        for k in COPYING
+    ],
+)
+def test_pairs_of_the_next_tile_are_copied(backend, name, arrays, size):
+    kernel = cupyfa.kernel(name)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 150, "N": 171, "d": 16}
+    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)
+    plan = planning.plan(kernel, p, backend.limits, **COPYING[name])
+    assert plan.launches[-1].constants["pair_bytes"] == size
+    guard.checked(backend, plan, readable_inputs(plan, Case(kernel.operation, p).inputs()), {})
+
+
+def test_pairs_of_tiles_that_a_block_mask_skips(backend):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        rng.standard_normal((1, heads, n, 16)).astype(np.float16)
+        for heads, n in ((2, 300), (1, 301), (1, 301), (2, 300))
+    )
+    bias = rng.standard_normal((1, 2, 300, 301)).astype(np.float16)
+    text = "key % 130 < 40 or query % 140 < 10"
+    blocks = cupyfa.block_mask(mask_mod=text, M=300, N=301, backend=backend.name)
+    given = {"bias": bias, "mask": blocks, "backend": backend.name, "check": True}
+    forward, backward = (
+        {**given, "kernel": x, "tiles": COPYING[x]} for x in ("wgmma_persistent", "wgmma_columns")
+    )
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **forward)
+    dq, *_ = cupyfa.attention_backward(dout, q, k, v, out, lse, **backward)
+    # Arrays on the host: rows are padded on their way to the device.
+    forward["check"] = backward["check"] = False
+    assert np.array_equal(cupyfa.attention(q, k, v, **forward), out)
+    again, *_ = cupyfa.attention_backward(dout, q, k, v, out, lse, **backward)
+    np.testing.assert_allclose(again.astype(float), dq.astype(float), rtol=0.01, atol=0.01)

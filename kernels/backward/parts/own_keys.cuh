@@ -18,20 +18,33 @@ struct KeyTile {
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      const auto map = extent.of_head(head).row_tiles(first_key / Bc);
+      const auto map = map_of(head);
 #pragma unroll 1
       for (int row = map.template from<Br>(first_row); row < end_row;
            row = map.template after<Br>(row))
         body(head, row, tile_of<Br>(batch, head, heads, row, extent.M));
     }
   }
+  // Whether it is a head's first tile; where the next one begins, or -1 if there is none.
+  __device__ __forceinline__ int after(int head, int row) const {
+    const int next = map_of(head).template after<Br>(row);
+    return next < end_row ? next : -1;
+  }
+  __device__ __forceinline__ bool is_first(int head, int row) const {
+    return row == map_of(head).template from<Br>(first_row);
+  }
+  __device__ __forceinline__ auto map_of(int head) const {
+    return extent.of_head(head).row_tiles(first_key / Bc);
+  }
 };
 
-template <int Br, int Bc>
+template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
                                                     int kv_heads, int group, int heads) {
   // With a causal mask the first keys have the most rows.
-  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = int(gridDim.x) / (tiles * kv_heads);
+  const auto [tile, first, second] = place(blockIdx.x, tiles, batch_first ? batches : kv_heads);
+  const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
@@ -52,16 +65,18 @@ struct Own {
   __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
-  // that differ are multiplied into dP, so that they take no registers of their own.
-  template <int Br, int Bc>
-  __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
-                                                   const RowSums<Br>& sums,
-                                                   const Scorer<float>& scorer,
-                                                   const TilePair<Br, Bc>& pair) const {
+  // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
+  // read, those of the tile that begins with next_row are copied, if there is one.
+  template <int Br, int Bc, class Pairs = const NoPairs&>
+  __device__ __forceinline__ void compute_P_and_dS(
+      Sums<Br>& S, Sums<Br>& dP, const RowSums<Br>& sums, const Scorer<float>& scorer,
+      const TilePair<Br, Bc>& pair, Pairs&& pairs = no_pairs, int next_row = -1) const {
     wgmma_wait_group<1>(S);
+    pairs.complete();
     if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
-      compute_P(S, PS, sums, scorer, pair);
+      compute_P(S, PS, sums, scorer, pair, pairs);
+      if (next_row >= 0) pairs.load(pair, next_row, first_key());
       wgmma_wait_group<0>(dP);
       compute_dS(PS, dP, sums, pair.extent.kept_factor());
       drop_marked(S, PS);
@@ -70,47 +85,52 @@ struct Own {
       Sums<Br> ones;
       for (float& x : ones) x = 1;
       compute_dS(ones, dP, sums, 1.0f);
-      weigh(S, dP, sums, scorer, pair);
+      weigh(S, dP, sums, scorer, pair, pairs);
+      if (next_row >= 0) pairs.load(pair, next_row, first_key());
     }
   }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
-  template <int Br, int Bc>
+  template <int Br, int Bc, class Pairs = const NoPairs&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
                                             const Scorer<float>& scorer,
-                                            const TilePair<Br, Bc>& pair) const {
+                                            const TilePair<Br, Bc>& pair,
+                                            Pairs&& pairs = no_pairs) const {
     for (float& x : PS) x = 1;
-    weigh(S, PS, sums, scorer, pair);
+    weigh(S, PS, sums, scorer, pair, pairs);
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
   // The same with what is to be multiplied by P and the slope.
-  template <int Br, int Bc>
+  template <int Br, int Bc, class Pairs>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const RowSums<Br>& sums,
-                                        const Scorer<float>& scorer,
-                                        const TilePair<Br, Bc>& pair) const {
+                                        const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
+                                        Pairs&& pairs) const {
     if (reads_places && !pair.is_whole())
-      exponentiate<true, true>(S, factors, sums, scorer, pair);
+      exponentiate<true, true>(S, factors, sums, scorer, pair, pairs);
     else if (pair.is_full())
-      exponentiate<false, false>(S, factors, sums, scorer, pair);
+      exponentiate<false, false>(S, factors, sums, scorer, pair, pairs);
     else
-      exponentiate<false, true>(S, factors, sums, scorer, pair);
+      exponentiate<false, true>(S, factors, sums, scorer, pair, pairs);
     mask(S, pair);
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
   }
-  template <bool at_end, bool hides, int Br, int Bc>
+  template <bool at_end, bool hides, int Br, int Bc, class Pairs>
   __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
                                                const RowSums<Br>& sums, const Scorer<float>& scorer,
-                                               const TilePair<Br, Bc>& pair) const {
+                                               const TilePair<Br, Bc>& pair, Pairs&& pairs) const {
     const int own_row = reads_places ? row() : 0, own_key = reads_places ? key() : 0;
+    decltype(pairs.part(0)) part;
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
+      if (n % 2 == 0) part = pairs.part(n);
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const Index query = pair.template row<at_end>(own_row, n * 8 + e % 2);
-        const Index key = pair.template key<at_end>(own_key, e / 2 * 8);
+        const Index own = pair.template key<at_end>(own_key, e / 2 * 8);
+        const auto key = pairs.index(own, part, e / 2, n, e % 2 != 0);
         const auto [exponent, slope] =
             scorer.exponent_with_slope(S[n * 4 + e], pair.extent, query, key);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));

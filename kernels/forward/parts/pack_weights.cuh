@@ -1,8 +1,8 @@
 #pragma once
+// P as operands of the product with V, rounded to T, without the weights that dropout drops.
 #include <attention/row_state.cuh>
 #include <tile/warpgroup.cuh>
 
-// P as operands of the product with V, rounded to T, without the weights that dropout drops.
 template <class T, int steps, int count, int pack_gqa>
 __device__ __forceinline__ void pack_weights(const float (&S)[count], unsigned (&P)[steps][4],
                                              const Rows<step, pack_gqa>& rows, int first_key) {

@@ -8,8 +8,9 @@
 // as many heads as make two rounds are dealt out together, the longest first; the second round goes
 // from the last block to the first, which evens out the first round. So all blocks have about the
 // same to do, and heads whose K and V are in the cache are finished before others. By the map of a
-// block mask it is the same, and the map has the order of the tiles.
-template <int Br, int Bc, bool by_length>
+// block mask it is the same, and the map has the order of the tiles. Where the batch elements share
+// what a text reads, those of a head follow each other.
+template <int Br, int Bc, bool by_length, bool batch_first>
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
@@ -49,15 +50,18 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(by_length ? count() : tiles), all = opaque(heads);
+    const int size = opaque(by_length ? count() : tiles);
+    const int all = opaque(batch_first ? all_heads / heads : heads);
     int tile = by_length ? tiles - 1 - index / size : index % size;
-    const int head = first + (by_length ? index % size : index / size), batch = head / all;
+    const int of_all = first + (by_length ? index % size : index / size);
+    const int batch = batch_first ? of_all % all : of_all / all;
+    const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
     if constexpr (has_key_tiles) {
-      extent.take(batch, head % all, sizes.M, sizes.N, *mods);
+      extent.take(batch, head, sizes.M, sizes.N, *mods);
       tile = extent.longest(cdiv(sizes.N, Bc), index / size);
     }
-    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head % all, batch);
+    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head, batch);
     if (extent.N == 0) task.kv_begin = 1;
     if constexpr (has_key_tiles) task.kv_begin = min(task.kv_begin, (cdiv(sizes.N, Bc) - 1) * Bc);
     task.kv_end = max(task.kv_end, task.kv_begin + 1);

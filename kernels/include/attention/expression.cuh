@@ -184,7 +184,7 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 template <class T>
-constexpr bool is_index = is_same<T, Index> || is_same<T, EvenIndex>;
+constexpr bool is_index = is_same<T, Index> || is_same<T, EvenIndex> || is_same<T, HeldIndex>;
 template <class T>
 constexpr bool is_own = is_dual<T> || is_index<T> || is_same<T, Whole>;
 template <class A, class B>
@@ -570,19 +570,30 @@ struct Unsigned<4> {
   using type = unsigned;
 };
 
-// An element of the pair that begins at `pair`. The compiler makes one load of those of both.
+// Whether elements are the upper halves of floats; the host says so of bfloat16.
 template <class Element>
-__device__ __forceinline__ Element of_pair(const Element* pair, bool second) {
-  using Both = typename Unsigned<2 * sizeof(Element)>::type;
-  using One = typename Unsigned<sizeof(Element)>::type;
-  const Both both = *reinterpret_cast<const Both*>(pair);
-  const One one = second ? both >> 8 * sizeof(Element) : both;
-  return reinterpret_cast<const Element&>(one);
+constexpr bool is_bfloat16 = false;
+
+// The pair that begins at `there`, and an element of it. The compiler makes one load for both.
+template <class Element>
+__device__ __forceinline__ unsigned pair_at(const Element* there) {
+  return *reinterpret_cast<const typename Unsigned<2 * sizeof(Element)>::type*>(there);
+}
+template <class Element>
+__device__ __forceinline__ auto of_pair(unsigned pair, bool second) {
+  if constexpr (is_bfloat16<Element>) {
+    return Real(__uint_as_float(second ? pair & 0xffff0000 : pair << 16));
+  } else {
+    using One = typename Unsigned<sizeof(Element)>::type;
+    const One one = second ? pair >> 8 * sizeof(Element) : pair;
+    return element(reinterpret_cast<const Element&>(one));
+  }
 }
 
 // The host passes data, strides in elements and sizes. The last axis is dense: its stride is 1.
-// In pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time.
-template <class Element, int rank, bool in_pairs = false>
+// In pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time. Held: what
+// a HeldIndex has is this array's.
+template <class Element, int rank, bool in_pairs = false, bool is_held = false>
 struct Array {
   using Type = Element;
   const Element* data;
@@ -595,6 +606,15 @@ struct Array {
   __device__ __forceinline__ auto read(const Indices&... indices) const {
     static_assert(sizeof...(Indices) == rank, "an index for each axis");
     return read_from<0>(data, 0, indices...);
+  }
+
+  // The first element of the row at indices of all axes but the last.
+  template <class... Indices>
+  __device__ __forceinline__ const Element* row(const Indices&... indices) const {
+    long long at = 0;
+    int axis = 0;
+    ((at += int(indices) * stride[axis++]), ...);
+    return data + at;
   }
 
   // The number of that element in an array without strides.
@@ -638,8 +658,11 @@ struct Array {
   __device__ __forceinline__ auto read_from(const Element* there, long long more, const I& index,
                                             const Rest&... rest) const {
     const long long step = axis + 1 == rank ? 1 : stride[axis];
-    if constexpr (in_pairs && axis + 1 == rank && is_same<I, EvenIndex>)
-      return element(of_pair(there + index.base + (more + (index.more & ~1)), index.more & 1));
+    if constexpr (is_held && axis + 1 == rank && is_same<I, HeldIndex>)
+      return of_pair<Element>(index.pair, index.second);
+    else if constexpr (in_pairs && axis + 1 == rank && is_same<I, EvenIndex>)
+      return of_pair<Element>(pair_at(there + index.base + (more + (index.more & ~1))),
+                              index.more & 1);
     else if constexpr (is_index<I>)
       return read_from<axis + 1>(there + index.base * step, more + index.more * step, rest...);
     else

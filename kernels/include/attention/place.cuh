@@ -32,6 +32,14 @@ struct Index {
 struct EvenIndex : Index {
   using Index::Index;
 };
+// The number of a key, with what an array has for it: the first or second element of a pair.
+struct HeldIndex : Index {
+  unsigned pair;
+  bool second;
+
+  __device__ __forceinline__ HeldIndex(Index key, unsigned pair, bool second)
+      : Index(key), pair(pair), second(second) {}
+};
 
 // The same of base + more, for texts, whose arrays may end at `count`.
 template <bool at_end>
@@ -54,8 +62,8 @@ struct Seat {
   __device__ __forceinline__ T modified(T score, Index, Key, int) const {
     return score;
   }
-  template <class T>
-  __device__ __forceinline__ Scored<T> with_slope(T score, Index, Index) const {
+  template <class T, class Key>
+  __device__ __forceinline__ Scored<T> with_slope(T score, Index, Key) const {
     return {score, T(1)};
   }
   template <class Key>

@@ -10,11 +10,12 @@
 // it.
 
 #include <attention/extent.cuh>
+#include <attention/pairs.cuh>
 
 // In texts.cuh, which is there if there are texts.
-template <bool hides, class Scorer, class T, int m, int n, class Rows>
+template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
-                                            const Rows& rows, int first_key);
+                                            const Rows& rows, int first_key, const Pairs& pairs);
 
 template <class T>
 struct Scorer {
@@ -34,19 +35,21 @@ struct Scorer {
     nowhere.take(0, 0, 0, 0, mods);
     return nowhere.modified(product * scale, 0, 0, 0);
   }
+  template <class Key>
   __device__ __forceinline__ Scored<T> with_slope(T product, const Extent& extent, Index row,
-                                                  Index key) const {
+                                                  Key key) const {
     if constexpr (of_products) return {modified(product, extent, row, key), T(1)};
     return extent.with_slope(product * scale, row, key);
   }
-  __device__ __forceinline__ T modified(T product, const Extent& extent, Index row,
-                                        Index key) const {
+  template <class Key>
+  __device__ __forceinline__ T modified(T product, const Extent& extent, Index row, Key key) const {
     return of_products ? extent.modified(product, row, key, 0) * scale
                        : extent.modified(product * scale, row, key, 0);
   }
   // The same with the score as an exponent of two.
+  template <class Key>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
-                                                           Index row, Index key) const {
+                                                           Index row, Key key) const {
     if constexpr (!has_score_text) return {product * (scale * T(log2e)), T(1)};
     if constexpr (of_products)
       return {extent.modified(product, row, key, 0) * (scale * T(log2e)), T(1)};
@@ -87,16 +90,17 @@ struct Scorer {
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
   // The same for the lane's products in a tile of keys; is_full: the mask's text hides none.
-  template <int m, int n, class Rows>
+  template <int m, int n, class Rows, class Pairs = NoPairs>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
-                                        [[maybe_unused]] bool is_full = false) const {
+                                        [[maybe_unused]] bool is_full = false,
+                                        [[maybe_unused]] const Pairs& pairs = {}) const {
     if constexpr (has_key_tiles) {
       if (!is_full)
-        apply_texts<true>(*this, products, rows, first_key);
+        apply_texts<true>(*this, products, rows, first_key, pairs);
       else if constexpr (has_score_text || !positive_scale)
-        apply_texts<false>(*this, products, rows, first_key);
+        apply_texts<false>(*this, products, rows, first_key, pairs);
     } else if constexpr (has_texts) {
-      apply_texts<true>(*this, products, rows, first_key);
+      apply_texts<true>(*this, products, rows, first_key, pairs);
     } else if constexpr (!positive_scale) {
 #pragma unroll
       for (int i = 0; i < m * n * 4; ++i) {

@@ -40,8 +40,8 @@ struct Seat<true, Arrays> {
                       queries, keys)
         .value;
   }
-  template <class T>
-  __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Index key) const {
+  template <class T, class Key>
+  __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Key key) const {
     if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
     Dual<1> x(score);
     x.slope[0] = 1;
@@ -94,9 +94,15 @@ struct Seat<true, Arrays> {
   }
 };
 
-template <bool at_end>
-__device__ __forceinline__ auto key_of(int even, int more, int count) {
-  if constexpr (at_end)
+// The number of a lane's key j.
+template <bool at_end, class Pairs>
+__device__ __forceinline__ auto key_of(int even, int j, const Pairs& pairs,
+                                       [[maybe_unused]] const typename Pairs::Part& part,
+                                       int count) {
+  const int more = j / 2 * 8 + j % 2;
+  if constexpr (Pairs::is_used)
+    return pairs.index(index_of<at_end>(even, more, count), part, j);
+  else if constexpr (at_end)
     return index_of<true>(even, more, count);
   else
     return EvenIndex(even, more);
@@ -104,9 +110,9 @@ __device__ __forceinline__ auto key_of(int even, int more, int count) {
 
 // The modified scores of a lane's products, of rows and a tile of keys; -infinity where a text
 // hides the pair, unless it is known to hide none. A lane has pairs of keys.
-template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows>
+template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
-                                            const Rows& rows, int first_key) {
+                                            const Rows& rows, int first_key, const Pairs& pairs) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
   constexpr bool is_capped = has_softcap && sizeof(T) == sizeof(float);
   if constexpr (is_capped) {
@@ -117,24 +123,25 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.existing(i / 2, i % 2);
+    typename Pairs::Part part;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
+      if (j % 8 == 0) part = pairs.part(i, j);
       T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const int more_key = j / 2 * 8 + j % 2;
-      const auto key = key_of<at_end>(own_key, more_key, rows.extent.N);
+      const auto key = key_of<at_end>(own_key, j, pairs, part, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
       x = scorer.template applied<is_capped>(x, rows.extent, query, key, more);
       if (hides && rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
 }
-template <bool hides, class Scorer, class T, int m, int n, class Rows>
+template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
-                                            const Rows& rows, int first_key) {
+                                            const Rows& rows, int first_key, const Pairs& pairs) {
   if (reads_places && first_key + n * 8 > rows.extent.N)
-    apply_texts<true, hides>(scorer, products, rows, first_key);
+    apply_texts<true, hides>(scorer, products, rows, first_key, pairs);
   else
-    apply_texts<false, hides>(scorer, products, rows, first_key);
+    apply_texts<false, hides>(scorer, products, rows, first_key, pairs);
 }
 
 // Rows, whose sums are 0, begin with their sinks. Of the lanes that share a row one has the sink's
