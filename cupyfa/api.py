@@ -80,7 +80,7 @@ _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and op
 
 
 Array = np.ndarray[Any, Any]
-_QKV = ("q", "k", "v")
+_QKV = forms.QKV
 
 
 @overload
@@ -907,7 +907,8 @@ def _operands(
             array = array.reshape(prod(lead), *array.shape[-2:])
         if own != name:
             made = modifiers.of_value(own, array)
-            given.append(replace(made, gradient=True) if own in wrt else made)
+            asked = own in wrt and own not in _QKV  # these name the inputs
+            given.append(replace(made, gradient=asked))
     return (*given, *numbers)
 
 

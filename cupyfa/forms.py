@@ -30,6 +30,7 @@ from cupyfa.modifiers import (
 from cupyfa.options import OptionKeywords
 
 CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
+QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
 # Arguments that give forms, or say what is done with the arrays.
 NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
@@ -95,7 +96,7 @@ def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[
     """
     names, every = names_of(wrt), tuple(found)
     refuse_without_gradients(names, {x.name: x.dtype for x in every if x.is_array})
-    return tuple(replace(x, gradient=x.name in names) for x in every)
+    return tuple(replace(x, gradient=x.name in names and x.name not in QKV) for x in every)
 
 
 def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
@@ -105,7 +106,7 @@ def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
 
 def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
     """Raises ValueError for names of ``wrt`` that are no arrays of floats; dtypes: of a call's."""
-    able = (*"qkv", *(x for x in dtypes if dtypes[x] in FLOATS and x != DLSE))
+    able = (*QKV, *(x for x in dtypes if dtypes[x] in FLOATS and x != DLSE))
     unable = [str(x) for x in names if x not in able]
     for name in unable:
         if name in dtypes and name != DLSE:

@@ -173,6 +173,18 @@ def test_wrong_names_are_refused(wrt, message):
         cupyfa.attention_vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
 
 
+def test_captured_arrays_may_be_called_like_inputs():
+    (dout, q, k, v), read = drawn("float64")
+    how = {"causal": True, "backend": "simulator", "kernel": "fa2", "backward_kernel": "two_pass"}
+
+    def gradients_with(name):
+        text = {"score_mod": f"score + {name}[head] * key", "captured": {name: read["slope"]}}
+        return cupyfa.attention_vjp(q, k, v, **text, **how)[1](dout)
+
+    for one, other in zip(gradients_with("k"), gradients_with("slope"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_pullback_says_where_gradients_are_written_to_arrays():
     (dout, q, k, v), _ = drawn("float32")
     _, pullback = cupyfa.attention_vjp(q, k, v, backend="simulator", kernel="fa2")
