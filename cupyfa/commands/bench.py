@@ -123,6 +123,8 @@ def bench(
             **{**how, **sizes},
         )
     show(rows)
+    if any(row.problem.modifiers.mask for row in rows):
+        options.note("TFLOP/s and % of peak count the pairs that mask and mask_mod hide, too")
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
 
 

@@ -34,7 +34,8 @@ def render(rows: Sequence[Row], form: str) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    columns = list(rows[0]) if rows else []
+    """A table without the columns that no row fills."""
+    columns = [x for x in (rows[0] if rows else ()) if any(text(row[x]) for row in rows)]
     head = [column.replace("_", " ") for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
     cells = [["<br>".join(x.replace("|", "\\|").splitlines()) for x in line] for line in lines]

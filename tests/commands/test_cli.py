@@ -75,9 +75,12 @@ def test_list_as_csv():
     assert json.loads(fa2["dtypes"]) == list(DTYPES)
 
 
-def test_markdown_cells_are_escaped():
-    row = {"message": "mine.cu:3: error\n  a | b\n", "empty": ""}
-    assert report.markdown([row]).splitlines()[2:] == ["| mine.cu:3: error<br>  a \\| b |  |"]
+def test_markdown_cells_are_escaped_and_empty_columns_left_out():
+    rows = {"message": "mine.cu:3: error\n  a | b\n", "empty": "", "line": None}, {"line": 3}
+    given = [{**rows[0], **x} for x in rows]
+    lines = report.markdown(given).splitlines()
+    assert lines[0] == "| message | line |"
+    assert lines[2] == "| mine.cu:3: error<br>  a \\| b |  |"
 
 
 def test_list_as_markdown():

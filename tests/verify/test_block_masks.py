@@ -110,8 +110,9 @@ def test_plans_of_a_block_mask_are_those_of_its_calls():
 def test_benchmarks_show_both():
     given = ("--mask-mod", DOCUMENTS["mask_mod"], "--captured", "doc=i32[M]", "-M", 40, "-d", 8)
     swept = ("-p", "block_mask=false,true", "--budget", 0.01, "--format", "csv")
-    rows = cli("bench", "fa2", "--alone", *SIMULATOR, *given, *swept).stdout.splitlines()
-    assert ["block_mask" in row for row in rows] == [False, False, True]
+    shown = cli("bench", "fa2", "--alone", *SIMULATOR, *given, *swept)
+    assert ["block_mask" in row for row in shown.stdout.splitlines()] == [False, False, True]
+    assert "count the pairs that mask and mask_mod hide, too" in shown.stderr
 
 
 def test_a_block_mask_needs_a_mask():
