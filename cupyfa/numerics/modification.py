@@ -301,21 +301,33 @@ class _Walk:
         outside = (index < 0) | (index >= size)
         if not outside.any():
             return index
-        here = outside if self.live is None else outside & self.live
-        if here.any():
-            self._raise_outside(name, axis, size, index, here)
+        if (found := self._first(outside, index)) is not None:
+            read, place = found
+            allowed = f"give 0 to {size - 1}" if size else "it has no element"
+            raise ValueError(
+                f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
+                f"{place}; the axis has size {size}: {allowed}"
+            )
         return np.clip(index, 0, max(size - 1, 0))
 
-    def _raise_outside(self, name: str, axis: int, size: int, index: Array, here: Array) -> None:
+    def _refuse_zeros(self, divisor: Array) -> None:
+        if (found := self._first(divisor == 0, divisor)) is not None:
+            raise ValueError(
+                f"{self.text.option}: // or % divides by 0, for {found[1]}; let the divisor be "
+                "another number, for example by max(…, 1)"
+            )
+
+    def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
+        """The value at the first pair that counts of some pairs, and the pair in words."""
+        here = where if self.live is None else where & self.live
+        if not here.any():
+            return None
         shape = np.broadcast_shapes(here.shape, *(x.shape for x in self.place.values()))
         first = np.unravel_index(np.broadcast_to(here, shape).argmax(), shape)
-        read, *pair = (int(np.broadcast_to(x, shape)[first]) for x in (index, *self.place.values()))
-        place = ", ".join(f"{x} {i}" for x, i in zip(self.place, pair))
-        allowed = f"give 0 to {size - 1}" if size else "it has no element"
-        raise ValueError(
-            f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
-            f"{place}; the axis has size {size}: {allowed}"
+        value, *pair = (
+            int(np.broadcast_to(x, shape)[first]) for x in (values, *self.place.values())
         )
+        return value, ", ".join(f"{x} {i}" for x, i in zip(self.place, pair))
 
     def _unary(self, op: ast.unaryop, x: Number) -> Number:
         if isinstance(op, ast.Not | ast.Invert):
@@ -331,6 +343,8 @@ class _Walk:
             return self._product(a, a) if a.is_real else self._whole(np.multiply, a, a)
         if isinstance(op, ast.Div):
             return self._quotient(self._real(a), self._real(b))
+        if isinstance(op, ast.FloorDiv | ast.Mod):
+            self._refuse_zeros(np.asarray(b.value))
         if isinstance(op, ast.FloorDiv | ast.Mod) or not (a.is_real or b.is_real):
             return self._whole(_WHOLE[type(op)], a, b)
         a, b = self._real(a), self._real(b)

@@ -244,7 +244,7 @@ def test_minus_infinity_from_a_text_is_weight_0_and_not_hidden():
     assert (found["dK"].value[:, :, 4] == 0).all()
 
 
-def test_an_index_out_of_range_names_the_pair():
+def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
     q, k, v, _, _ = inputs()
     for text, index, pair in (
         ("score + table[head, key + 5]", 16, "batch 0, head 0, query 0, key 11"),
@@ -258,6 +258,9 @@ def test_an_index_out_of_range_names_the_pair():
         axis, size = (0, H) if index < 0 else (1, 16)
         message = f"score_mod: index {index} of axis {axis} of table is out of range, for {pair}; "
         assert str(error.value) == message + f"the axis has size {size}: give 0 to {size - 1}"
+    mods = Modifications((Expression.of("score_mod", "score + query % (key - 3)"),), (), {})
+    with pytest.raises(ValueError, match="divides by 0, for batch 0, head 0, query 0, key 3; let"):
+        reference.attention(q, k, v, scale=1.0, mods=mods)
     # A pair that the mask hides is not read.
     mods = Modifications(
         (Expression.of("score_mod", "score + table[head, key + 5]"),),
