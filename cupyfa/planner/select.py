@@ -44,9 +44,10 @@ def select(
         return _fastest(list(ladder.values()), problem, limits)
     record = _given(kernel, operation)
     if deterministic and record.unordered:
+        able = [name for name, x in ladder.items() if can(x, problem, limits)]
         raise Unsupported(
             f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
-            f"differ from run to run; deterministic kernels: {', '.join(ladder) or 'none'}",
+            f"differ from run to run; deterministic kernels: {', '.join(able) or 'none'}",
             "it is not deterministic",
         )
     return record

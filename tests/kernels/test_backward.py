@@ -317,6 +317,9 @@ def test_deterministic_kernels():
         cupyfa.attention_backward(
             *(dout, q, k, v, out, lse), kernel="columns", deterministic=True, backend="simulator"
         )
+    of_array = Problem.of_sizes(M=8, N=8, d=8, bias="1hmn")
+    with pytest.raises(cupyfa.Unsupported, match="; deterministic kernels: two_pass$"):
+        planning.select("columns", "backward", of_array, limits_of("90"), deterministic=True)
 
 
 def joined_to(library):
