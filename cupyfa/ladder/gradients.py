@@ -4,14 +4,16 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+from cupyfa.ladder.common import pair_bytes
 from cupyfa.ladder.kernel import Formula, Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.modifiers import SINK, Operand
-from cupyfa.problem import Problem
+from cupyfa.modifiers import BIAS, SINK, Operand
+from cupyfa.problem import Problem, round_up
 
 _THREADS = 256
 _ROWS = _THREADS // 32  # of a block, a warp for each
 _MOST_BLOCKS = 4096  # of a launch that goes through all elements
+_ROW_SUMS = "row_sums"  # scratch of kernels for Hopper: lse and delta of tiles of rows
 _SUMS = "text_largest.data text_sums.data text_flags.data"
 _SCRATCH = {
     "text_largest": (lambda p, c: 8 * len(p.modifiers.differentiated), "byte"),
@@ -24,7 +26,8 @@ def with_gradients(kernel: Kernel) -> Kernel:
     """The record with the launches for gradients of sinks, and of what its texts may read."""
     launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
     if "places" in kernel.features:
-        launches, scratch = (*launches, *TEXT_GRADIENTS), {**scratch, **_SCRATCH}
+        of_texts = _on_hopper() if _ROW_SUMS in scratch else TEXT_GRADIENTS
+        launches, scratch = (*launches, *of_texts), {**scratch, **_SCRATCH}
     features = (*kernel.features, "wrt")
     return replace(kernel, launches=launches, scratch=scratch, features=features)
 
@@ -83,3 +86,95 @@ TEXT_GRADIENTS = (
     _launch("text_gradients", _ALL, _of_rows, finds_largest=False),
     _launch("round_text_sums", f"{_SUMS} bits gradients", _of_elements),
 )
+
+# The gradient of a bias on Hopper's tensor cores
+
+_STAGES = "Q_stages", "dO_stages", "KV_stages", "bias_stages"
+_BIAS_ROWS, _BIAS_CHUNKS, _CHUNK = 128, 4, 64  # a tile has 128 rows and 4 chunks of 64 keys
+
+
+def _bias(p: Problem) -> Operand:
+    """The only array of texts whose gradient is asked for."""
+    (bias,) = p.modifiers.differentiated
+    return bias
+
+
+def _is_a_bias(p: Problem) -> bool:
+    """Whether a gradient is asked for of a bias alone, which has an element for each pair."""
+    found = p.modifiers.differentiated
+    if [x.name for x in found] != [BIAS] or 0 in (p.batch, p.heads, p.M, p.N):
+        return False
+    return found[0].dtype == p.dtype.name and found[0].shape[2:] == (p.M, p.N)
+
+
+def _of_others(p: Problem) -> bool:
+    return bool(p.modifiers.differentiated) and not _is_a_bias(p)
+
+
+def _bias_tiles(p: Problem, c: SimpleNamespace) -> int:
+    batch, heads, M, N = _bias(p).shape
+    tiles = cdiv(M, _BIAS_ROWS) * cdiv(N, _BIAS_CHUNKS * _CHUNK) * heads * batch
+    return min(tiles, c.multiprocessors)
+
+
+def _bias_fits(p: Problem) -> bool:
+    """Whether there is room for a tile's part of the bias in shared memory."""
+    return round_up(p.d, 64) + round_up(p.dv, 64) <= 256
+
+
+def _copied_bytes(p: Problem, c: SimpleNamespace) -> int:
+    """The bytes of an element of the bias if it is copied to shared memory, or 0."""
+    return pair_bytes(p) if _bias_fits(p) and p.modifiers.held is _bias(p) else 0
+
+
+def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
+    """Stages of Q, of dO, of K and V, and of chunks of the bias, where it is copied."""
+    width = round_up(p.d, 64) + round_up(p.dv, 64)
+    if width <= 128:
+        found = (2, 2, 4, 6)
+    elif _bias_fits(p):
+        found = (2, 1, 2, 4)
+    else:
+        found = (1, 1, 2 if width <= 384 else 1, 0)
+    copied = found[-1] if _copied_bytes(p, c) else 0
+    return dict(zip(_STAGES, (*found[:-1], copied)))
+
+
+def _bias_stage(name: str, p: Problem, c: SimpleNamespace) -> int:
+    return _bias_stages(p, c)[name]
+
+
+def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Q, dO, K, V and the bias in 16 bits and in whole boxes, and two barriers for each stage."""
+    Q, dO, KV, bias = _bias_stages(p, c).values()
+    d, dv = round_up(p.d, 64), round_up(p.dv, 64)
+    tiles = 2 * (_BIAS_ROWS * (Q * d + dO * dv) + _CHUNK * KV * (d + dv))
+    chunks = round_up(bias * (2 * _BIAS_ROWS * _CHUNK + 16), 1024)
+    return round_up(tiles + 16 * (Q + dO + 2 * KV), 1024) + chunks
+
+
+BIAS_GRADIENT = Launch(
+    "wgmma_bias_gradient",
+    args=f"Q.map K.map V.map dO.map Q K V dO {_ROW_SUMS}.data d_{BIAS} sizes bias_batch "
+    "bias_heads batch heads group scale mods",
+    grid=_bias_tiles,
+    threads=lambda p, c: 128 * (_BIAS_ROWS // 64 + 1),
+    shared=_bias_shared,
+    constants={
+        "pair_bytes": _copied_bytes,
+        **{x: partial(_bias_stage, x) for x in _STAGES},
+    },
+    when=_is_a_bias,
+    boxes={
+        **dict.fromkeys(("Q", "dO"), lambda p, c: _BIAS_ROWS),
+        **dict.fromkeys(("K", "V"), lambda p, c: _CHUNK),
+    },
+    numbers={
+        "bias_batch": lambda p, c: _bias(p).shape[0],
+        "bias_heads": lambda p, c: _bias(p).shape[1],
+    },
+)
+
+
+def _on_hopper() -> tuple[Launch, ...]:
+    return (BIAS_GRADIENT, *(replace(x, when=_of_others) for x in TEXT_GRADIENTS))

@@ -185,6 +185,33 @@ def test_gradients_of_arrays_compile(dtype):
             assert compile_launch(launch, "80").warnings == ()
 
 
+def plan_of_a_bias(d, options):
+    """The plan of a kernel that gives the gradient of a bias on Hopper's tensor cores."""
+    plain = Problem.of_sizes(batch=2, heads=H, M=M, d=d, dtype="bfloat16")
+    bias = Operand("bias", "bfloat16", (1, H, M, M), gradient=True)
+    problem = replace(plain, options=AttentionOptions(**options), operands=(bias,))
+    return planning.plan(LADDER["backward"]["wgmma_columns"], problem, limits_of("90"))
+
+
+@pytest.mark.parametrize(
+    "d, options",
+    [
+        (64, {"causal": True}),
+        *(
+            pytest.param(d, options, marks=pytest.mark.slow)
+            for d in (64, 128)
+            for options in ({}, {"softcap": 30.0})
+        ),
+        pytest.param(256, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_bias_on_hopper_does_not_spill(d, options):
+    *_, launch = plan_of_a_bias(d, options).launches
+    made = compile_launch(launch, launch.target)
+    assert made.warnings == () and made.spilled_bytes == 0
+
+
 def test_launches_that_make_tile_maps_compile():
     options, operands = TEXTS["mask"]
     plain = Problem.of_sizes(M=M, d=1)
@@ -217,6 +244,7 @@ def test_every_launch_of_every_record_is_compiled():
     for name, *sizes, others in without_spills():
         names |= {launch.entry for launch in planned(name, *sizes, **others)}
     names |= {launch.entry for launch in plan_of_gradients("two_pass", "float32").launches}
+    names |= {launch.entry for launch in plan_of_a_bias(64, {}).launches}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
     launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}

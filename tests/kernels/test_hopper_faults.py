@@ -40,6 +40,9 @@ HEADERS = {
     "own_parts.cuh": "wgmma_columns",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
+# For the launch that computes the gradient of a bias.
+OF_BIAS = "wgmma_bias_gradient.cu"
+BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
 # For files of their own above d = 128.
 WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
 # Turns are for speed, so nobody need wait for them.
@@ -107,7 +110,7 @@ def places():
         for name in RUNGS
         if name.startswith("wgmma")
         for file in files_of(name)
-        if file.startswith("wgmma")
+        if file.startswith("wgmma") and (file != OF_BIAS or name == "wgmma_columns")
     ]
     for kernel, file in files:
         text = text_of(file)
@@ -118,7 +121,14 @@ def places():
                 line = text[: found.start()].count("\n") + 1
                 about_turns = file == "ping_pong.cuh" or "Turns" in found[0]
                 place = (kernel, file, number, about_turns)
-                yield pytest.param(*place, id=f"{file}:{line}-{found[0]}")
+                marks = [pytest.mark.slow] * (file == OF_BIAS)
+                yield pytest.param(*place, id=f"{file}:{line}-{found[0]}", marks=marks)
+
+
+def files():
+    """The kernels and files of those places."""
+    for kernel, file in sorted({place.values[:2] for place in places()}):
+        yield pytest.param(kernel, file, marks=[pytest.mark.slow] * (file == OF_BIAS))
 
 
 def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
@@ -135,6 +145,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     broken = replace(RUNGS[kernel], folder=folder)
     is_wide = file == "own_parts.cuh" or str(file).endswith("_wide.cu")
     sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
+    if file == OF_BIAS:
+        sizes = BIAS
     number = int(os.environ.get(VARIABLE, 0))
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
@@ -157,7 +169,7 @@ def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, n
         run_without(tmp_path, kernel, file, about_turns)
 
 
-@pytest.mark.parametrize("kernel, file", sorted({place.values[:2] for place in places()}))
+@pytest.mark.parametrize("kernel, file", list(files()))
 def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):
     monkeypatch.setenv(VARIABLE, "0")
     run_without(tmp_path, kernel, file, with_turns=False, schedules=(None, 1))

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers.problems import first_of_families
+from helpers.problems import first_of_families, inputs_of, planned
 
 import cupyfa
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.dtypes import dtype_named
 from cupyfa.ladder import LADDER
 from cupyfa.operations import OPERATIONS
+from cupyfa.runtime import guard
 from cupyfa.verify.case import Case
 
 KERNELS = [k for k in LADDER["backward"].values() if "places" in k.features]
@@ -99,6 +100,67 @@ def test_a_bias_that_is_broadcast_gets_the_sum(shape):
     axes = tuple(i for i, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
     expected = full.sum(axis=axes, keepdims=True).reshape(shape)
     np.testing.assert_allclose(of(bias), expected, rtol=1e-10, atol=1e-12)
+
+
+# For the launch on Hopper's tensor cores: more rows and keys than a tile has, blocks with several
+# tiles, stages that come again, and biases that are broadcast along several axes or none.
+ON_HOPPER = {
+    "broadcast over batch": ("1hmn", {"heads": 2, "kv_heads": 1, "M": 150, "N": 290}),
+    "causal": ("1hmn", {"heads": 2, "M": 290, "N": 270, "causal": True}),
+    "over heads": ("b1mn", {"heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 24, "dv": 40}),
+    "over both, window": ("11mn", {"heads": 2, "M": 300, "N": 300, "d": 128, "window": (70, 9)}),
+    "over nothing": ("bhmn", {"heads": 2, "M": 130, "N": 8, "d": 192, "softcap": 5.0}),
+    "dropout": ("1hmn", {"heads": 2, "M": 33, "N": 130, "dropout": 0.2, "dropout_seed": 1}),
+    "a text that hides": ("11mn", {"M": 200, "N": 100, "mask_mod": "key % 3 != query // 100"}),
+    "one query": ("11mn", {"heads": 3, "M": 1, "N": 300, "d": 256}),
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(ON_HOPPER)]
+)
+def test_a_bias_on_hopper(backend, what):
+    axes, sizes = ON_HOPPER[what]
+    given = {"batch": 2, "d": 64, "bias": f"bf16[{axes}]", "wrt": "bias", **sizes}
+    kernel = LADDER["backward"]["wgmma_two_pass" if what == "causal" else "wgmma_columns"]
+    plan = planned(kernel, backend, given, "bfloat16")
+    assert plan.launches[-1].entry == "wgmma_bias_gradient"
+    guard.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.parametrize(
+    "bias, more",
+    [
+        ("bf16[1h1n]", {}),
+        ("f32[1hmn]", {}),
+        ("bf16[1hmn]", {"wrt": "bias,alibi_slopes", "alibi_slopes": "h"}),
+    ],
+)
+def test_other_gradients_on_hopper_are_added_pair_by_pair(bias, more):
+    p = cupyfa.Problem.of_sizes(
+        M=9, N=9, d=64, dtype="bfloat16", bias=bias, **{"wrt": "bias", **more}
+    )
+    entries = [x.entry for x in LADDER["backward"]["wgmma_columns"].steps(p)]
+    assert "text_gradients" in entries and "wgmma_bias_gradient" not in entries
+
+
+@pytest.mark.slow
+def test_pairs_without_weight_add_nothing_on_hopper(backend):
+    shapes = (2, 2, 40, 16), (2, 2, 70, 16), (2, 2, 70, 16), (2, 2, 40, 16), (1, 2, 40, 70)
+    rng, of = np.random.default_rng(0), dtype_named("bfloat16").numpy
+    q, k, v, dout, bias = (rng.standard_normal(x).astype(of) for x in shapes)
+    bias[0, 0, 3] = bias[0, 1, 9, :10] = -np.inf
+    bias[0, 0, 4, 5] = dout[0, 1, 5] = np.nan
+    v[1, 1, 33] = np.inf
+    on = {"backend": backend, "bias": bias, "causal": "top-left"}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
+    found, expected = (
+        cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=("bias",), kernel=kernel, **on)[0]
+        for kernel in ("wgmma_columns", "mma_columns")
+    )
+    found, expected = found.astype(np.float32), expected.astype(np.float32)
+    assert np.isnan(expected).any() and (expected[0, 0, 3] == 0).all()
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-6)
 
 
 def test_vjp_prepared_calls_and_grads():

@@ -83,6 +83,7 @@ LONGER = {
     "backward/mma_slices_backward_scores": (922, GRADIENTS),
     "backward/mma_two_pass_columns": (1002, GRADIENTS),
     "backward/mma_two_pass_rows": (921, GRADIENTS),
+    "backward/wgmma_bias_gradient": (1187, f"{HOPPER}; copies of the bias, the repair of sums"),
     "backward/wgmma_columns": (1407, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_columns_wide": (1469, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_two_pass_columns": (1109, f"{HOPPER}; {GRADIENTS}"),
