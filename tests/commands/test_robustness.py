@@ -656,7 +656,7 @@ def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, aga
     at_work = tmp_path / "at work"
     program = [sys.executable, "-c", WHEN_CHECKING, CLI[-1], str(at_work)]
     said = interrupted(
-        ("check", "fa2", "--grid", "fuzz", "--samples", 9999, *SIMULATOR, "--jobs", 2),
+        ("check", "fa2", "--grid", "fuzz", "--samples", 999, *SIMULATOR, "--jobs", 2),
         *(place, at_work.exists, signal.SIGTERM),
         **{"program": program, "wait": 1, "speaks": True, "again": again},
     )

@@ -76,7 +76,7 @@ struct Own {
     if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
       compute_P(S, PS, sums, scorer, pair, pairs);
-      if (next_row >= 0) pairs.load(pair, next_row, first_key());
+      pairs.load(pair, next_row, first_key());
       wgmma_wait_group<0>(dP);
       compute_dS(PS, dP, sums, pair.extent.kept_factor());
       drop_marked(S, PS);
@@ -86,7 +86,7 @@ struct Own {
       for (float& x : ones) x = 1;
       compute_dS(ones, dP, sums, 1.0f);
       weigh(S, dP, sums, scorer, pair, pairs);
-      if (next_row >= 0) pairs.load(pair, next_row, first_key());
+      pairs.load(pair, next_row, first_key());
     }
   }
 

@@ -85,6 +85,7 @@ struct StagedColumns {
   }
   template <class Pair>
   __device__ __forceinline__ void load(const Pair& pair, int first_row, int first_key) {
+    if (first_row < 0) return;  // there is no such tile
     copy_pairs<bytes, 8 * n, 16>(pair.extent, first_row, pair.first_key + first_key,
                                  [&](int row, int i) { return chunk(row, i); });
   }
