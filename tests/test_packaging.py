@@ -215,6 +215,7 @@ def test_the_installed_wheel(built, environment, tmp_path):
     assert own == {"cupyfa", f"cupyfa-{VERSION}.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_editable_install(environment, tmp_path):
     python, packages = environment("--editable", TREE)
     works([python.parent / "cupyfa"], tmp_path)
@@ -230,6 +231,7 @@ def test_the_bare_checkout(environment, tmp_path):
     assert root(python, TREE) == TREE
 
 
+@pytest.mark.slow
 def test_the_unpacked_sdist(built, environment, tmp_path):
     for name, text in texts(built[0]).items():
         (tmp_path / "unpacked" / name).parent.mkdir(parents=True, exist_ok=True)

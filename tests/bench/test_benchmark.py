@@ -264,9 +264,10 @@ class Paced(Simulator):
         return replace(super().limits, device="a paced simulator")  # with stored peaks of its own
 
     def time(self, call, *, cold=False):
-        call()
-        self.drift *= 1.0001
         plan = getattr(call, "plan", None)
+        if plan is not None:  # nobody reads the product by which a peak is measured
+            call()
+        self.drift *= 1.0001
         kernel = plan.kernel.name if plan else "product"
         return self.milliseconds.get(kernel, 1.0) * self.drift
 
@@ -664,6 +665,7 @@ def test_a_table_of_one_row():
     assert re.search("^kernel +fa2$", shown, re.MULTILINE) and "TFLOP/s" in shown
 
 
+@pytest.mark.slow
 def test_every_kernel_of_the_ladder():
     rows = rows_of("--all", "-p", "M=6", "--dtype", "float16", sizes=OF_ANY_M)
     assert [row["kernel"] for row in rows] == [name for group in LADDER.values() for name in group]

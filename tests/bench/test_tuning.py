@@ -168,7 +168,7 @@ def test_changed_source_is_tuned_again(laps, engine, monkeypatch):
 @pytest.mark.parametrize(
     "damage",
     [
-        "{",
+        pytest.param("{", marks=pytest.mark.slow),
         pytest.param("[]", marks=pytest.mark.slow),
         pytest.param('{"x": 1}', marks=pytest.mark.slow),
         '{"KEY": {"state": "right"}}',
@@ -230,6 +230,7 @@ def test_a_candidate_that_lost_the_device_is_skipped_next_time(laps, engine, mon
     assert states(tune(laps, engine)) == {200: "right", 2: "right", 1: "refused"}
 
 
+@pytest.mark.slow
 def test_each_of_several_problems_is_tuned(laps, device):
     rows = tune(laps, device, d=[8, 9], dtype=["float32", "float64"])
     problems = {(x.measurement.problem.d, x.measurement.problem.dtype.name) for x in rows}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.problems import DTYPES, usual_dtype
+from helpers.problems import DTYPES, first_of_families, usual_dtype
 
 from cupyfa import Launch, Problem
 from cupyfa.analysis import resources as compiling
@@ -225,8 +225,9 @@ def test_launches_that_make_tile_maps_compile():
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
     "kernel",
-    [k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features],
-    ids=lambda kernel: f"{kernel.operation}-{kernel.name}",
+    first_of_families(
+        k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features
+    ),
 )
 def test_texts_compile_in_every_kernel(kernel, text):
     (options, operands), arch = TEXTS[text], kernel.target or "80"

@@ -194,6 +194,7 @@ def test_an_index_outside_of_its_array_is_an_error(outside):
         attend("simulator", score_mod="score + table[doc[key]]", captured=captured, check=False)
 
 
+SLOW = pytest.mark.slow
 COPYING = {
     "wgmma_overlap": {"Br": 64, "Bc": 32, "stages": 2},
     "wgmma_persistent": {"Br": 64, "Bc": 32, "stages": 2, "Q_stages": 1},
@@ -203,9 +204,9 @@ COPYING = {
 PAIRS = (
     ({"bias": "bf16[1hmn]"}, 2),
     ({"mask": "b1mn", "causal": True}, 1),
-    ({"bias": "f16[bhmn]", "mask": "11mn", "window": (40, 10)}, 2),
-    ({"bias": "bf16[11m1]", "mask": "b11n"}, 1),
-    ({"bias": "f32[1hmn]"}, 0),
+    pytest.param({"bias": "f16[bhmn]", "mask": "11mn", "window": (40, 10)}, 2, marks=SLOW),
+    pytest.param({"bias": "bf16[11m1]", "mask": "b11n"}, 1, marks=SLOW),
+    pytest.param({"bias": "f32[1hmn]"}, 0, marks=SLOW),
 )
 
 

@@ -37,7 +37,10 @@ def random_case(example, model, seed=0, batch=2, M=7):
     return weights, tokens, targets
 
 
-@pytest.mark.parametrize("kv_heads, distances", [(1, 0), (2, 0), (1, 4)])
+@pytest.mark.parametrize(
+    "kv_heads, distances",
+    [pytest.param(1, 0, marks=pytest.mark.slow), (2, 0), (1, 4)],
+)
 def test_gradients_are_finite_differences(example, kv_heads, distances):
     """Of every array, along a random direction; with distances also of the biases of documents."""
     model = sizes(example, kv_heads=kv_heads, distances=distances)
@@ -146,6 +149,7 @@ def test_it_learns_to_sort(example):
     assert np.mean(losses[-10:]) < 0.55 < blind
 
 
+@pytest.mark.slow
 def test_it_learns_to_repeat_documents(example):
     """By a learned bias: the key that every query needs is three tokens before it."""
     model = sizes(example, vocabulary=4, length=16, width=16, blocks=1, distances=6)

@@ -715,6 +715,7 @@ def test_a_text_beyond_ascii_in_the_c_locale(tmp_path):
     assert answer(in_new_process(tmp_path, "45 /* \u03b1 = \u221ad */", **plain)) == "45"
 
 
+@pytest.mark.slow
 def test_several_processes_build_the_same_kernel_at_once(tmp_path):
     processes = [in_new_process(tmp_path, 51, 52) for _ in range(3)]
     assert [answer(process) for process in processes] == ["51 52"] * 3

@@ -23,6 +23,7 @@ def groups(backend, *args):
 SIZES = ("-B", 1, "-H", 2, "-M", 24, "-d", 16, "--rounds", 3)
 
 
+@pytest.mark.slow
 def test_each_group_has_times():
     few = ("--calls", 1, "--loops", 3, "--processes", 1)
     found = groups("simulator", *SIZES, *few)
