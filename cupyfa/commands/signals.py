@@ -51,7 +51,9 @@ def ended_by_signals() -> Iterator[None]:
         signal.set_wakeup_fd(before)
         os.close(writing)
         for number in heeded:
-            signal.signal(number, signal.SIG_DFL)
+            ends = signal.getsignal(number) is not _end
+            # One that comes while the process exits must not change its exit status.
+            signal.signal(number, signal.SIG_IGN if ends else signal.SIG_DFL)
 
 
 def _end(number: int, _: Any) -> None:

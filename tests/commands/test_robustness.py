@@ -663,6 +663,23 @@ def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, aga
     assert "runs right" in said
 
 
+# A signal ends the command, and comes again while the process exits.
+AGAIN_AT_EXIT = """
+import atexit, signal
+from cupyfa.commands.signals import ended_by_signals
+atexit.register(signal.raise_signal, signal.SIGTERM)
+with ended_by_signals():
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_while_the_process_exits_does_not_change_its_status(place):
+    command = [sys.executable, "-c", AGAIN_AT_EXIT]
+    environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+    ended = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+
 ONCE = bytes([signal.SIGTERM])
 
 
