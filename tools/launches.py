@@ -77,7 +77,8 @@ def launch(backend, kernel, problem):
 def launch_modified(kernel):
     """A call with texts, arrays that they read, sinks, dropout and a block mask.
 
-    Some of its rows and keys see nothing. A backward kernel computes gradients of the arrays, too.
+    Some of its rows and keys see nothing. A backward kernel computes gradients of the arrays, too,
+    and of the bias alone, which some kernels have a launch for.
     """
     rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel))
     M, N = SEVERAL["M"], SEVERAL["N"]
@@ -90,10 +91,9 @@ def launch_modified(kernel):
     forward = kernel.name if kernel.operation == "forward" else "fa2"
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel=forward, **how)
     if kernel.operation == "backward":
-        wrt = ("q", "k", "v", "bias", "slope", "sink")
-        cupyfa.attention_backward(
-            *(cupy.ones_like(out), q, k, v, out, lse), wrt=wrt, kernel=kernel, **how
-        )
+        given = (cupy.ones_like(out), q, k, v, out, lse)
+        for wrt in (("q", "k", "v", "bias", "slope", "sink"), ("bias",)):
+            cupyfa.attention_backward(*given, wrt=wrt, kernel=kernel, **how)
 
 
 if __name__ == "__main__":
