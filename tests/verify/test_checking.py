@@ -44,6 +44,12 @@ from cupyfa.verify.fuzz import Fuzz
 from cupyfa.verify.tasks import Task, perform
 
 
+@pytest.fixture(autouse=True)
+def as_long_as_it_takes(monkeypatch):
+    """A case is shrunk to the same one on a slow machine as on a fast one."""
+    monkeypatch.setattr(checking, "_SHRINKING", 600.0)
+
+
 def drawn(seed):
     """The cases of fuzz for the faults of broken_kernels."""
     record = cupyfa.kernel("softmax_safe")
