@@ -7,7 +7,7 @@ reference and its bounds know expressions only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from keyword import iskeyword
 from math import prod
@@ -25,12 +25,20 @@ SOFTCAP = "softcap"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
+_CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
 _WITHOUT_TEXT = (SINK, DLSE, *SEEDS)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
 OF_BLOCKS = "block_mask_"  # how the names of a block mask's arrays and numbers begin in a call
 _AXES = ("batch", "head", "query", "key")
+_SIZES = ("batch", "heads", "M", "N")
+_SIZES_OF = {  # of the last axes of arrays
+    **dict.fromkeys((BIAS, MASK), _SIZES),
+    **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
+    **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
+    DLSE: _SIZES[:3],
+}
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -74,6 +82,20 @@ class Operand:
     def in_pairs(self) -> bool:
         """Whether kernels read two keys of a row at a time, from rows that are aligned."""
         return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The size of a problem that each axis has, by name.
+
+        "-" where the same elements serve the whole axis, and of captured arrays.
+        """
+        rank = len(self.shape)
+        known = _SIZES_OF.get(self.name, ("-",) * rank)
+        return tuple("-" if n == 1 else x for x, n in zip(known[len(known) - rank :], self.shape))
+
+    def part(self, sizes: Mapping[str, int]) -> Operand:
+        """The part of it for a part of a problem, of these sizes."""
+        return replace(self, shape=tuple(sizes.get(x, n) for x, n in zip(self.axes, self.shape)))
 
     @property
     def input(self) -> str:
@@ -128,9 +150,25 @@ class Modifiers:
         return {x.name: x.value for x in self.operands if x.value is not None}
 
     @property
-    def names_place(self) -> bool:
-        """Whether a pair's place decides, so that no part of a problem can stand for it."""
-        return bool(self._reads_places or self.arrays or self.dropout)
+    def counts_heads(self) -> bool:
+        """Whether numbers of batch elements or heads decide, in callers' texts or in dropout."""
+        return self.dropout or self._is_named("batch", "head")
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether numbers of rows or keys decide, in callers' texts or in maps of tiles."""
+        has_maps = any(self._has(x) for x in MAPS)
+        return has_maps or self._is_named("query", "key", "position", "queries", "keys")
+
+    @property
+    def reads_position(self) -> bool:
+        """Whether a text names the position of a query among the keys."""
+        return any("position" in x.positions for x in (*self.score, *self.mask))
+
+    def _is_named(self, *places: str) -> bool:
+        """Whether a caller's text names one of these; those of arrays go with their parts."""
+        own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
+        return any(not x.positions.isdisjoint(places) for x in own)
 
     @property
     def features(self) -> list[str]:
@@ -142,6 +180,10 @@ class Modifiers:
     def _reads_places(self) -> bool:
         read = [x for x in self.arrays if x.name not in (*_WITHOUT_TEXT, *MAPS)]
         return bool(self.mask or read or any(x.positions for x in self.score))
+
+    @property
+    def has_sink(self) -> bool:
+        return self._has(SINK)
 
     def _has(self, name: str) -> bool:
         return any(x.name == name for x in self.operands)
@@ -162,7 +204,7 @@ class Modifiers:
             "has_score_text": bool(self.score),
             "has_mask_text": bool(self.mask),
             "reads_places": self._reads_places,
-            "has_sink": self._has(SINK),
+            "has_sink": self.has_sink,
             "has_dlse": self._has(DLSE),
             "has_dropout": self.dropout,
             "has_key_tiles": self._has(KEY_TILES),
@@ -197,7 +239,7 @@ def modifiers(
     score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
     read = {name for text in (*score, *mask) for name in text.captured}
     for text in (*score, *mask):
-        own = OF_ARGUMENTS if text.option in ("score_mod", "mask_mod") else ()
+        own = OF_ARGUMENTS if text.option in _CALLERS else ()
         text.check({name: x.captured for name, x in by_name.items() if name not in own})
     if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
         raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")

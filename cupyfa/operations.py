@@ -123,8 +123,11 @@ class Operation:
 
     def axes_of(self, p: Problem) -> dict[str, str]:
         """The axes of every input and output that a problem has."""
-        every = self.inputs_of(p) | self.outputs_of(p)
-        return {name: x.axes_for(p) for name, x in every.items()}
+        every, read = self.inputs_of(p) | self.outputs_of(p), p.modifiers.arrays
+        own = {name: x.axes for x in read for name in (x.input, gradient_of(x.name))}
+        return {
+            name: " ".join(own[name]) if name in own else x.axes_for(p) for name, x in every.items()
+        }
 
     def place(self, output: str, excerpt: Excerpt, p: Problem) -> Excerpt:
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt

@@ -346,10 +346,15 @@ class Problem:
         return self.shift + (0 if self.causal == "top-left" else self.N - self.M)
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
-        """The problem of this many batch elements and key heads, of some rows and some keys."""
+        """The problem of this many batch elements and key heads, of some rows and some keys.
+
+        Its arrays are the parts for these. Texts see the numbers of the part, except positions.
+        """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
-        part = replace(self, batch=batch, heads=heads, kv_heads=kv_heads, M=M, N=N, shift=0)
-        if not self.is_masked:
+        sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
+        operands = tuple(x.part(sizes) for x in self.operands)
+        part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
+        if not (self.is_masked or self.modifiers.reads_position):
             return part
         return replace(part, shift=self._position + rows.start - keys.start - part._position)
 

@@ -101,7 +101,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
         else:
             fields.append((x.name, _number(x.captured, p)[1]))
             values.append(x.value)
-    if _names_position(found):
+    if found.reads_position:
         fields.append(("position", "i4"))
         values.append(p.first_position)
     if of_products(p):
@@ -177,7 +177,7 @@ def _dropout_function(found: Modifiers) -> str:
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
     made = [f"{_member(x, x is found.held)} {cpp_name(x.name)}" for x in found.operands]
-    made += [f"int {_FIRST}"] * _names_position(found)
+    made += [f"int {_FIRST}"] * found.reads_position
     made += [f"real {_UNIT}"] * of_products(p)
     return made + ["Dropout dropout"] * found.dropout
 
@@ -191,10 +191,6 @@ def _member(x: Operand, is_held: bool = False) -> str:
 
 def _number(captured: Captured, p: Problem) -> tuple[str, Any]:
     return _NUMBERS.get(captured.kind, ("real", p.dtype.sums))
-
-
-def _names_position(found: Modifiers) -> bool:
-    return any("position" in x.positions for x in (*found.score, *found.mask))
 
 
 def _held(x: Operand) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.modifiers import Operand, gradient_of, name_of
+from cupyfa.modifiers import MAPS, Operand, gradient_of, name_of
 from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
@@ -505,7 +505,10 @@ def pieces_of(backend: Backend, plan: Plan) -> transfer.Pieces:
 
 
 def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:
-    return planning.plan(plan.kernel, problem, limits, **plan.constants)
+    made = planning.plan(plan.kernel, problem, limits, **plan.constants)
+    if not any(x.name in MAPS for x in problem.operands):
+        return made
+    return planning.with_maps(made, limits, problem.modifiers.mask)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -40,6 +40,56 @@ def test_transfers_through_buffers_give_the_same_bits(kernel, layout):
         np.testing.assert_array_equal(got, right.get())
 
 
+def of_shape(*shape, dtype=np.float16):
+    return np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "auto"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": of_shape(1, 8, 300, 300)},
+        {"bias": of_shape(4, 1, 300, 299), "mask": of_shape(4, 8, 300, 299) > -1},
+        {"bias": of_shape(300, 299), "sink": of_shape(8), "causal": True},
+        {"mask": of_shape(4, 1, 1, 300) > -1, "alibi_slopes": of_shape(4, 8, dtype=np.float32)},
+        {"score_mod": "score - x[query % 2] * abs(position - key)", "captured": {"x": of_shape(2)}},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
+    """Of pieces in both directions; the memory that they may take is a fraction of the whole."""
+    transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 19, device_bytes=6 << 20)
+    q, k, v = arrays(4, 8, 300, 64)
+    k, v = (x[:, :4, : 299 if 299 in shapes_of(options) else 300] for x in (k, v))
+    there = {name: on_device(x)[0] if hasattr(x, "nbytes") else x for name, x in options.items()}
+    how, counts = {"kernel": kernel, "return_lse": True}, []
+    out, lse = cupyfa.attention(
+        *(q, k, v), **how, **options, progress=lambda done, total, what: counts.append(total)
+    )
+    assert counts[0] > 1
+    right = cupyfa.attention(*on_device(q, k, v), **how, **there)
+    for got, expected in zip((out, lse), right):
+        np.testing.assert_array_equal(got, expected.get())
+    every = out, q, k, v, out, lse
+    got = cupyfa.attention_backward(*every, deterministic=True, **options)
+    expected = cupyfa.attention_backward(*on_device(*every), deterministic=True, **there)
+    for one, other in zip(got, expected):
+        np.testing.assert_array_equal(one, other.get())
+
+
+def shapes_of(options):
+    return [n for x in options.values() if hasattr(x, "shape") for n in x.shape]
+
+
+def test_a_bias_larger_than_the_memory_that_a_call_may_take():
+    q, k, v = arrays(2, 2, 700, 64, dtype=np.float32)
+    bias = of_shape(2, 2, 700, 700, dtype=np.float32)
+    right = cupyfa.attention(*on_device(q, k, v), kernel="fa2", bias=on_device(bias)[0]).get()
+    transfer.configure(device_bytes=400_000)
+    got = cupyfa.attention(q, k, v, kernel="fa2", bias=bias)
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+
+
 def test_pinned_arrays_need_no_buffers():
     host = arrays(4, 8, 300, 64)
     pinned = [cupyfa.empty_pinned(x.shape, x.dtype) for x in (*host, host[0])]

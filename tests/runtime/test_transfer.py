@@ -211,20 +211,163 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
     same(far, q, k, v, tolerance=2e-3, kernel=kernel, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"bias": np.ones((50, 70), np.float32), "sink": np.ones(2)}, {"dropout": 0.5}],
-    ids=["arrays", "dropout"],
-)
-def test_problems_with_arrays_are_one_piece(far, options):
-    q, k, v = arrays(2, 2, 50, 16, N=70)
-    options |= {"dropout_seed": 7} if "dropout" in options else {}
-    same(far, q, k, v, tolerance=1e-6, **options)
+def also_slowly(first, *others):
+    """Parameters, all but the first one for slow tests."""
+    return [first, *(pytest.param(x, marks=pytest.mark.slow) for x in others)]
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How many pieces each problem was cut into."""
+    found, cut = [], pieces.cut
+    monkeypatch.setattr(pieces, "cut", lambda *x: found.append(made := cut(*x)) or made)
+    return lambda: [len(x) for x in found]
+
+
+def sent_to(far):
+    """The bytes that were copied to the device."""
+    there = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in far.kept]
+    return sum(size for to, _, size in far.copied if any(a <= to < b for a, b in there))
+
+
+SIZES = (3, 4, 24, 21)  # of a row of 21 elements the memory is padded
+
+
+def of_form(form, dtype=np.float16):
+    """Random numbers with axes that letters name."""
+    shape = [1 if axis == "1" else SIZES["bhmn".index(axis)] for axis in form]
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
+
+
+def of_sizes(piece_bytes=12_000):
+    transfer.configure(piece_bytes=piece_bytes)
+    batch, heads, M, N = SIZES
+    return arrays(batch, heads, M, 16, kv_heads=2, N=N)
+
+
+@pytest.mark.parametrize("form", ["1hmn", "b1mn", "bhmn", "11mn"])
+def test_each_part_of_a_bias_is_sent_once_for_its_pieces(far, counts, form):
+    q, k, v = of_sizes()
+    bias = of_form(form)
+    same(far, q, k, v, bias=bias)
+    assert counts() == [6]
+    assert sent_to(far) == sum(x.nbytes for x in (q, k, v)) + bias.nbytes // 21 * 24
+
+
+ALIKE = {  # what pieces have their parts of, or all of
+    "mask and slopes": {"mask": of_form("b11n") > -1, "alibi_slopes": of_form("bh", np.float32)},
+    "sinks": {"sink": of_form("h", np.float32), "mask": of_form("1hmn") > -1, "causal": True},
+    "text": {
+        "score_mod": "score - slope[query % 2] * abs(position - key)",
+        "mask_mod": "key <= position + seen[0]",
+        "captured": {"slope": np.array([0.1, 0.2]), "seen": np.array([5])},
+        "bias": of_form("bh1n"),
+    },
+    "block mask": {
+        "mask": cupyfa.block_mask(
+            mask_mod="key // 8 == query // 8 or key == x[0]",
+            **{"captured": {"x": np.array([3])}, "M": 24, "N": 21, "backend": "simulator"},
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("what", also_slowly(*ALIKE))
+def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
+    """With the same bits as in one piece, and so do gradients."""
+    q, k, v = of_sizes()
+    out, lse = same(far, q, k, v, **ALIKE[what])
+    assert counts() == [6]
+    rng = np.random.default_rng(2)
+    dout, dlse = (rng.standard_normal(x.shape).astype(np.float32) for x in (out, lse))
+    options = {"kernel": "two_pass", "dlse": dlse, **ALIKE[what]}
+    there, here = (
+        cupyfa.attention_backward(dout, q, k, v, out, lse, backend=x, **options)
+        for x in (far, "simulator")
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    assert counts() == [6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, count", [("h", 2), ("bh", 6)])
+def test_the_gradient_of_sinks_is_not_cut_where_it_is_a_sum(far, counts, form, count):
+    q, k, v = of_sizes()
+    options = {"sink": of_form(form, np.float32)}
+    out, lse = same(far, q, k, v, **options)
+    options |= {"kernel": "two_pass", "wrt": ("q", "sink")}
+    there, here = (
+        cupyfa.attention_backward(out, q, k, v, out, lse, backend=x, **options)
+        for x in (far, "simulator")
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    assert counts() == [6, count]
+    transfer.configure(device_bytes=4000)
+    what = "its smallest piece needs .* fewer" if form == "h" else "one head of it needs"
+    with pytest.raises(cupyfa.OutOfMemory, match=what):
+        cupyfa.attention_backward(out, q, k, v, out, lse, backend=far, **options)
+
+
+ONE_PIECE = {
+    "dropout": {"dropout": 0.5, "dropout_seed": 7},
+    "head": {"score_mod": "score - 0.1 * head", "bias": of_form("1hmn")},
+    "batch": {"mask_mod": "key < seen[batch]", "captured": {"seen": np.array([9, 20, 4])}},
+    "block mask": {"mask": cupyfa.block_mask(of_form("b1mn") > 0, backend="simulator")},
+}
+
+
+@pytest.mark.parametrize("what", also_slowly(*ONE_PIECE))
+def test_what_counts_heads_is_one_piece(far, counts, what):
+    q, k, v = of_sizes()
+    same(far, q, k, v, **ONE_PIECE[what])
+    assert counts() == [1]
     transfer.configure(device_bytes=4000)
     with pytest.raises(
         cupyfa.DeviceError, match="all of it needs .* fewer batch elements or heads"
     ):
-        cupyfa.attention(q, k, v, kernel="fa2", backend=far, **options)
+        cupyfa.attention(q, k, v, kernel="fa2", backend=far, **ONE_PIECE[what])
+
+
+@pytest.mark.slow
+def test_gradients_of_what_texts_read_are_one_piece(far, counts):
+    q, k, v = of_sizes()
+    options = {"bias": of_form("bhmn", np.float32)}
+    out, lse = same(far, q, k, v, **options)
+    options |= {"kernel": "two_pass", "wrt": ("q", "bias")}
+    there, here = (
+        cupyfa.attention_backward(out, q, k, v, out, lse, backend=x, **options)
+        for x in (far, "simulator")
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    assert counts() == [6, 1]
+
+
+BEYOND = {  # what is cut along rows and keys, too
+    "bias and mask": {"bias": of_form("1hmn"), "mask": of_form("b11n") > -1},
+    "bias and slopes": {"bias": of_form("bh1n"), "alibi_slopes": of_form("h"), "softcap": 3.0},
+    "mask": {"mask": of_form("11mn") > -1, "alibi_slopes": of_form("bh"), "causal": "top-left"},
+    "sinks": {"sink": of_form("h"), "bias": of_form("11m1")},
+}
+
+
+@pytest.mark.parametrize("what", also_slowly(*BEYOND))
+def test_arrays_are_cut_along_rows_and_keys(far, what):
+    transfer.configure(device_bytes=6000)
+    same(far, *of_sizes(), tolerance=1e-6, **BEYOND[what])
+
+
+@pytest.mark.parametrize(
+    "text", also_slowly("score - 0.1 * abs(position - key)", "score * (query % 2)")
+)
+def test_rows_and_keys_of_texts_that_name_them_are_not_cut(far, text):
+    transfer.configure(device_bytes=6000)
+    with pytest.raises(cupyfa.OutOfMemory, match="one head of it needs"):
+        cupyfa.attention(*of_sizes(), kernel="fa2", backend=far, score_mod=text)
+    transfer.configure(device_bytes=20_000)
+    same(far, *of_sizes(), score_mod=text)
 
 
 def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):

@@ -59,8 +59,7 @@ class Call:
                 for name, axes in self.axes.items()
             }
         )
-        fitting = max(1, free // max(self.cut.bytes, 1))
-        self.count = min(chosen.pieces, len(self.cut.pieces), fitting)
+        self.count = self.cut.count(chosen.pieces, free)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
         # The bus waits for the first chunk, and threads for Python's lock at every chunk: the
@@ -73,15 +72,15 @@ class Call:
         pieces, count = self.cut.pieces, self.count
         later = int(count > 1)  # so that waiting for a kernel seldom keeps the bus waiting
         what = f"{self.plan.kernel.name} on {self.plan.problem}" if progress else ""
-        slots = [self.memory() for _ in range(count)]
+        memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []
         brought: list[Copies] = []
         computed: list[Mark] = []
         try:
             for i in range(count):
-                places.append(self.placed(i, slots[i]))
-                sent.append(self.moved(self.up, places[i], self.given, send))
+                places.append(self.placed(i, memory))
+                sent.append(self.moved(self.up, places[i], self.new_in(i), send))
             self.cut.compile(self.backend)  # while the first pieces are on their way
             for i in range(len(pieces)):
                 sent[i].wait()
@@ -91,15 +90,15 @@ class Call:
                     if (end := brought[i - count].end) is not None:
                         self.work.wait(end)
                 with self.work.context:
-                    self.layouts[i].launch(self.backend, slots[i % count])
+                    self.layouts[i].launch(self.backend, self.slot(i, memory))
                 computed.append(self.work.record())
                 self.down.wait(computed[i])
                 brought.append(self.moved(self.down, places[i], self.plan.outputs, bring))
                 next_one = i - later + count
                 if count <= next_one < len(pieces):
                     self.up.wait(computed[i - later])
-                    places.append(self.placed(next_one, slots[next_one % count]))
-                    sent.append(self.moved(self.up, places[next_one], self.given, send))
+                    places.append(self.placed(next_one, memory))
+                    sent.append(self.moved(self.up, places[next_one], self.new_in(next_one), send))
                 if progress is not None:
                     progress(i, len(pieces), what)
             for i in range(max(len(pieces) - count, 0), len(pieces)):
@@ -121,14 +120,34 @@ class Call:
             self.wait_for_all()
             raise
 
-    def memory(self) -> Slot:
-        """Device memory for the arrays of a piece; the first piece is the largest."""
-        sizes = {name: self.cut.plans[0].stored_bytes(name) for name in self.layouts[0].arrays}
+    def memory(self) -> Mapping[str, list[Any]]:
+        """Device memory for parts of each array; those of the first piece are the largest."""
+        first, copies = self.cut.plans[0], self.cut.copies
         with self.work.context:
-            return {name: self.backend.empty((size,), _BYTE) for name, size in sizes.items()}
+            return {
+                name: [
+                    self.backend.empty((first.stored_bytes(name),), _BYTE)
+                    for _ in range(copies(name, self.count))
+                ]
+                for name in self.layouts[0].arrays
+            }
 
-    def placed(self, i: int, slot: Slot) -> dict[str, Place]:
+    def slot(self, i: int, memory: Mapping[str, list[Any]]) -> Slot:
+        """Where the arrays of a piece lie.
+
+        A part of an array takes the place of one that only pieces before the last ``count`` read.
+        """
+        numbers = self.cut.numbers[i]
+        return {name: parts[numbers[name] % len(parts)] for name, parts in memory.items()}
+
+    def new_in(self, i: int) -> list[str]:
+        """The inputs of a piece that the piece before it does not have."""
+        numbers = self.cut.numbers
+        return [x for x in self.given if i == 0 or numbers[i][x] != numbers[i - 1][x]]
+
+    def placed(self, i: int, memory: Mapping[str, list[Any]]) -> dict[str, Place]:
         """The arrays of a piece: the part on the host and the memory on the device."""
+        slot = self.slot(i, memory)
         piece, places, group = self.cut.pieces[i], {}, self.plan.problem.group
         for name, lying in self.layouts[i].arrays.items():
             part, pinned = None, name in self.pinned

@@ -24,6 +24,7 @@ from cupyfa.runtime.workspace import allocated
 
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
+_FEWER = "call it for fewer batch elements or heads"
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
 Planner = Callable[[Problem], Plan]  # plans a part of a problem, with the same constants
@@ -43,68 +44,133 @@ class Piece:
 
     def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
         """This part of an array with these axes."""
+        return array[self.index(axes, group)]
+
+    def index(self, axes: Sequence[str], group: int) -> tuple[slice, ...]:
+        """Where the part of an array with these axes lies in it."""
         heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
         ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
         ranges |= {"M": self.rows, "N": self.keys}
         index = [ranges.get(axis) for axis in axes]
-        return array[tuple([slice(None) if r is None else slice(r.start, r.stop) for r in index])]
+        return tuple([slice(None) if r is None else slice(r.start, r.stop) for r in index])
 
 
 def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
-    Only batch and heads are cut for that, and rows where every array has them. A piece that still
-    needs more than ``most`` bytes is cut along rows and keys, if the outputs allow it. A kernel
-    with arrays or a reference of its own gets the whole problem, and so do texts that name places:
-    what they compute from the number of a row or head is not known.
+    Only batch and heads are cut for that, and rows where every array has them. Arrays that several
+    pieces share do not count. A piece that needs more than ``most`` bytes with them is cut along
+    rows and keys, if the outputs allow it. Pieces that share most follow each other.
+
+    A kernel with arrays or a reference of its own gets the whole problem. So do dropout and texts
+    that name batch elements or heads, whose numbers a part does not know, and the gradients of what
+    texts read: their sums are scaled by the largest term of the whole problem.
     """
-    p, operation = plan.problem, plan.operation
-    axes = [x.split() for x in operation.axes_of(p).values()]
-    by_rows = all("M" in x.split() for x, _ in operation.outputs.values())
-    by_keys = (
-        "O" in operation.outputs
-        and "lse" in plan.outputs
-        and "causal" in (plan.kernel.features if p.is_masked else ("causal",))
-    )
+    p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
+    if not plan.kernel.is_plain or p.modifiers.counts_heads or p.modifiers.differentiated:
+        cutting.check_whole()
+        return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
+    sizes = zip((p.batch, p.kv_heads, p.M, p.N), cutting.sizes())
+    batches, heads, *inner = (_ranges(*x) for x in sizes)
+    if cutting.shared_by("batch") > cutting.shared_by("heads"):
+        return [Piece(b, h, *rest) for h, b, *rest in product(heads, batches, *inner)]
+    return [Piece(*ranges) for ranges in product(batches, heads, *inner)]
 
-    @cache
-    def size(b: int, h: int, m: int, n: int) -> int:
-        return needed(plan_of(p.part(b, h, range(m), range(n))))
 
-    def too_large(what: str, size: int, remedy: str = "name another kernel") -> OutOfMemory:
+class _Cutting:
+    """How many batch elements, key heads, rows and keys a piece may have."""
+
+    def __init__(self, plan: Plan, plan_of: Planner, wanted: int, most: int) -> None:
+        self.plan, self.plan_of, self.wanted, self.most = plan, plan_of, wanted, most
+        self.axes = {
+            name: set(axes.replace("kv_heads", "heads").split())
+            for name, axes in plan.operation.axes_of(plan.problem).items()
+        }
+        self.bytes = cache(self._bytes)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes of the first piece, the largest one. Raises OutOfMemory if there is none."""
+        p = self.plan.problem
+        b, h, m, n = p.batch, p.kv_heads, p.M, p.N
+        if needed(self.plan) > self.wanted:
+            if self._may_cut("batch"):
+                b = _largest(b, lambda x: self._fits(x, h, m, n))
+            if self._may_cut("heads") and not self._fits(b, h, m, n):
+                h = _largest(h, lambda x: self._fits(b, x, m, n))
+            if all("M" in x for x in self.axes.values()) and not self._fits(b, h, m, n):
+                m = _largest(m, lambda x: self._fits(b, h, x, n))
+        m, n = self._within_heads(b, h, m, n)
+        return b, h, m, n
+
+    def shared_by(self, axis: str) -> int:
+        """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
+        (other,) = {"batch", "heads"} - {axis}
+        found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
+        return sum(map(self.plan.stored_bytes, found))
+
+    def check_whole(self) -> None:
+        if (size := needed(self.plan)) > self.most:
+            raise self._too_large("all of it", size, f"{_FEWER}: it is not divided into pieces")
+
+    def _within_heads(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
+        """Fewer rows and keys, where a piece needs more than the device has."""
+        group, by_rows, by_keys = self.plan.problem.group, self._by_rows(), self._by_keys()
+        while (size := self.bytes(b, h, m, n)[0]) > self.most:
+            rows, keys = by_rows and m > 1, by_keys and n > 1
+            if not (rows or keys):
+                raise self._smallest_too_large(size)
+            if rows and (m * group >= n or not keys):
+                m = cdiv(m, 2)
+            else:
+                n = cdiv(n, 2)
+        return m, n
+
+    def _by_rows(self) -> bool:
+        return self._may_cut("M") and not self.plan.problem.modifiers.counts_rows
+
+    def _by_keys(self) -> bool:
+        """Whether results of parts of the keys can be merged: a sink would count in each."""
+        p, plan = self.plan.problem, self.plan
+        gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
+        is_able = "causal" in plan.kernel.features or not p.is_masked
+        return gives_lse and is_able and not (p.modifiers.counts_rows or p.modifiers.has_sink)
+
+    def _may_cut(self, axis: str) -> bool:
+        """Whether every output has this axis; others are sums over it."""
+        return all(axis in self.axes[x] for x in self.plan.operation.outputs_of(self.plan.problem))
+
+    def _fits(self, *sizes: int) -> bool:
+        every, own = self.bytes(*sizes)
+        return own <= self.wanted and every <= self.most
+
+    def _bytes(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
+        """The bytes of all arrays of a piece, and of those that it does not share."""
+        whole = self.plan.problem
+        part = self.plan_of(whole.part(b, h, range(m), range(n)))
+        numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads)}
+        cut_axes = {axis for axis, (mine, of_all) in numbers.items() if mine < of_all}
+        shared = (x for x, axes in self.axes.items() if x in part.arrays and cut_axes - axes)
+        every = needed(part)
+        return every, every - sum(_aligned(part.stored_bytes(x)) for x in shared)
+
+    def _smallest_too_large(self, size: int) -> OutOfMemory:
+        if not (self._may_cut("batch") and self._may_cut("heads")):
+            return self._too_large("its smallest piece", size, _FEWER)
+        is_cut = self._by_rows() or self._by_keys()
+        what = "its smallest piece" if is_cut else "one head of it"
+        return self._too_large(what, size, "name another kernel")
+
+    def _too_large(self, what: str, size: int, remedy: str) -> OutOfMemory:
         return OutOfMemory(
-            f"{plan.kernel.name} on {p}: {what} needs {size:,} bytes on the device, and {most:,} "
-            f"may be taken; free memory there, or {remedy}"
+            f"{self.plan.kernel.name} on {self.plan.problem}: {what} needs {size:,} bytes on the "
+            f"device, and {self.most:,} may be taken; free memory there, or {remedy}"
         )
 
-    def largest(total: int, fits: Callable[[int], bool]) -> int:
-        """The largest even share that fits, at least one."""
-        found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
-        return cdiv(total, cdiv(total, found)) if total else 1
 
-    b, h, m, n = p.batch, p.kv_heads, p.M, p.N
-    if not plan.kernel.is_plain or p.modifiers.names_place:
-        if needed(plan) > most:
-            fewer = "call it for fewer batch elements or heads: it is not divided into pieces"
-            raise too_large("all of it", needed(plan), fewer)
-        return [Piece(*map(range, (b, h, m, n)))]
-    if needed(plan) > wanted:
-        b = largest(b, lambda x: size(x, h, m, n) <= wanted)
-        if size(b, h, m, n) > wanted:
-            h = largest(h, lambda x: size(b, x, m, n) <= wanted)
-        if size(b, h, m, n) > wanted and all("M" in x for x in axes):
-            m = largest(m, lambda x: size(b, h, x, n) <= wanted)
-    while size(b, h, m, n) > most:
-        rows, keys = by_rows and m > 1, by_keys and n > 1
-        if not (rows or keys):
-            what = "its smallest piece" if by_rows or by_keys else "one head of it"
-            raise too_large(what, size(b, h, m, n))
-        if rows and (m * p.group >= n or not keys):
-            m = cdiv(m, 2)
-        else:
-            n = cdiv(n, 2)
-    steps = ((p.batch, b), (p.kv_heads, h), (p.M, m), (p.N, n))
-    return [Piece(*ranges) for ranges in product(*(_ranges(*x) for x in steps))]
+def _largest(total: int, fits: Callable[[int], bool]) -> int:
+    """The largest even share that fits, at least one."""
+    found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
+    return cdiv(total, cdiv(total, found)) if total else 1
 
 
 class Cut:
@@ -118,8 +184,47 @@ class Cut:
         self.by_keys = len({piece.keys for piece in pieces}) > 1
         axes = whole.operation.axes_of(whole.problem)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
+        self.numbers = self._numbered()
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
         self._compiled = False
+
+    def copies(self, name: str, most: int) -> int:
+        """How many parts of an array lie on the device with at most this many pieces there."""
+        return min(most, self.numbers[-1][name] + 1)
+
+    def count(self, most: int, free: int) -> int:
+        """How many pieces may lie on the device at a time, of at most so many: at least one."""
+        fitting = (x for x in range(min(most, len(self.pieces)), 1, -1) if self._held(x) <= free)
+        return next(fitting, 1)
+
+    def _held(self, count: int) -> int:
+        """Bytes of device memory with this many pieces there."""
+        first = self.plans[0]
+        arrays = (self.copies(x, count) * _aligned(first.stored_bytes(x)) for x in self.axes)
+        return sum(arrays) + count * first.scratch_bytes
+
+    def _numbered(self) -> list[dict[str, int]]:
+        """For each piece the number of the part of each array; pieces with the same share one.
+
+        An output has a part for each piece: results of parts of the keys are merged on the host.
+        """
+        group, found = self.whole.problem.group, list[dict[str, int]]()
+        before: dict[str, Any] = {}
+        for piece, plan in zip(self.pieces, self.plans):
+            now = {
+                name: (piece.index(axes, group), plan.stored_shape(name))
+                for name, axes in self.axes.items()
+            }
+            found.append(
+                {
+                    name: found[-1][name] + (x != before[name] or name in plan.outputs)
+                    if found
+                    else 0
+                    for name, x in now.items()
+                }
+            )
+            before = now
+        return found
 
     def compile(self, backend: Backend) -> None:
         if not self._compiled:
@@ -164,7 +269,11 @@ def _ranges(total: int, step: int) -> list[range]:
 def needed(plan: Plan) -> int:
     """Bytes of device memory that a plan takes."""
     arrays = (plan.stored_bytes(name) for name in plan.arrays if name not in plan.scratch)
-    return sum(cdiv(x, _ALIGNMENT) * _ALIGNMENT for x in arrays) + plan.scratch_bytes
+    return sum(map(_aligned, arrays)) + plan.scratch_bytes
+
+
+def _aligned(size: int) -> int:
+    return cdiv(size, _ALIGNMENT) * _ALIGNMENT
 
 
 class _Array(NamedTuple):
