@@ -1,11 +1,13 @@
 """NumPy arrays to and from the device at the speed of the bus, and problems that do not fit it.
 
-A problem is cut into pieces along batch and key heads. While one piece is computed, the next
-pieces are copied to the device and earlier results are copied back. Asynchronous copies need
-page-locked memory: several threads copy chunks of the caller's arrays, with any strides, into a
-few page-locked buffers, and chunks of results out of others. One thread would be slower than the
-bus, above all in memory that is touched for the first time. Arrays that are page-locked already
-are copied directly.
+A problem is cut into pieces along batch and key heads, with its bias, mask, slopes and sinks. While
+one piece is computed, the next pieces are copied to the device and earlier results are copied back.
+A part of an array that consecutive pieces share is copied once.
+
+Asynchronous copies need page-locked memory: several threads copy chunks of the caller's arrays,
+with any strides, into a few page-locked buffers, and chunks of results out of others. One thread
+would be slower than the bus, above all in memory that is touched for the first time. Arrays that
+are page-locked already are copied directly.
 
 The device holds a few pieces at a time, so a problem may be larger than its memory. A head that is
 larger by itself is cut along its rows and its keys; partial results are merged by their lse.

@@ -33,7 +33,7 @@ class Transfer:
         one for each core, at most 12.
     chunk_bytes: size of one buffer, the most that a thread copies at a time.
     buffers: buffers of each direction, made when first needed.
-    piece_bytes: size of all arrays of a piece, as far as it can be chosen.
+    piece_bytes: size of all arrays of a piece that others do not share, as far as it can be chosen.
     pieces: pieces on the device at a time.
     device_bytes: device memory that a call may take; None is most of what is free.
     pinned_results: bytes of results that may lie in page-locked memory at a time, where the

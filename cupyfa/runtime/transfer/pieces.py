@@ -204,26 +204,19 @@ class Cut:
         return sum(arrays) + count * first.scratch_bytes
 
     def _numbered(self) -> list[dict[str, int]]:
-        """For each piece the number of the part of each array; pieces with the same share one.
+        """For each piece the number of the part of each array; it grows where the part changes.
 
         An output has a part for each piece: results of parts of the keys are merged on the host.
         """
         group, found = self.whole.problem.group, list[dict[str, int]]()
-        before: dict[str, Any] = {}
+        numbers, before = dict.fromkeys(self.axes, -1), dict[str, Any]()
         for piece, plan in zip(self.pieces, self.plans):
-            now = {
-                name: (piece.index(axes, group), plan.stored_shape(name))
-                for name, axes in self.axes.items()
-            }
-            found.append(
-                {
-                    name: found[-1][name] + (x != before[name] or name in plan.outputs)
-                    if found
-                    else 0
-                    for name, x in now.items()
-                }
-            )
-            before = now
+            for name, axes in self.axes.items():
+                part = piece.index(axes, group), plan.stored_shape(name)
+                if part != before.get(name) or name in plan.outputs:
+                    numbers[name] += 1
+                before[name] = part
+            found.append(dict(numbers))
         return found
 
     def compile(self, backend: Backend) -> None:
