@@ -44,7 +44,7 @@ def of_shape(*shape, dtype=np.float16):
     return np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "auto"])
+@pytest.mark.parametrize("kernel", ["auto", pytest.param("mma_pipelined", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -382,15 +382,20 @@ def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
 
 
-def test_device_memory_stays_within_its_limit(far):
-    transfer.configure(device_bytes=60_000)
+@pytest.mark.parametrize(
+    "options",
+    also_slowly({}, {"bias": of_form("1hmn")}, {"mask": of_form("b1mn") > 0, "sink": of_form("h")}),
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_device_memory_stays_within_its_limit(far, options):
+    transfer.configure(device_bytes=30_000)
     far.limits  # noqa: B018
     taken, empty = [], far.empty
     far.empty = lambda shape, dtype: (
         taken.append(math.prod(shape) * dtype.itemsize) or empty(shape, dtype)
     )
-    same(far, *arrays(4, 4, 64, 16))
-    assert 0 < sum(taken) <= 60_000
+    same(far, *of_sizes(), **options)
+    assert 15_000 < sum(taken) <= 30_000
 
 
 def test_nan_stays_in_its_row_when_keys_are_merged(far):
