@@ -24,6 +24,7 @@ from cupyfa.modifiers import (
     SEEDS,
     SINK,
     Operand,
+    is_array,
     of_value,
     operand,
 )
@@ -32,7 +33,7 @@ from cupyfa.options import OptionKeywords
 CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
 QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
 # Arguments that give forms, or say what is done with the arrays.
-NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK)
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -59,15 +60,16 @@ class Keywords(OptionKeywords, total=False):
     captured: Mapping[str, Any] | None
     wrt: str | Sequence[str] | None
     block_mask: bool | None
+    dlse: bool | None
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
     """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
-        of ``captured`` a mapping of such, or of numbers; of SEEDS an array. A bias has by default
-        the problem's dtype, other floats have float32. ``wrt`` are names, as "q,bias": see
-        ``differentiated``.
+        of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]". A bias has
+        by default the problem's dtype, other floats have float32. ``dlse`` is whether there is a
+        gradient of lse. ``wrt`` are names, as "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
@@ -79,7 +81,9 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         for name in OWN_ARRAYS
         if (form := given.get(name)) is not None and form is not False
     ]
-    found += [of_value(name, given[name]) for name in SEEDS if name in given]
+    if given.get(DLSE):
+        found.append(Operand(DLSE, FLOATS[dtype].sums.name, tuple(sizes[:3])))
+    found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
@@ -146,6 +150,26 @@ def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
     return Operand(name, known, tuple(by_letter[x] for x in letters))
+
+
+def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of SEEDS among options that are arrays, or forms of them."""
+    given = {name: options[name] for name in SEEDS if name in options}
+    return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
+
+
+def is_seed(text: str) -> bool:
+    """Whether a text is the form of an array of one whole number, as u64[1]."""
+    short, size = _parts(text) or ("", "")
+    return short in DTYPES and short[0] in "iu" and size == "1"
+
+
+def _seed(name: str, form: Any) -> Operand:
+    if not isinstance(form, str):
+        return of_value(name, form)
+    if not is_seed(form):
+        raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
+    return Operand(name, DTYPES[form.partition("[")[0]], (1,))
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
@@ -217,6 +241,8 @@ def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
 def _shown(x: Operand, sizes: Sequence[int]) -> str:
     if not x.is_array:
         return str(x.value)
+    if x.name == DLSE:
+        return ""
     if x.name not in OWN_ARRAYS:
         return f"{_SHORT[x.dtype]}[{','.join(map(str, x.shape))}]"
     axes = tuple(zip(_LETTERS, sizes))
@@ -229,10 +255,11 @@ def _shown(x: Operand, sizes: Sequence[int]) -> str:
 
 def command_line(found: Iterable[Operand], sizes: Sequence[int]) -> list[str]:
     """The options of the command line for operands."""
+    own = (*OWN_ARRAYS, WRT, DLSE, *SEEDS)
     return [
-        f"--captured={name}={text}"
-        if name not in (*OWN_ARRAYS, WRT)
-        else f"--{name.replace('_', '-')}={text}"
+        f"--{name.replace('_', '-')}" + f"={text}" * bool(text)
+        if name in own
+        else f"--captured={name}={text}"
         for name, text in shown(found, sizes).items()
     ]
 
@@ -241,8 +268,9 @@ def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
     """The forms of operands, as ``operands`` takes them, in a problem of these sizes."""
     every = tuple(x for x in found if x.name not in SEEDS)
     texts = shown(every, sizes)
-    own = {name: text for name, text in texts.items() if name in (*OWN_ARRAYS, WRT)}
-    others = [x for x in every if x.name not in OWN_ARRAYS]
+    own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, WRT)}
+    own |= {DLSE: True} if DLSE in texts else {}
+    others = [x for x in every if x.name not in (*OWN_ARRAYS, DLSE)]
     return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
 
 
@@ -257,13 +285,15 @@ def resized(
     new, read = dict(zip(_AXES, after)), tuple(texts)
     return tuple(
         replace(x, shape=_own_shape(x, before, after))
-        if x.name in OWN_ARRAYS
+        if x.name in (*OWN_ARRAYS, DLSE)
         else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
         for x in found
     )
 
 
 def _own_shape(x: Operand, before: Sizes, after: Sizes) -> tuple[int, ...]:
+    if x.name == DLSE:
+        return after[:3]
     axes = tuple(zip(before, after))
     axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]
     is_bias = len(x.shape) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict
 
@@ -198,12 +198,16 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
     return read
 
 
-def _parse_whole(name: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
+def _parse_bits(name: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
+        if text.endswith("[1]"):  # the form of an array
+            return text
         try:
             return int(text)
         except ValueError:
-            raise ValueError(f"{name}={text!r} is not a whole number") from None
+            raise ValueError(
+                f"{name}={text!r} is not a whole number, nor the form of an array, u64[1] or i32[1]"
+            ) from None
 
     return parse
 
@@ -326,9 +330,9 @@ class AttentionOptions:
     )
     dropout_seed: int | None = _field(
         Option(
-            help="Seed of dropout.",
+            help="Seed of dropout; u64[1] or i32[1] is an array of one random number.",
             read=_read_bits("dropout_seed", 64),
-            parse=_parse_whole("dropout_seed"),
+            parse=_parse_bits("dropout_seed"),
             metavar="INTEGER",
         ),
     )
@@ -338,7 +342,7 @@ class AttentionOptions:
             help="Selects another sequence of random bits for the same seed, 0 to 2**32 - 1.  "
             "[default: 0]",
             read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
-            parse=_parse_whole("dropout_offset"),
+            parse=_parse_bits("dropout_offset"),
             shown=lambda value: value or None,
             metavar="INTEGER",
         ),
@@ -418,12 +422,19 @@ class AttentionOptions:
     def row(self) -> dict[str, Any]:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
-    def command_line(self) -> list[str]:
+    def command_line(self, besides: Collection[str] = ()) -> list[str]:
+        """The options of the command line for those that are changed, but for some."""
         row = self.row()
-        return [f"--{name.replace('_', '-')}={row[name]}" for name in self.changed]
+        changed = [name for name in self.changed if name not in besides]
+        return [f"--{name.replace('_', '-')}={row[name]}" for name in changed]
 
     def __str__(self) -> str:
-        shown = ((name, x) for name, x in self.row().items() if name in self.changed)
+        return self.text()
+
+    def text(self, besides: Collection[str] = ()) -> str:
+        """Those that are changed, but for some."""
+        changed = self.changed.keys() - {*besides}
+        shown = ((name, x) for name, x in self.row().items() if name in changed)
         return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)
 
 

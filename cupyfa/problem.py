@@ -15,7 +15,7 @@ from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
-from cupyfa.modifiers import MAPS, MASK, OWN_ARRAYS, SEEDS, Modifiers, Operand, is_array
+from cupyfa.modifiers import DLSE, MAPS, MASK, OWN_ARRAYS, SEED, SEEDS, Modifiers, Operand
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -95,22 +95,29 @@ class Problem:
         captured: Mapping[str, Any] | None = None,
         wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
+        dlse: bool | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
-        alibi_slopes, bias, mask, sink, captured, wrt: forms of arrays, and those whose gradients a
-        backward kernel gives, as ``forms.operands`` has them; dropout_seed and dropout_offset may
-        be arrays. With block_mask, mask and mask_mod are a block mask.
+        alibi_slopes, bias, mask, sink, captured, wrt, dlse: forms of arrays, those whose gradients
+        a backward kernel gives, and whether it takes a gradient of lse, as ``forms.operands`` has
+        them; dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With
+        block_mask, mask and mask_mod are a block mask.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
         asked = dict[str, Any](keywords)
-        seeds = {name: asked[name] for name in SEEDS if is_array(asked.get(name))}
+        seeds = forms.seeds_in_memory(asked)
         asked |= dict.fromkeys(seeds, 0)
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-        given |= {"captured": captured, "wrt": wrt, **(seeds if chosen.dropout else {})}
+        given |= {
+            "captured": captured,
+            "wrt": wrt,
+            "dlse": dlse,
+            **(seeds if chosen.dropout else {}),
+        }
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
         p = cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
         return p.in_blocks(block_mask)
@@ -177,9 +184,11 @@ class Problem:
 
     def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
         """The problem with other options; with texts or forms of arrays in place of all its own."""
+        seeds = forms.seeds_in_memory(options)
+        options = {**options, **dict.fromkeys(seeds, 0)}
+        arrays = {**arrays, **(seeds if options.get("dropout") else {})}
         if not arrays and not any(name in options for name in TEXTS):
             return self.with_options(**options)
-        arrays = dict(arrays)
         in_blocks = arrays.pop(forms.BLOCK_MASK, None)
         given = forms.operands(arrays, self._of_scores, self.dtype.name)
         changed = {**dict.fromkeys(TEXTS), **options}
@@ -189,10 +198,11 @@ class Problem:
     def without(self, name: str) -> Problem:
         """The problem without an option or an array, and without what that alone reads."""
         options = self.options
-        if name in OPTIONS:
+        if name in OPTIONS and name != SEED:  # which dropout needs
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        read = {*OWN_ARRAYS, *SEEDS, *(x for text in texts for x in text.captured)} - {name}
+        own = (*OWN_ARRAYS, DLSE, *(SEEDS if options.dropout else ()))
+        read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)
 
@@ -237,6 +247,7 @@ class Problem:
         sizes, p = ("batch", "heads", "M", "N"), self
         while True:
             given = forms.operands(arrays, p._of_scores, p.dtype.name)
+            given += tuple(x for x in p.operands if x.name in SEEDS)
             p = replace(p, operands=given)
             most = forms.limits(given, p._texts)
             fewer = {x: most[x] for x in sizes if most.get(x, math.inf) < getattr(p, x)}
@@ -259,13 +270,19 @@ class Problem:
     @property
     def _arrays_shown(self) -> list[str]:
         p = self.without_maps()
-        shown = [f"{name}={x}" for name, x in forms.shown(p.operands, self._of_scores).items()]
+        found = forms.shown(p.operands, self._of_scores).items()
+        shown = [f"{name}={x}" if x else name for name, x in found]
         return [*shown, *[forms.BLOCK_MASK] * self.block_mask]
+
+    @property
+    def _in_memory(self) -> list[str]:
+        """The options whose values kernels read from arrays."""
+        return [x.name for x in self.operands if x.name in SEEDS]
 
     def command_line(self) -> list[str]:
         """The options of the command line for its options and arrays."""
         return [
-            *self.options.command_line(),
+            *self.options.command_line(self._in_memory),
             *forms.command_line(self.without_maps().operands, self._of_scores),
             *["--block-mask"] * self.block_mask,
         ]
@@ -391,7 +408,7 @@ class Problem:
         arrays = "".join(f" {x}" for x in self._arrays_shown)
         return (
             f"batch={self.batch} heads={self.heads}{kv_heads} M={self.M} N={self.N} d={self.d}{dv} "
-            f"{self.dtype.name}{shift} {self._explicit}{arrays}"
+            f"{self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
         )
 
 

@@ -151,6 +151,50 @@ def test_gradients_of_arrays_are_named_on_the_command_line_and_in_files(tmp_path
     assert kept.wrt == ("bias",) and [x.name for x in kept.operands] == ["bias"]
 
 
+IN_MEMORY = {"dlse": True, "dropout": 0.3, "dropout_seed": "u64[1]", "dropout_offset": "i32[1]"}
+
+
+def test_a_gradient_of_lse_and_seeds_in_memory_are_on_the_command_line_and_in_files(tmp_path):
+    p = Problem.of_sizes(**{**SIZES, "dtype": "float32"}, **IN_MEMORY)
+    assert str(p).endswith(" dropout=0.3 dlse dropout_seed=u64[1] dropout_offset=i32[1]")
+    case = Case("backward", p, seed=2)
+    seed, offset = (case.inputs()[f"mods.dropout_{name}"] for name in ("seed", "offset"))
+    assert (seed.dtype, offset.dtype) == ("uint64", "int32") and seed[0] > 2**32
+    *_, outcome = perform(Simulator(), Task(case, ("two_pass",), keep=True))
+    assert outcome.kind == RIGHT and outcome.arrays["mods.dlse"].shape == (2, 4, 10)
+    command = failures.command(case, outcome, {"backend": "simulator"})
+    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
+    again = cupyfa.replay(file, backend="simulator")
+    assert again.stored.case == case and again.now == outcome
+    words = shlex.split(command)[1:]
+    assert [x for x in words if "dropout-" in x] == [
+        "--dropout-seed=u64[1]",
+        "--dropout-offset=i32[1]",
+    ]
+    shown = cli(*words, "--format", "json").stdout
+    assert '"arrays": "dlse dropout_seed=u64[1] dropout_offset=i32[1]"' in shown
+
+
+@pytest.mark.parametrize("name", ["dlse", "dropout_seed", "dropout_offset"])
+def test_a_gradient_of_lse_and_seeds_in_memory_are_left_out_alone(name):
+    case = Case("backward", Problem.of_sizes(**SIZES, **IN_MEMORY))
+    kept = shrunk(case, lambda x: name in [o.name for o in x.problem.operands]).problem
+    assert [x.name for x in kept.operands] == [name] and (kept.M, kept.batch) == (1, 1)
+    assert kept.options.dropout == (0 if name == "dlse" else 0.3)
+    dropped = shrunk(case, lambda x: x.problem.options.dropout > 0).problem
+    assert not dropped.operands and dropped.options.dropout_seed == 0
+
+
+def test_forms_of_a_seed_replace_those_of_a_grid():
+    given = {name: x for name, x in IN_MEMORY.items() if name != "dlse"}
+    p = Problem.of_sizes(**SIZES, bias="1hmn").modified(given, {})
+    assert [x.name for x in p.operands] == ["dropout_seed", "dropout_offset"]
+    without = Problem.of_sizes(**SIZES).modified({"dropout": 0.0, "dropout_seed": "u64[1]"}, {})
+    assert not without.operands
+    with pytest.raises(ValueError, match=r"dropout_seed is 'f32\[1\]'; give a whole number, or a"):
+        Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed="f32[1]")
+
+
 @pytest.mark.parametrize(
     "kernel, wrt, message",
     [

@@ -18,6 +18,7 @@ import numpy as np
 
 from cupyfa.bench import torch_masks
 from cupyfa.errors import Unsupported
+from cupyfa.modifiers import DLSE
 from cupyfa.options import DROPOUT, OPTIONS
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
@@ -62,7 +63,8 @@ def peer(
     never = ("precision", *DROPOUT)
     others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
     if name not in _OF_TORCH:
-        others += [x.name for x in p.operands]
+        others += [x.name for x in p.operands if x.name != DLSE]
+    others += [DLSE] * any(x.name == DLSE for x in p.operands)
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:

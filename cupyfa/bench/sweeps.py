@@ -47,7 +47,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
     if name == forms.WRT:
         return name, [value.strip() for value in values.split(";")]
-    if name == forms.BLOCK_MASK:
+    if name in (forms.BLOCK_MASK, forms.DLSE):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name == forms.CAPTURED:
         raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")

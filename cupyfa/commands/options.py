@@ -223,7 +223,13 @@ def array_options(command: Command) -> Command:
         default=None,
         help="Make --mask and --mask-mod a block mask, whose empty tiles kernels skip.",
     )
-    return _with(command, *made, captured, blocks, wrt)
+    dlse = click.option(
+        _long(forms.DLSE),
+        is_flag=True,
+        default=None,
+        help="Backward kernels: a gradient of lse, which is one more input.",
+    )
+    return _with(command, *made, captured, blocks, wrt, dlse)
 
 
 def _captured(given: Sequence[str]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import numpy as np
 from cupyfa import forms
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.modifiers import ALIBI, BIAS, Operand
+from cupyfa.modifiers import ALIBI, BIAS, DLSE, SEEDS, Operand
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.planner import select
@@ -126,11 +126,15 @@ class Case:
     def _read(self, x: Operand) -> np.ndarray:
         """A random array that texts read; it does not depend on the others.
 
-        ALiBi slopes are from 0 to 1, most of a mask is True, whole numbers grow along the last axis
-        from 0 and stay inside the axes that they index.
+        ALiBi slopes are from 0 to 1, most of a mask is True, a seed of dropout is any number of its
+        dtype, other whole numbers grow along the last axis from 0 and stay inside the axes that
+        they index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
         dtype = x.numpy
+        if x.name in SEEDS:
+            numbers = np.iinfo(dtype)
+            return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
         if x.captured.kind == "bool":
             return rng.random(x.shape) < _SEEN
         if x.captured.kind == "int":
@@ -227,6 +231,7 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
     """O and lse of the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None).with_wrt(())
+    p = p.without(DLSE)
     kernel = select.select("auto", "forward", p, backend.limits)
     plan = select.plan(kernel, p, backend.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
-from cupyfa.forms import NAMES, WRT, Keywords
+from cupyfa.forms import DLSE, NAMES, WRT, Keywords, seeds_in_memory
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
@@ -220,7 +220,9 @@ def tasks_of(
     if remedy := tile_remedy(given, None):
         raise TypeError(f"check() takes no tile sizes; {remedy}")
     arrays = {name: given.pop(name) for name in NAMES if name in given}
-    AttentionOptions.of(None, given)  # refuses wrong names and values before anything runs
+    AttentionOptions.of(
+        None, given | dict.fromkeys(seeds_in_memory(given), 0)
+    )  # refuses wrong names and values before anything runs
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     how: Any = {
@@ -379,7 +381,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
-        return ("wrt" if name == WRT else "places") in kernel.features
+        return (name if name in (WRT, DLSE) else "places") in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)
 

@@ -20,7 +20,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
-from cupyfa.modifiers import ALIBI, BIAS, MAPS, MASK, SINK
+from cupyfa.modifiers import ALIBI, BIAS, DLSE, MAPS, MASK, SEEDS, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
@@ -81,6 +81,7 @@ _PLAIN_DIM = 64
 _WIDEST = 640  # of kernels for any head dimension
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
+_SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _EMPTY = 0.03  # the share of lengths that are 0
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
@@ -204,6 +205,7 @@ class Fuzz:
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
+        given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self.arrays:
             return p
@@ -217,6 +219,12 @@ class Fuzz:
             return p
         some = turns.random("wrt itself").sample(able, len(able) // 2)
         return p.with_wrt(turns.choose("wrt", (able, able, some)))
+
+    def _has_dlse(self, turns: "_Turns") -> bool:
+        """Whether the gradient of lse is given, in half of the groups that have texts."""
+        if self._operation != "backward" or not self._has(DLSE) or self.arrays:
+            return False
+        return turns.i % 8 >= _PLAIN_OF_8 and turns.choose(DLSE, (True, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
@@ -257,12 +265,18 @@ class Fuzz:
         return found | self._dropout(turns) | dict(self.options or {})
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
-        """Dropout of a group, if it has any."""
+        """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
         pick = turns.random("dropout itself")
         tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
         if turns.i % 8 < _PLAIN_OF_8 or not turns.choose("dropout", tried):
             return {}
-        seeds = {"dropout_seed": pick.randrange(2**64), "dropout_offset": pick.randrange(2**32)}
+        seeds: dict[str, Any] = {
+            "dropout_seed": pick.randrange(2**64),
+            "dropout_offset": pick.randrange(2**32),
+        }
+        forms_of = turns.random("seeds in memory").sample(_SEEDS, len(SEEDS))
+        in_memory = turns.choose("seeds in memory", ((), SEEDS, (), SEEDS[:1]))
+        seeds |= {name: form for name, form in zip(SEEDS, forms_of) if name in in_memory}
         return {"dropout": tried[-1], **seeds}
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
@@ -380,6 +394,8 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "block mask": bool(arrays & {*MAPS}),
         "sink": SINK in arrays,
         "dropout": p.options.dropout > 0,
+        "seed in memory": bool(arrays & {*SEEDS}),
+        "gradient of lse": DLSE in arrays,
         "gradients of arrays": bool(p.wrt),
     }
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cupyfa.modifiers import OWN_ARRAYS
+from cupyfa.modifiers import DLSE, OWN_ARRAYS, SEEDS
 from cupyfa.problem import Problem
 from cupyfa.verify.case import Case
 
@@ -40,9 +40,9 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     yield from (p.resized(heads=p.kv_heads * group) for group in _sizes(p.group))
     yield from (p.resized(M=M) for M in _sizes(p.M))
     yield from (p.resized(N=N) for N in _sizes(p.N))
-    for name in (*p.options.changed, *(x.name for x in p.operands if x.name in OWN_ARRAYS)):
-        if name != "dropout_seed":  # which dropout needs
-            yield p.without(name)
+    able = (*OWN_ARRAYS, DLSE, *SEEDS)
+    yield from (p.without(x.name) for x in p.operands if x.name in able)
+    yield from (p.without(name) for name in p.options.changed if name not in SEEDS[:1])
     if p.block_mask:
         yield p.in_blocks(False)
     yield from (p.with_wrt([x for x in p.wrt if x != name]) for name in p.wrt)

@@ -8,7 +8,7 @@ import pytest
 import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
-from cupyfa.modifiers import OWN_ARRAYS
+from cupyfa.modifiers import OWN_ARRAYS, SEEDS
 from cupyfa.planner import select
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.fuzz import MODIFIED, TOGETHER, Fuzz, covers
@@ -160,6 +160,22 @@ def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
         for i in range(4):
             p = Fuzz(record, SIMULATOR, **given).sample(i).case.problem
             assert [(x.name, x.shape) for x in p.operands] == [("x", (p.N,))]
+
+
+def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
+    def of(name):
+        problems = [x.case.problem for x in samples(name, 64)]
+        return [{x.name for x in p.operands} for p in problems], problems
+
+    arrays, problems = of("two_pass")
+    assert sum("dlse" in x for x in arrays) == 8 and not any(arrays[:24])
+    in_memory = [p for p in problems if any(x.name in SEEDS for x in p.operands)]
+    assert in_memory and all(p.options.dropout for p in in_memory)
+    drawn = {x.dtype for p in in_memory for x in p.operands if x.name in SEEDS}
+    assert drawn <= {"int32", "int64", "uint32", "uint64"} and len(drawn) > 1
+    assert not any("dlse" in x for x in of("fa2")[0])
+    plain = replace(cupyfa.kernel("two_pass"), features=())
+    assert not any(Fuzz(plain, SIMULATOR).sample(i).case.problem.operands for i in range(64))
 
 
 def test_arrays_with_sizes_given_as_numbers_keep_them():
