@@ -194,6 +194,17 @@ def test_an_index_outside_of_its_array_is_an_error(outside):
         attend("simulator", score_mod="score + table[doc[key]]", captured=captured, check=False)
 
 
+@pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
+def test_a_divisor_of_0_is_an_error_that_names_the_text(option):
+    other = "mask_mod" if option == "score_mod" else "score_mod"
+    texts = {"score_mod": "score + key // {}", "mask_mod": "key % {} >= 0"}
+    texts = {option: texts[option].format("n[head]"), other: texts[other].format("3")}
+    captured = {"n": np.array([3, 0], np.int32)}
+    message = rf"divides an integer by zero in {option}, at .*expression.cuh:\d+"
+    with pytest.raises(SimulatorFault, match=message):
+        attend("simulator", **texts, captured=captured, check=False)
+
+
 SLOW = pytest.mark.slow
 COPYING = {
     "wgmma_overlap": {"Br": 64, "Bc": 32, "stages": 2},

@@ -83,6 +83,7 @@ class CompiledKernel:
     path: Path
     folders: Sequence[Path]  # of the headers it includes
     argument_bytes: tuple[int, ...]
+    text: str = field(repr=False)  # as messages count its lines
     runtime: ctypes.CDLL = field(repr=False)
     code: ctypes.CDLL = field(repr=False)
 
@@ -233,6 +234,8 @@ class _Report(ctypes.Structure):
 # object, and messages must name the files of the checkout that runs.
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
+_DIVIDES = "divides an integer by zero"  # which runtime.cpp says
+_TEXTS = re.compile(r"\b(score|mask)_text\(")  # the functions that texts of calls become
 
 
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
@@ -241,10 +244,28 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
     x, y, z = report.block
     i, j, k = report.thread
     what = _PLACE.sub(lambda found: _line(kernel, [found]) or "an unknown line", what)
-    line = _line(kernel, list(_PLACE.finditer(place)))
+    places = list(_PLACE.finditer(place))
+    line = _line(kernel, places)
+    if what == _DIVIDES:
+        what += _in_option(kernel, places)
     if not lines.can_read():
         what = f"{what} ({lines.REMEDY})"
     return SimulatorFault(kernel.entry, (x, y, z), (i, j, k), what, line)
+
+
+def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
+    """The text of a call that a place is in, as " in score_mod", or empty.
+
+    The kernel's text begins with those of the call, before its own first ``#line``.
+    """
+    addresses = [int(place[1], 16) for place in places]
+    found = lines.frames(kernel.path, [x for x in addresses if x])
+    own = re.compile(re.escape(f"{_UNPLACED}/{kernel.entry}.cu:") + r"(\d+)$")
+    for number in (int(x[1]) for x in map(own.match, found) if x):
+        before = "\n".join(kernel.text.splitlines()[:number])
+        if "\n#line " not in before and (options := _TEXTS.findall(before)):
+            return f" in {options[-1]}_mod"
+    return ""
 
 
 def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
@@ -345,9 +366,9 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
     name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
     path, loaded = _load_or_make(f"{name}-{digest[:32]}.so", make)
     sizes = _ArgumentSizes.in_dll(loaded, "simulator_argument_sizes")
-    return CompiledKernel(
-        entry, path, folders[1:], tuple(sizes.bytes[: sizes.count]), runtime, loaded
-    )
+    _, _, text = source.partition(f'#line 1 "{entry}.cu"\n')
+    size = tuple(sizes.bytes[: sizes.count])
+    return CompiledKernel(entry, path, folders[1:], size, text, runtime, loaded)
 
 
 def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
