@@ -175,6 +175,22 @@ def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):
     run_without(tmp_path, kernel, file, with_turns=False, schedules=(None, 1))
 
 
+def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_path):
+    file, few = "gradient_warpgroups.cuh", "producer_registers = 24"
+    assert few in text_of(file)
+    written(tmp_path, file, text_of(file).replace(few, "producer_registers = 32"))
+    written(tmp_path, "wgmma_columns.cu", text_of("wgmma_columns.cu"))
+    sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
+    broken = replace(RUNGS["wgmma_columns"], folder=tmp_path)
+    plan = planning.plan(broken, Problem.of_sizes(**sizes), Simulator().limits, Br=64, Bc=128)
+    message = (
+        "waits forever for registers that the block does not have: threads of its warpgroups ask "
+        "for 32, 240, 240, in all 65536, .* at .*/wgmma_columns.cu:"
+    )
+    with pytest.raises(SimulatorFault, match=message):
+        guard.checked(Simulator(), plan, inputs_of(plan), {})
+
+
 @pytest.mark.parametrize("kernel", ["wgmma_overlap", "wgmma_persistent"])
 def test_results_do_not_depend_on_the_ping_pong_order(tmp_path, kernel):
     run_without(tmp_path, kernel, None, with_turns=False)

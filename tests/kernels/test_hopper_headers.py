@@ -257,6 +257,49 @@ def test_one_lane_of_each_warp_is_elected(schedule):
     assert (np.sort(elected.reshape(8, 32))[:, -2:] == [0, 2]).all()
 
 
+SPLIT = "if (threadIdx.x < 128) {{ decrease_registers<{}>(); return; }} increase_registers<{}>();"
+
+
+@pytest.mark.parametrize("threads, fewer, more", [(256, 40, 232), (384, 24, 240), (512, 32, 160)])
+def test_warpgroups_share_the_registers_of_the_launch(threads, fewer, more):
+    launch(SPLIT.format(fewer, more), threads=threads)
+    launch(f"decrease_registers<{fewer}>(); increase_registers<{fewer + 8}>();", threads=threads)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            SPLIT.format(32, 240),
+            "waits forever for registers that the block does not have: threads of its warpgroups "
+            "ask for 32, 240, 240, in all 65536, and 384 threads have at most 168 each at the "
+            "launch, in all 64512; increase_registers to fewer, or decrease_registers of others",
+        ),
+        (
+            "if (threadIdx.x >= 128) increase_registers<176>();",
+            "ask for 168, 176, 176, in all 66560,",
+        ),
+        (
+            "if (threadIdx.x < 32) decrease_registers<24>(); else decrease_registers<32>();",
+            "calls decrease_registers<32>, and thread (0, 0, 0) of its warpgroup calls "
+            "decrease_registers<24> at test.cu:",
+        ),
+        (
+            "if (threadIdx.x >= 32) decrease_registers<24>();",
+            "calls decrease_registers<24> with 96 threads of its warpgroup; all 128 make the same",
+        ),
+    ],
+)
+def test_registers_that_a_block_does_not_have_are_a_fault(body, message):
+    found = fault(body, threads=384)
+    assert message in found.what and re.fullmatch(r"test\.cu:\d+", found.place)
+
+
+def test_registers_are_those_of_whole_warpgroups():
+    found = fault("decrease_registers<24>();", threads=96)
+    assert found.what == "calls decrease_registers in a warpgroup of less than 128 threads"
+
+
 @pytest.mark.parametrize("count", [20, 44, 264])
 def test_register_counts_are_multiples_of_8(count):
     with pytest.raises(CompileError, match="a number of registers"):

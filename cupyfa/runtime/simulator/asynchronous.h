@@ -125,6 +125,20 @@ struct Product {
 
 constexpr int kept_groups = 256;
 
+// A call of increase_registers or decrease_registers, which the threads of a warpgroup make
+// together; `thread` was the first.
+struct RegisterCall {
+  int count;
+  bool increases;
+  int threads;  // that made it
+  int thread;
+  Place place;
+};
+
+constexpr int kept_calls = 8;
+constexpr int all_registers = 65536;  // of a multiprocessor
+constexpr int max_registers = 255;    // of a thread at the launch
+
 struct Warpgroup {
   std::uint64_t begun;     // products, by one thread at least
   std::uint64_t complete;  // products, begun by all threads
@@ -135,6 +149,7 @@ struct Warpgroup {
   Sums* sums;
   Place place;  // of the product computed last
   unsigned waiting[warpgroup_size / warp_size];
+  RegisterCall registers[kept_calls];  // the first calls
 };
 
 struct Asynchronous {
@@ -1414,6 +1429,75 @@ void check_left_loads(Worker& worker) {
   }
 }
 
+// ---------------------------------------------------------------------------------------------
+// Registers
+
+const char* name_of(const RegisterCall& call) {
+  return call.increases ? "increase_registers" : "decrease_registers";
+}
+
+void set_registers(Worker& worker, int count, bool increases, const Place& place) {
+  Fiber& fiber = *worker.fiber;
+  RegisterCall asked{count, increases, 1, fiber.index, place};
+  Warpgroup& group = warpgroup_of(worker, name_of(asked), place);
+  int number = fiber.register_calls++;
+  if (number >= kept_calls) return;
+  RegisterCall& call = group.registers[number];
+  if (call.threads++ == 0) {
+    call = asked;
+  } else if (call.count != count || call.increases != increases) {
+    fault(worker, place,
+          format("calls %s<%d>, and %s of its warpgroup calls %s<%d> at %s; all threads of a "
+                 "warpgroup make the same call",
+                 name_of(asked), count, thread_name(worker, call.thread).chars, name_of(call),
+                 call.count, place_name(worker, call.place).chars));
+  }
+}
+
+// The last call of a warpgroup; nullptr if there is none, or if it is not kept.
+const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
+  const RegisterCall* last = nullptr;
+  for (const RegisterCall& call : group.registers) {
+    if (call.threads == 0) break;
+    last = &call;
+  }
+  bool is_kept = last == nullptr || worker.fibers[last->thread].register_calls <= kept_calls;
+  return is_kept ? last : nullptr;
+}
+
+// The end of a block. A block keeps the registers of its launch: what its warpgroups hold at last
+// must not be more, or else an increase has waited forever.
+void check_registers(Worker& worker) {
+  if (worker.asynchronous == nullptr || worker.abandoned) return;
+  int at_launch = std::min(all_registers / worker.threads, max_registers) / 8 * 8;
+  int held = 0;
+  const RegisterCall* waiting = nullptr;
+  Text counts = format("%s", "");
+  for (int first = 0; first < worker.threads; first += warpgroup_size) {
+    const Warpgroup& group = worker.asynchronous->warpgroups[first / warpgroup_size];
+    const RegisterCall* last = last_call(worker, group);
+    if (last != nullptr && last->threads < warpgroup_size) {
+      record(worker, last->thread, last->place,
+             format("calls %s<%d> with %d threads of its warpgroup; all %d make the same call",
+                    name_of(*last), last->count, last->threads, warpgroup_size));
+      worker.abandoned = true;
+      return;
+    }
+    if (last != nullptr && last->increases) waiting = last;
+    int count = last != nullptr ? last->count : at_launch;
+    append_text(counts, format("%s%d", first == 0 ? "" : ", ", count).chars);
+    held += count * std::min(warpgroup_size, worker.threads - first);
+  }
+  if (waiting == nullptr || held <= at_launch * worker.threads) return;
+  record(worker, waiting->thread, waiting->place,
+         format("waits forever for registers that the block does not have: threads of its "
+                "warpgroups ask for %s, in all %d, and %d threads have at most %d each at the "
+                "launch, in all %d; increase_registers to fewer, or decrease_registers of others "
+                "to fewer",
+                counts.chars, held, worker.threads, at_launch, at_launch * worker.threads));
+  worker.abandoned = true;
+}
+
 // The clock that all operations of the last block are below.
 Clock latest_clock(const Worker& worker) {
   Clock latest = worker.floor;
@@ -1579,6 +1663,10 @@ EXPORTED void simulator_commit_products(const char* file, int line) {
 EXPORTED void simulator_wait_for_products(unsigned pending, const float* d, const char* file,
                                           int line) {
   wait_for_groups(*self, pending, d, {file, line, CALLER});
+}
+
+EXPORTED void simulator_set_registers(int count, bool increases, const char* file, int line) {
+  set_registers(*self, count, increases, {file, line, CALLER});
 }
 
 // The lane that elect.sync chooses: always the same.

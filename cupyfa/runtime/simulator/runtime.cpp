@@ -273,6 +273,7 @@ struct Fiber {
   // what they know of other threads, but each waits for copies and products itself.
   Clock known[max_components - max_warps];
   bool begun;  // whether wgmma_fence came since its last wait
+  int register_calls;
   // Encloses the registers that products under way are to write.
   std::uintptr_t awaited_low;
   std::uintptr_t awaited_end;
@@ -1122,6 +1123,7 @@ void check_awaited(Worker& worker, const Touch& touch);
 bool report_vain_waits(Worker& worker);
 void check_left_over(Worker& worker);
 void check_left_loads(Worker& worker);
+void check_registers(Worker& worker);
 Clock latest_clock(const Worker& worker);
 void forget_asynchronous(Worker& worker);
 void free_asynchronous(Worker& worker);
@@ -1502,6 +1504,7 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.copies_end = &fiber.copies;
   fiber.copy_groups = 0;
   fiber.awaited_low = fiber.awaited_end = 0;
+  fiber.register_calls = 0;
   block_coordinates(worker, worker.block, fiber.coordinates->block);
   // The stack a switch expects: saved registers, then where to go on.
   std::uintptr_t top = reinterpret_cast<std::uintptr_t>(fiber.coordinates) & ~std::uintptr_t{63};
@@ -1570,6 +1573,7 @@ void run_block(Worker& worker, std::uint64_t block) {
     return;
   }
   check_left_loads(worker);
+  check_registers(worker);
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ void simulator_multiply(float* d, const unsigned* registers, const void* a, cons
 void simulator_commit_products(const char* file, int line);
 void simulator_wait_for_products(unsigned pending, const float* d, const char* file, int line);
 int simulator_elected_lane();
+void simulator_set_registers(int count, bool increases, const char* file, int line);
 [[noreturn]] void simulator_fault(const char* text, const char* file, int line);
 
 int printf(const char* format, ...) __attribute__((format(printf, 1, 2)));

@@ -1,16 +1,19 @@
 #pragma once
-// How warps specialise: registers and roles. Here registers are unlimited.
+// How warps specialise: registers and roles. Here nobody waits for registers: the end of a block
+// finds those that it does not have.
 #include <simulator.h>
 
 // Sets the registers of each thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
 // increase waits until others have decreased.
 template <int count>
-inline void decrease_registers() {
+inline void decrease_registers(simulator::Here here = {}) {
   static_assert(count % 8 == 0 && count >= 24 && count <= 256, "a number of registers");
+  simulator_set_registers(count, false, here.file, here.line);
 }
 template <int count>
-inline void increase_registers() {
-  decrease_registers<count>();
+inline void increase_registers(simulator::Here here = {}) {
+  static_assert(count % 8 == 0 && count >= 24 && count <= 256, "a number of registers");
+  simulator_set_registers(count, true, here.file, here.line);
 }
 
 // A value that all lanes have; the compiler then keeps it in registers of the warp.
