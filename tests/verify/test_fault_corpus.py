@@ -75,6 +75,16 @@ def test_a_fault_of_gradients_of_arrays_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_fault_of_the_gradient_of_lse_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
+    right, wrong = "mods.dlse_.read(batch, head, row)", "mods.dlse_.read(batch, head, 0)"
+    file = "backward/parts/gradient_of_lse.cuh"
+    fault = broken_kernels.Fault("columns", file, "all rows take the first", right, wrong, "", None)
+    (first, *_), _ = found(broken_kernels.broken(tmp_path, fault), dlse=True, samples=2)
+    assert first.outcome.kind == "wrong result" and "--dlse" in first.command
+
+
+@pytest.mark.slow
 def test_a_fault_of_block_masks_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     right, wrong = (
