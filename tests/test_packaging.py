@@ -224,6 +224,7 @@ def test_the_editable_install(environment, tmp_path):
     assert not names & {"cli", "cli.py", "kernels"}
 
 
+@pytest.mark.slow
 def test_the_bare_checkout(environment, tmp_path):
     python, _ = environment()
     works([python, TREE / "cli.py"], tmp_path)

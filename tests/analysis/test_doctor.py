@@ -70,6 +70,7 @@ def test_every_probe_has_a_finding():
     assert "simulator" in runs_on(findings), found["simulator"]
 
 
+@pytest.mark.slow
 def test_the_formats():
     rows = json.loads(cli("--format", "json").stdout)
     assert list(rows[0]) == ["thing", "state", "found", "hinders"]

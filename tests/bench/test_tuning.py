@@ -139,6 +139,7 @@ def test_candidates_that_do_not_return_use_up_the_budget(laps, engine, monkeypat
     assert states(tune(laps, engine)) == {200: "timed out", 1: "right", 2: "wrong"}
 
 
+@pytest.mark.slow
 def test_a_second_tuning_measures_nothing_again(laps, engine, monkeypatch):
     first = [row.row() for row in tune(laps, engine)]
     seen = count_checks(monkeypatch)

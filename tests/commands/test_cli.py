@@ -366,6 +366,7 @@ def test_an_interrupt_is_not_a_wrong_result(monkeypatch):
     cli("run", "fa2", *SIMULATOR, code=130)
 
 
+@pytest.mark.slow
 def test_compile_shows_resources_by_architecture():
     options = ("--arch", "80,90", "--causal", "-d", "40", "--format", "json")
     done = cli("compile", "fa2", "mma_split_q", *options)

@@ -451,6 +451,7 @@ def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, wo
     still_works()
 
 
+@pytest.mark.slow
 def test_temporary_files_of_a_compiler_are_removed(tmp_path):
     """Like files of a linker that was killed; compiler and cache have relative paths."""
     (tmp_path / "temporary").mkdir()

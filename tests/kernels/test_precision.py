@@ -240,6 +240,7 @@ def test_show_plans_in_a_precision():
     assert "precision=tf32" in cli("show", "mma_tf32", "--plan").stdout
 
 
+@pytest.mark.slow
 def test_check_notes_rounding_and_takes_a_precision():
     options = ("--grid", "fuzz", "--samples", "2", "--jobs", "0", *SIMULATOR)
     done = cli("check", "v3", "fa2", *options, "--dtype", "float32")

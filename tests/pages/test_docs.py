@@ -231,6 +231,7 @@ def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, folder, tmp_p
     follow(read(page), folder, {**environment, **settings}, gpu=True)
 
 
+@pytest.mark.slow
 def test_roofline_tables_are_complete(environment, folder):
     found = blocks(read(ROOT / "docs" / "roofline.md"))
     for before, block in pairwise(found):

@@ -137,6 +137,7 @@ def test_gradients_are_those_of_torch(example):
         np.testing.assert_allclose(grad, expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_learns_to_sort(example):
     """The loss falls below 0.55; without attention the minimum is 0.94."""
     count, kinds = 6, 6
