@@ -153,23 +153,18 @@ def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
 
 
 def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of SEEDS among options that are arrays, or forms of them."""
+    """The seed and the offset of dropout, where options give an array or the form of one."""
     given = {name: options[name] for name in SEEDS if name in options}
     return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
-
-
-def is_seed(text: str) -> bool:
-    """Whether a text is the form of an array of one whole number, as u64[1]."""
-    short, size = _parts(text) or ("", "")
-    return short in DTYPES and short[0] in "iu" and size == "1"
 
 
 def _seed(name: str, form: Any) -> Operand:
     if not isinstance(form, str):
         return of_value(name, form)
-    if not is_seed(form):
+    short, size = _parts(form) or ("", "")
+    if short not in DTYPES or short[0] not in "iu" or size != "1":
         raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
-    return Operand(name, DTYPES[form.partition("[")[0]], (1,))
+    return Operand(name, DTYPES[short], (1,))
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:

@@ -166,7 +166,10 @@ class Modifiers:
         return any("position" in x.positions for x in (*self.score, *self.mask))
 
     def _is_named(self, *places: str) -> bool:
-        """Whether a caller's text names one of these; those of arrays go with their parts."""
+        """Whether score_mod or mask_mod names one of these.
+
+        The texts of bias, slopes and masks do not count: a piece has its part of those arrays.
+        """
         own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
         return any(not x.positions.isdisjoint(places) for x in own)
 

@@ -423,7 +423,7 @@ class AttentionOptions:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self, besides: Collection[str] = ()) -> list[str]:
-        """The options of the command line for those that are changed, but for some."""
+        """The command-line options for changed values, without those in ``besides``."""
         row = self.row()
         changed = [name for name in self.changed if name not in besides]
         return [f"--{name.replace('_', '-')}={row[name]}" for name in changed]
@@ -432,7 +432,7 @@ class AttentionOptions:
         return self.text()
 
     def text(self, besides: Collection[str] = ()) -> str:
-        """Those that are changed, but for some."""
+        """The changed values as name=value, without those in ``besides``."""
         changed = self.changed.keys() - {*besides}
         shown = ((name, x) for name, x in self.row().items() if name in changed)
         return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)

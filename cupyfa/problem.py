@@ -186,7 +186,7 @@ class Problem:
         """The problem with other options; with texts or forms of arrays in place of all its own."""
         seeds = forms.seeds_in_memory(options)
         options = {**options, **dict.fromkeys(seeds, 0)}
-        arrays = {**arrays, **(seeds if options.get("dropout") else {})}
+        arrays = {**arrays, **(seeds if options.get("dropout", self.options.dropout) else {})}
         if not arrays and not any(name in options for name in TEXTS):
             return self.with_options(**options)
         in_blocks = arrays.pop(forms.BLOCK_MASK, None)

@@ -189,6 +189,10 @@ def test_forms_of_a_seed_replace_those_of_a_grid():
     given = {name: x for name, x in IN_MEMORY.items() if name != "dlse"}
     p = Problem.of_sizes(**SIZES, bias="1hmn").modified(given, {})
     assert [x.name for x in p.operands] == ["dropout_seed", "dropout_offset"]
+    drawn = Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed=5).modified(
+        {"dropout_seed": "i32[1]"}, {}
+    )
+    assert [x.name for x in drawn.operands] == ["dropout_seed"] and drawn.options.dropout == 0.1
     without = Problem.of_sizes(**SIZES).modified({"dropout": 0.0, "dropout_seed": "u64[1]"}, {})
     assert not without.operands
     with pytest.raises(ValueError, match=r"dropout_seed is 'f32\[1\]'; give a whole number, or a"):

@@ -62,9 +62,7 @@ def peer(
     able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
     never = ("precision", *DROPOUT)
     others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
-    if name not in _OF_TORCH:
-        others += [x.name for x in p.operands if x.name != DLSE]
-    others += [DLSE] * any(x.name == DLSE for x in p.operands)
+    others += [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:

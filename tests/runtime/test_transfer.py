@@ -239,6 +239,14 @@ def of_form(form, dtype=np.float16):
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
 
+def same_gradients(far, given, options):
+    there, here = (
+        cupyfa.attention_backward(*given, backend=x, **options) for x in (far, "simulator")
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+
+
 def of_sizes(piece_bytes=12_000):
     transfer.configure(piece_bytes=piece_bytes)
     batch, heads, M, N = SIZES
@@ -281,12 +289,7 @@ def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
     rng = np.random.default_rng(2)
     dout, dlse = (rng.standard_normal(x.shape).astype(np.float32) for x in (out, lse))
     options = {"kernel": "two_pass", "dlse": dlse, **ALIKE[what]}
-    there, here = (
-        cupyfa.attention_backward(dout, q, k, v, out, lse, backend=x, **options)
-        for x in (far, "simulator")
-    )
-    for got, right in zip(there, here):
-        np.testing.assert_array_equal(got, right)
+    same_gradients(far, (dout, q, k, v, out, lse), options)
     assert counts() == [6, 6]
 
 
@@ -297,12 +300,7 @@ def test_the_gradient_of_sinks_is_not_cut_where_it_is_a_sum(far, counts, form, c
     options = {"sink": of_form(form, np.float32)}
     out, lse = same(far, q, k, v, **options)
     options |= {"kernel": "two_pass", "wrt": ("q", "sink")}
-    there, here = (
-        cupyfa.attention_backward(out, q, k, v, out, lse, backend=x, **options)
-        for x in (far, "simulator")
-    )
-    for got, right in zip(there, here):
-        np.testing.assert_array_equal(got, right)
+    same_gradients(far, (out, q, k, v, out, lse), options)
     assert counts() == [6, count]
     transfer.configure(device_bytes=4000)
     what = "its smallest piece needs .* fewer" if form == "h" else "one head of it needs"
@@ -336,12 +334,7 @@ def test_gradients_of_what_texts_read_are_one_piece(far, counts):
     options = {"bias": of_form("bhmn", np.float32)}
     out, lse = same(far, q, k, v, **options)
     options |= {"kernel": "two_pass", "wrt": ("q", "bias")}
-    there, here = (
-        cupyfa.attention_backward(out, q, k, v, out, lse, backend=x, **options)
-        for x in (far, "simulator")
-    )
-    for got, right in zip(there, here):
-        np.testing.assert_array_equal(got, right)
+    same_gradients(far, (out, q, k, v, out, lse), options)
     assert counts() == [6, 1]
 
 

@@ -1454,7 +1454,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// The last call of a warpgroup; nullptr if there is none, or if it is not kept.
+// The last call of a warpgroup; nullptr if it made none, or more calls than are kept.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {

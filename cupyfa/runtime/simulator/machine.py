@@ -256,7 +256,7 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
 def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
     """The text of a call that a place is in, as " in score_mod", or empty.
 
-    The kernel's text begins with those of the call, before its own first ``#line``.
+    The texts of a call stand at the start of the source, before the kernel's first ``#line``.
     """
     addresses = [int(place[1], 16) for place in places]
     found = lines.frames(kernel.path, [x for x in addresses if x])

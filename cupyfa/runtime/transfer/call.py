@@ -121,7 +121,7 @@ class Call:
             raise
 
     def memory(self) -> Mapping[str, list[Any]]:
-        """Device memory for parts of each array; those of the first piece are the largest."""
+        """Device memory for parts of each array, sized for the first piece, the largest."""
         first, copies = self.cut.plans[0], self.cut.copies
         with self.work.context:
             return {

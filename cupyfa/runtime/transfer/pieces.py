@@ -52,7 +52,7 @@ class Piece:
         ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
         ranges |= {"M": self.rows, "N": self.keys}
         index = [ranges.get(axis) for axis in axes]
-        return tuple([slice(None) if r is None else slice(r.start, r.stop) for r in index])
+        return tuple(slice(None) if r is None else slice(r.start, r.stop) for r in index)
 
 
 def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
@@ -89,7 +89,7 @@ class _Cutting:
         self.bytes = cache(self._bytes)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes of the first piece, the largest one. Raises OutOfMemory if there is none."""
+        """The sizes of the first piece, the largest one. Raises OutOfMemory if no piece fits."""
         p = self.plan.problem
         b, h, m, n = p.batch, p.kv_heads, p.M, p.N
         if needed(self.plan) > self.wanted:
@@ -144,7 +144,7 @@ class _Cutting:
         return own <= self.wanted and every <= self.most
 
     def _bytes(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
-        """The bytes of all arrays of a piece, and of those that it does not share."""
+        """The bytes of all arrays of a piece, and of those that no other piece shares."""
         whole = self.plan.problem
         part = self.plan_of(whole.part(b, h, range(m), range(n)))
         numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads)}
@@ -193,7 +193,7 @@ class Cut:
         return min(most, self.numbers[-1][name] + 1)
 
     def count(self, most: int, free: int) -> int:
-        """How many pieces may lie on the device at a time, of at most so many: at least one."""
+        """How many pieces the device holds at a time in ``free`` bytes: from 1 to ``most``."""
         fitting = (x for x in range(min(most, len(self.pieces)), 1, -1) if self._held(x) <= free)
         return next(fitting, 1)
 

@@ -1,6 +1,6 @@
 #pragma once
-// How warps specialise: registers and roles. Here nobody waits for registers: the end of a block
-// finds those that it does not have.
+// How warps specialise: registers and roles. Here no thread waits for registers: at the end of a
+// block its warpgroups are checked to hold no more than the block has.
 #include <simulator.h>
 
 // Sets the registers of each thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
